@@ -1,0 +1,104 @@
+"""The board: a durable compare-and-swap register that outlives any node.
+
+It holds little: who holds the coordinator's lease, the epoch number, and the
+newest checkpoint commits. The member table goes over TCP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+BOARD_VERSION = 1
+
+Token = int
+"""Version of a register's content; opaque to callers but for equality."""
+
+
+class Board(Protocol):
+    """torchelastic's RendezvousBackend, with `int` tokens.
+
+    Both calls may raise OSError when the storage behind the board is
+    unreachable; a caller keeps what it has and tries again later.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the newest content and its token; None when nothing was ever written."""
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Publish `state` if the content is still that of `token` (None: still empty).
+
+        Returns:
+            The newest content, its token and whether this call put it there.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Who coordinates. A new holder always has a higher `term`."""
+
+    holder: str
+    """Agent id."""
+    node: str
+    job: str
+    """Id of the live job (one submission); a second job on the run sees it here."""
+    address: str
+    port: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A checkpoint on storage that counts. Directories alone are only data."""
+
+    epoch: int
+    step: int
+    dir: str
+    """Directory name under the checkpoint directory."""
+    manifest_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardState:
+    """The register's content."""
+
+    epoch: int = 0
+    """Newest published epoch; everything from a lower one is fenced out."""
+    lease: Lease | None = None
+    """None: no live job."""
+    commits: tuple[Commit, ...] = ()
+    """Newest last; as many as are kept."""
+    finished: bool = False
+    """The run has done its last step."""
+    version: int = BOARD_VERSION
+
+    def encode(self) -> bytes:
+        """Return the register's bytes (JSON)."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> BoardState:
+        """Read the register's bytes.
+
+        Raises:
+            ValueError: not a board this version can read.
+        """
+        value: dict[str, Any] = json.loads(raw)
+        if value.get("version") != BOARD_VERSION:
+            raise ValueError(
+                f"board version {value.get('version')!r}, this holdfast reads {BOARD_VERSION}"
+            )
+        return cls(
+            epoch=value["epoch"],
+            lease=Lease(**value["lease"]) if value["lease"] else None,
+            commits=tuple(Commit(**commit) for commit in value["commits"]),
+            finished=value["finished"],
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints: manifest, storage tier and manager."""

@@ -1,0 +1,96 @@
+"""The record of a run: what an event is, and the closed list of names.
+
+Pure: encoding and decoding only. `event_log.py` writes; the launcher reads.
+docs/events.md documents every name and is checked against this list.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+EVENT_VERSION: Final = 1
+
+EVENTS: Final[dict[str, str]] = {
+    # agents: membership
+    "agent.started": "An agent came up. pid, address, port",
+    "agent.exit": "An agent ended. code, reason",
+    "coordinator.elected": "This agent took the coordinator's lease. term, previous",
+    "epoch.formed": "The coordinator published an epoch. members, spares, rung, layout, coordinator",
+    "epoch.aborted": "The coordinator ended an epoch. reason, victims, kind",
+    "member.joined": "A node asked to join. member",
+    "member.lost": "A node is gone. member, reason, detected_s",
+    "member.evicted": "A node was put out of the job. member, reason",
+    "membership.parked": "Too few nodes for the last rung: waiting. have, need",
+    "job.stopped": "The job ended as a whole. code, reason",
+    # agents: workers
+    "worker.started": "A worker was forked or started. pid, local_rank, how",
+    "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
+    "worker.hung": "A worker made no progress. local_rank, section, idle_s",
+    "worker.unreapable": "A killed worker could not be reaped: the node leaves. pid",
+    "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
+    # workers
+    "trainer.started": "A trainer is ready to step. layout, resume_step, restored_from",
+    "step.completed": "A step is done. loss, grad_norm, tokens, step_s, lr",
+    "step.committed": "This step will not be redone. source",
+    "checkpoint.started": "Staging began",
+    "checkpoint.committed": "A checkpoint is on the board. dir, manifest_sha256, stage_s, save_s",
+    "checkpoint.failed": "A save failed; training goes on. reason",
+    "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
+    "checkpoint.restored": "State was loaded. dir, seconds",
+    "trainer.stopping": "The group agreed to stop at this step. why",
+    "trainer.finished": "The last step is done. loss",
+    # whoever injects faults
+    "fault.injected": "A fault was injected on purpose. action, target",
+    "run.started": "The launcher started agents. attempt, nodes",
+    "run.ended": "All agents are gone. code",
+}
+"""Event name -> what it says and which extra fields it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the record. `epoch`, `step` and `rank` are None where they do not apply."""
+
+    event: str
+    t_unix: float
+    t_mono: float
+    """Monotonic seconds of the writer's machine; comparable within one node only."""
+    node: str | None = None
+    rank: int | None = None
+    epoch: int | None = None
+    step: int | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        """Return the JSON line, newline included."""
+        assert self.event in EVENTS, f"{self.event} is not in EVENTS"
+        raw = {
+            "v": EVENT_VERSION,
+            "t_unix": round(self.t_unix, 6),
+            "t_mono": round(self.t_mono, 6),
+            "epoch": self.epoch,
+            "step": self.step,
+            "node": self.node,
+            "rank": self.rank,
+            "event": self.event,
+            **self.fields,
+        }
+        return json.dumps(raw, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def decode(cls, line: str) -> Event | None:
+        """Read one line; None for a torn last line, which a crash may leave."""
+        try:
+            raw = json.loads(line)
+        except json.JSONDecodeError:
+            return None
+        if not isinstance(raw, dict) or "event" not in raw:
+            return None
+        raw.pop("v", None)
+        known = {
+            key: raw.pop(key, None)
+            for key in ("event", "t_unix", "t_mono", "node", "rank", "epoch", "step")
+        }
+        return cls(**known, fields=raw)

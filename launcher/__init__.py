@@ -1,0 +1,1 @@
+"""The launcher: plans, renders, submits and watches jobs. Never imports torch."""

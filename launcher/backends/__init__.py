@@ -1,0 +1,1 @@
+"""Backends: where bundles are submitted and jobs are watched."""

@@ -1,0 +1,1 @@
+"""The `holdfast` command: one small module per command group, no logic."""

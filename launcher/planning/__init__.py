@@ -1,0 +1,1 @@
+"""Planning: from a job to a layout, its predictions and its ladder."""

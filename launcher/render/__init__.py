@@ -1,0 +1,1 @@
+"""Renderers: (spec, plan) to a bundle of texts. Pure."""
