@@ -1,0 +1,117 @@
+"""What membership tells the agent, and what the agent tells membership."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_trainer.failures import Failure
+from elastic_trainer.heartbeat import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One node agent. `agent_id` is new for every start of an agent."""
+
+    agent_id: str
+    node: str
+    address: str
+    """Numeric IP address; peers exchange addresses, never names."""
+    port: int
+    workers: int
+    """Healthy accelerators, so workers it can run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFormed:
+    """A new epoch was published. Node i of the rung is `members[i]`."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    """Those that run workers, in rank order (rung.num_nodes of them)."""
+    spares: tuple[Member, ...]
+    rung_nodes: int
+    """num_nodes of the rung, to look it up in the ladder."""
+    store_address: str
+    store_port: int
+    """torch TCPStore hosted by the coordinator's agent, fresh for this epoch."""
+    coordinator: str
+    """Node name."""
+    reason: str
+    """Why it was formed: start, node lost, worker failed, growth, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochAborted:
+    """Kill every worker of `epoch` now; another notice will follow."""
+
+    epoch: int
+    reason: str
+    victims: tuple[str, ...]
+    """Node names held responsible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskWorkers:
+    """Put `request` into the heartbeats of the workers of `epoch`."""
+
+    epoch: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStopped:
+    """The job is over; kill what is left and exit with `code`."""
+
+    code: int
+    reason: str
+
+
+Notice = EpochFormed | EpochAborted | AskWorkers | JobStopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersFailed:
+    """Agent: a worker of this node failed in `epoch` (the first that did)."""
+
+    epoch: int
+    local_rank: int
+    rank: int
+    step: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersEnded:
+    """Agent: all workers of this node ended well in `epoch`.
+
+    `finished`: exit 0, the last step is done; else exit 91, state saved on request.
+    """
+
+    epoch: int
+    finished: bool
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersRunning:
+    """Agent: the first step of `epoch` is done here. Closes the recovery's clock."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """Agent: somebody asked this node for a clean stop (SIGTERM): all save and leave with 91."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeaving:
+    """Agent: this node must not take part any more (unreapable worker, failed check)."""
+
+    reason: str
+
+
+Report = WorkersFailed | WorkersEnded | WorkersRunning | StopAsked | NodeLeaving
