@@ -1,0 +1,92 @@
+"""Every code a message can carry, with what it means and the way out.
+
+docs/errors.md is generated from this table (`python -m launcher.cli.docs errors`).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Code(NamedTuple):
+    """What one code stands for."""
+
+    meaning: str
+    way_out: str
+
+
+CODES: Final[dict[str, Code]] = {
+    # The file.
+    "HF001": Code("The job file cannot be read.", "Check the path and its permissions."),
+    "HF002": Code("The job file is not UTF-8 text, or over 1 MiB.", "Save it as UTF-8."),
+    "HF003": Code("The job file is not YAML.", "Mend the line named; indent with spaces."),
+    "HF004": Code("The job file is empty.", "Start from examples/tiny-cpu.yaml."),
+    "HF005": Code("The job file is not a mapping of sections.", "Write `name: ...` and so on."),
+    "HF006": Code("A key is there twice.", "Keep one of the two."),
+    "HF007": Code(
+        "A YAML feature that job files do not have (tags, merge keys, several documents).",
+        "Write the values out.",
+    ),
+    "HF008": Code("A --set that cannot be applied.", "Write --set section.key=value."),
+    # Keys and values.
+    "HF010": Code("An unknown key.", "Use the nearest known one; `holdfast schema` lists all."),
+    "HF011": Code("A required key is missing.", "Add it."),
+    "HF012": Code("A value of the wrong type.", "Write what is expected."),
+    "HF013": Code("A number out of its range.", "Use one within the range."),
+    "HF014": Code("A value that is none of the choices.", "Use one of those listed."),
+    "HF015": Code("A text of the wrong form.", "Write it in the form shown."),
+    "HF016": Code("Two keys that contradict each other.", "Keep one of them."),
+    # The model.
+    "HF020": Code("An unknown model.", "Use a preset, dimensions, or a path of a config.json."),
+    "HF021": Code("The model's config.json cannot be read.", "Check the path and the JSON."),
+    "HF022": Code("The model is not of the Llama family.", "Use a Llama-family model."),
+    "HF023": Code("The model's dimensions contradict each other.", "Mend the one named."),
+    "HF024": Code("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
+    # The layout.
+    "HF101": Code("dp x tp x pp x cp is not the number of GPUs.", "Use `dp: auto`."),
+    "HF102": Code("tp does not divide the attention heads.", "Use a tp that divides them."),
+    "HF103": Code("tp does not divide the KV heads.", "Use a tp that divides them."),
+    "HF104": Code(
+        "Tensor-parallel groups reach beyond one node.",
+        "Use a smaller tp, or allow it with layout.allow_tp_across_nodes: true.",
+    ),
+    "HF105": Code("seq_len does not divide into 2*cp zigzag halves.", "Use another cp."),
+    "HF106": Code("seq_len does not divide by tp (sequence parallel).", "Use another tp."),
+    "HF107": Code("tp does not divide the vocabulary.", "Use another tp, or pad vocab_size."),
+    "HF108": Code("tp does not divide the SwiGLU width.", "Use another tp."),
+    "HF109": Code("More pipeline stages than layers.", "Use a smaller pp or interleave."),
+    "HF110": Code("Fewer micro-batches per dp rank than stages.", "Enlarge global_batch."),
+    "HF111": Code(
+        "The interleaved schedule cannot run this number of micro-batches.", "Use a multiple of pp."
+    ),
+    "HF112": Code("global_batch is no multiple of micro_batch.", "Use a multiple."),
+    "HF113": Code("Fewer micro-batches than dp ranks.", "Enlarge global_batch, or lower dp."),
+    "HF114": Code("dp_replicate does not divide dp.", "Use a divisor of dp."),
+    "HF115": Code("A zero-bubble schedule.", "Use 1f1b or interleaved."),
+    "HF116": Code("`dp: auto` has no solution.", "Use the number of nodes named."),
+    "HF117": Code("layout.order does not name the four axes once each.", "Reorder them."),
+    "HF118": Code("schedule and interleave contradict each other.", "Change one of them."),
+    # Cluster, elasticity.
+    "HF120": Code("elastic.min_nodes is more than the cluster has.", "Lower it."),
+    "HF121": Code("The ladder has no rung down to elastic.min_nodes.", "Lower min_nodes."),
+    "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
+    "HF123": Code("Peers would count as dead between two heartbeats.", "Raise dead_after_s."),
+    "HF124": Code("A node has fewer ports than it needs.", "Widen network.ports."),
+    # Warnings: the job is legal.
+    "HF150": Code("Tensor-parallel groups reach beyond one node, as allowed.", "Mind the speed."),
+    "HF151": Code("Nodes below the last rung cannot be used.", "See `holdfast plan`."),
+    "HF152": Code("dp does not divide the micro-batches: padding idles.", "Use a multiple."),
+    "HF153": Code("The warm-up is longer than the run.", "Lower warmup_steps."),
+    "HF154": Code("seq_len exceeds the context the model was published for.", "Use RoPE scaling."),
+    # The machine, looked at by `check --to local` and `run`.
+    "HF201": Code("A path does not exist.", "Create it, or mend the path."),
+    "HF202": Code("A path cannot be read.", "Grant the permission."),
+    "HF203": Code("There is no data where data.path points.", "Point it at a file or folder."),
+    "HF204": Code("A folder cannot be written.", "Choose another, or grant the permission."),
+    "HF205": Code("The target cannot do this yet.", "Use what it can do."),
+    "HF206": Code("An unknown target.", "Use one of those listed."),
+}
+"""Code -> meaning and way out. A code, once released, keeps its meaning."""
+
+WARNINGS: Final = frozenset(code for code in CODES if code.startswith("HF15"))
+"""Codes that never stop a job."""

@@ -1,0 +1,104 @@
+"""The exception tree of the launcher.
+
+    HoldfastError
+    ├── UserError             the user's input is wrong: exit code 2, never retried
+    └── PlatformError         Slurm, Kubernetes or this machine refused: exit code 1
+        ├── TemporaryError    the same call may succeed later: backends retry
+        └── PermanentError    it will not: backends give up at once
+
+Whether to retry is a type, never a flag or a text. Our own invariants are
+`assert`s and have no place here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.codes import CODES, WARNINGS
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a mistake is: file (or the --set that made it), line from 1, key."""
+
+    file: str = ""
+    line: int | None = None
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake: its code, where it is, and a message with values and way out."""
+
+    code: str
+    where: Where
+    message: str
+
+    def __post_init__(self) -> None:
+        """Assert that the code is in the table."""
+        assert self.code in CODES, f"{self.code} is not in CODES"
+
+    @property
+    def is_warning(self) -> bool:
+        """Whether the job may go on nevertheless."""
+        return self.code in WARNINGS
+
+    def __str__(self) -> str:
+        """Return the line people read: `job.yaml:12: HF103 layout.tp: ...`."""
+        where = self.where
+        place = f"{where.file}:{where.line}: " if where.line else f"{where.file}: "
+        key = f"{where.key}: " if where.key else ""
+        warning = "warning: " if self.is_warning else ""
+        return f"{place if where.file else ''}{warning}{self.code} {key}{self.message}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types, as `--json` prints them."""
+        return {
+            "code": self.code,
+            "file": self.where.file,
+            "line": self.where.line,
+            "key": self.where.key,
+            "message": self.message,
+        }
+
+
+def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """Return problems in the order of the file; those without a line come last."""
+    return sorted(
+        dict.fromkeys(problems),
+        key=lambda p: (p.where.line is None, p.where.line or 0, p.where.file, p.code, p.where.key),
+    )
+
+
+class HoldfastError(Exception):
+    """Base of everything the launcher raises on purpose."""
+
+
+@dataclass(eq=False)
+class UserError(HoldfastError):
+    """The user's input is wrong; carries every mistake found."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, code: str, message: str, *, file: str = "", key: str = "") -> UserError:
+        """Return an error of one problem without a line."""
+        return cls([Problem(code, Where(file, None, key), message)])
+
+    def __str__(self) -> str:
+        """Return one line per problem."""
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class PlatformError(HoldfastError):
+    """The platform a job runs on refused or failed."""
+
+
+class TemporaryError(PlatformError):
+    """The same call may succeed later: retry with a back-off."""
+
+
+class PermanentError(PlatformError):
+    """The same call will fail again: do not retry."""

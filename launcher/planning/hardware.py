@@ -1,0 +1,56 @@
+"""The accelerators known by name: vendors' figures and measured ceilings.
+
+Sources: vendors' data sheets and the accelerator tables of stas00/ml-engineering.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Gpu(NamedTuple):
+    """One accelerator."""
+
+    bf16_tflops: float | None
+    """Dense bf16 peak in TFLOP/s; None where the vendor does not say."""
+    memory_gb: int
+    """Vendor's gigabytes of HBM."""
+    memory_tbps: float
+    """HBM bandwidth in TB/s."""
+    scaleup_gbps: int
+    """NVLink or xGMI bandwidth in GB/s, one direction, per GPU."""
+    scaleup_domain: int
+    """GPUs joined by NVLink or xGMI."""
+    nic_gbit: int
+    """Typical network bandwidth per GPU in Gbit/s."""
+    measured_tflops: float | None
+    """Best bf16 matmul measured in TFLOP/s; None: not measured."""
+
+
+GPUS: Final[dict[str, Gpu]] = {
+    "A100-40GB-SXM": Gpu(312, 40, 1.555, 300, 8, 200, 271.2),
+    "A100-80GB-SXM": Gpu(312, 80, 2.0, 300, 8, 200, 271.2),
+    "A100-80GB-PCIe": Gpu(312, 80, 1.94, 300, 2, 200, 252.9),
+    "A800-80GB-SXM": Gpu(312, 80, 2.0, 200, 8, 200, None),
+    "H100-80GB-SXM": Gpu(989, 80, 3.35, 450, 8, 400, 794.5),
+    "H100-80GB-PCIe": Gpu(756, 80, 2.0, 300, 2, 400, None),
+    "H100-96GB-HBM2e-500W": Gpu(None, 96, 2.4, 450, 8, 400, None),
+    "H200-141GB-SXM": Gpu(989, 141, 4.8, 450, 8, 400, 794.5),
+    "B200": Gpu(2250, 180, 8.0, 900, 8, 400, 1745.0),
+    "GB200": Gpu(2500, 186, 8.0, 900, 72, 400, 1822.0),
+    "B300": Gpu(2250, 288, 8.0, 900, 8, 800, 1769.0),
+    "GB300": Gpu(2500, 288, 8.0, 900, 72, 800, None),
+    "MI250X": Gpu(383, 128, 3.28, 350, 8, 200, None),
+    "MI300X": Gpu(1307, 192, 5.3, 448, 8, 400, 668.4),
+}
+"""Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
+
+CPU: Final = "cpu"
+"""The emulated cluster: workers on processors, over gloo."""
+
+
+def tight_domain(gpu: str, gpus_per_node: int) -> int:
+    """Return how many consecutive ranks share one node or one NVLink domain."""
+    domain = GPUS[gpu].scaleup_domain if gpu in GPUS else 1
+    whole_nodes = domain > gpus_per_node and domain % gpus_per_node == 0
+    return domain if whole_nodes else gpus_per_node
