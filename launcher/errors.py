@@ -12,11 +12,11 @@ Whether to retry is a type, never a flag or a text. Our own invariants are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from launcher.codes import CODES, WARNINGS
+from launcher.codes import WARNINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,9 @@ class Where:
     key: str = ""
 
 
+NOWHERE = Where()
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One mistake: its code, where it is, and a message with values and way out."""
@@ -35,10 +38,6 @@ class Problem:
     code: str
     where: Where
     message: str
-
-    def __post_init__(self) -> None:
-        """Assert that the code is in the table."""
-        assert self.code in CODES, f"{self.code} is not in CODES"
 
     @property
     def is_warning(self) -> bool:
@@ -76,16 +75,32 @@ class HoldfastError(Exception):
     """Base of everything the launcher raises on purpose."""
 
 
-@dataclass(eq=False)
 class UserError(HoldfastError):
-    """The user's input is wrong; carries every mistake found."""
+    """The user's input is wrong; `problems` has every mistake found, at least one."""
 
-    problems: list[Problem] = field(default_factory=list)
+    def __init__(self, code: str, message: str, *, where: Where = NOWHERE) -> None:
+        """Make an error of one problem; `many` makes one of several."""
+        super().__init__(code, message)
+        self.problems = [Problem(code, where, message)]
 
     @classmethod
-    def of(cls, code: str, message: str, *, file: str = "", key: str = "") -> UserError:
-        """Return an error of one problem without a line."""
-        return cls([Problem(code, Where(file, None, key), message)])
+    def many(cls, problems: Sequence[Problem]) -> UserError:
+        """Return one error that carries all of `problems`, in the order of the file."""
+        ordered = sort_problems(problems)
+        assert ordered, "an error has at least one problem"
+        error = cls(ordered[0].code, ordered[0].message)
+        error.problems = ordered
+        return error
+
+    @property
+    def code(self) -> str:
+        """Code of the first problem."""
+        return self.problems[0].code
+
+    @property
+    def message(self) -> str:
+        """Message of the first problem."""
+        return self.problems[0].message
 
     def __str__(self) -> str:
         """Return one line per problem."""
