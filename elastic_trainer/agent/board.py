@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class Lease:
     address: str
     port: int
     term: int
+    beat: int = 0
+    """Rises while the holder lives; two equal readings far apart mean it may be gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +105,37 @@ class BoardState:
             commits=tuple(Commit(**commit) for commit in value["commits"]),
             finished=value["finished"],
         )
+
+
+class BoardBusyError(Exception):
+    """Every attempt of an update lost its swap to another writer."""
+
+
+def update(
+    board: Board, change: Callable[[BoardState], BoardState | None], attempts: int = 32
+) -> BoardState | None:
+    """Apply `change` to the newest state and publish the result; again on a conflict.
+
+    `change` must be pure and idempotent: it may run several times, and, where a
+    storage error hid a success, on a state that already has the change in it. It
+    returns its argument unchanged when there is nothing to write.
+
+    Returns:
+        The state that is on the board now, or None when `change` gave up.
+
+    Raises:
+        OSError: the storage behind the board is unreachable.
+        ValueError: the board was written by a version this one cannot read.
+        BoardBusyError: `attempts` conflicts in a row.
+    """
+    current = board.get_state()
+    for _ in range(attempts):
+        state = BoardState.decode(current[0]) if current else BoardState()
+        wanted = change(state)
+        if wanted is None or wanted == state:
+            return wanted
+        answer = board.set_state(wanted.encode(), current[1] if current else None)
+        if answer is not None and answer[2]:
+            return wanted
+        current = answer[:2] if answer is not None else board.get_state()
+    raise BoardBusyError(f"{attempts} swaps of board {board.name} in a row lost to other writers")

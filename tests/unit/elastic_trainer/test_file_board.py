@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.agent.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def advance(board: FileBoard, times: int) -> int:
+    current = board.get_state()
+    token = current[1] if current else None
+    for _ in range(times):
+        _, token, won = board.set_state(b"x%d" % (token or 0), token)
+        assert won
+    return token or 0
+
+
+def test_empty_then_swapped(tmp_path):
+    board = FileBoard(tmp_path / "a" / "board")
+    assert board.get_state() is None
+    assert board.set_state(b"one") == (b"one", 1, True)
+    assert board.get_state() == (b"one", 1)
+    assert board.set_state(b"late") == (b"one", 1, False)
+    assert board.set_state(b"two", 1) == (b"two", 2, True)
+    assert board.set_state(b"late", 1) == (b"two", 2, False)
+    assert not [n for n in files(tmp_path / "a" / "board") if n.startswith(".")]
+
+
+def test_swap_on_an_empty_board_with_a_token_loses(tmp_path):
+    assert FileBoard(tmp_path).set_state(b"x", 7) is None
+
+
+def test_second_board_sees_what_the_first_wrote(tmp_path):
+    one, two = FileBoard(tmp_path), FileBoard(tmp_path)
+    one.set_state(b"")
+    assert two.get_state() == (b"", 1)
+
+
+def _increment(directory: Path, times: int) -> None:
+    board = FileBoard(directory)
+    for _ in range(times):
+        update(board, lambda state: dataclasses.replace(state, epoch=state.epoch + 1), 10_000)
+
+
+def test_eight_processes_lose_no_update(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=_increment, args=(tmp_path, 12)) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(50)
+        assert worker.exitcode == 0
+    state, version = FileBoard(tmp_path).get_state()
+    assert BoardState.decode(state).epoch == 96
+    assert version == 96
+    assert not [n for n in files(tmp_path) if n.startswith(".")]
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT])
+def test_lost_reply_of_a_successful_link_counts_as_won(tmp_path, code):
+    def link(source: str, target: str) -> None:
+        os.link(source, target)
+        raise OSError(code, "reply lost")
+
+    assert FileBoard(tmp_path, link=link).set_state(b"x") == (b"x", 1, True)
+
+
+def test_failed_link_is_an_error_and_leaves_nothing(tmp_path):
+    def link(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        FileBoard(tmp_path, link=link).set_state(b"x")
+    assert files(tmp_path) == []
+
+
+def test_number_taken_between_reading_and_linking_is_lost(tmp_path):
+    other = FileBoard(tmp_path)
+
+    def link(source: str, target: str) -> None:
+        other.set_state(b"theirs")
+        os.link(source, target)
+
+    assert FileBoard(tmp_path, link=link).set_state(b"mine") == (b"theirs", 1, False)
+
+
+@pytest.mark.parametrize("base", [0, 1, 3])
+def test_writer_that_slept_while_its_number_was_trimmed_loses(tmp_path, base):
+    other = FileBoard(tmp_path)
+    advance(other, base)
+
+    def link(source: str, target: str) -> None:
+        advance(other, KEEP_VERSIONS + 2)  # base and base + 1 are trimmed now
+        os.link(source, target)
+
+    newest = base + KEEP_VERSIONS + 2
+    answer = FileBoard(tmp_path, link=link).set_state(b"stale", base or None)
+    assert answer == (b"x%d" % (newest - 1), newest, False)
+    assert len(files(tmp_path)) == KEEP_VERSIONS
+    assert other.get_state()[1] == newest
+
+
+def test_newest_versions_are_kept_and_old_orphans_removed(tmp_path):
+    board = FileBoard(tmp_path)
+    old, young = tmp_path / ".tmp-1-dead", tmp_path / ".tmp-2-alive"
+    old.touch()
+    young.touch()
+    past = time.time() - 7200
+    os.utime(old, (past, past))
+    advance(board, KEEP_VERSIONS + 5)
+    versions = [n for n in files(tmp_path) if n.startswith("v")]
+    assert len(versions) == KEEP_VERSIONS
+    assert versions[0] == "v000000000006"
+    assert young.exists()
+    assert not old.exists()
+
+
+def test_old_listing_is_looked_past(tmp_path, monkeypatch):
+    board = FileBoard(tmp_path)
+    advance(board, 5)
+    monkeypatch.setattr(board, "_versions", lambda: [1, 2])
+    assert board.get_state()[1] == 5
+
+
+def test_listing_that_stays_behind_is_an_error(tmp_path, monkeypatch):
+    board = FileBoard(tmp_path)
+    advance(board, 1)
+    monkeypatch.setattr(board, "_versions", lambda: [700])
+    with pytest.raises(OSError, match="cache is stale"):
+        board.get_state()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"holdfast-board-1 00\nstate"])
+def test_damaged_version_is_named(tmp_path, damage):
+    board = FileBoard(tmp_path)
+    advance(board, 2)
+    (tmp_path / "v000000000002").write_bytes(damage)
+    with pytest.raises(BoardCorruptError, match="v000000000002 is damaged"):
+        board.get_state()
+
+
+def test_flipped_bit_is_seen(tmp_path):
+    board = FileBoard(tmp_path)
+    board.set_state(b"state")
+    path = tmp_path / "v000000000001"
+    path.write_bytes(path.read_bytes().replace(b"state", b"stbte"))
+    with pytest.raises(BoardCorruptError):
+        board.get_state()
+
+
+def test_unusable_directory_raises_oserror(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        FileBoard(tmp_path / "file" / "board")
+    board = FileBoard(tmp_path / "board")
+    (tmp_path / "board").rmdir()
+    with pytest.raises(FileNotFoundError):
+        board.get_state()
+    with pytest.raises(FileNotFoundError):
+        board.set_state(b"x")
+
+
+def test_update_gives_up_when_told_and_writes_nothing_unchanged(tmp_path):
+    board = FileBoard(tmp_path)
+    assert update(board, lambda _: None) is None
+    assert update(board, lambda state: state) == BoardState()
+    assert files(tmp_path) == []
+
+
+def test_update_applies_to_the_newest_state(tmp_path):
+    board = FileBoard(tmp_path)
+    lease = Lease(holder="a", node="n0", job="j", address="127.0.0.1", port=1, term=1)
+    commit = Commit(epoch=1, step=5, dir="d", manifest_sha256="0" * 64)
+    update(board, lambda state: dataclasses.replace(state, lease=lease))
+    tried = []
+
+    def change(state: BoardState) -> BoardState:
+        if not tried:  # another writer comes in between, once
+            tried.append(1)
+            update(board, lambda s: dataclasses.replace(s, epoch=9))
+        return dataclasses.replace(state, commits=(commit,))
+
+    wanted = BoardState(epoch=9, lease=lease, commits=(commit,))
+    assert update(board, change) == wanted
+    assert BoardState.decode(board.get_state()[0]) == wanted
+
+
+def test_update_ends_after_its_attempts(tmp_path):
+    board = FileBoard(tmp_path)
+
+    def change(state: BoardState) -> BoardState:
+        advance_epoch = dataclasses.replace(state, epoch=state.epoch + 1)
+        current = board.get_state()
+        board.set_state(advance_epoch.encode(), current[1] if current else None)
+        return dataclasses.replace(state, epoch=-1)
+
+    with pytest.raises(BoardBusyError, match="3 swaps"):
+        update(board, change, attempts=3)
