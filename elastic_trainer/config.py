@@ -130,6 +130,10 @@ class TrainConfig:
     checkpoint: CheckpointSection
     elastic: ElasticSection
     network: NetworkSection = field(default_factory=NetworkSection)
+    schedule: str = "1f1b"
+    """Pipeline schedule: 1f1b or interleaved."""
+    interleave: int = 1
+    """Stages per rank of the interleaved schedule."""
     version: int = JOB_JSON_VERSION
 
     def rung_of(self, num_nodes: int) -> Rung:

@@ -73,3 +73,10 @@ PRESETS: dict[str, ModelShape] = {
 }
 """Models known by name. llama3-8b and -70b are Llama 3 (8 K of context); llama3-405b
 exists as Llama 3.1 only, with its long-context RoPE scaling (factor 8 over 8,192)."""
+
+PUBLISHED_CONTEXT: dict[str, int] = {
+    "llama3-8b": 8192,
+    "llama3-70b": 8192,
+    "llama3-405b": 131072,
+}
+"""Tokens of context the published weights were trained for."""

@@ -68,10 +68,9 @@ CODES: Final[dict[str, Code]] = {
     "HF118": Code("schedule and interleave contradict each other.", "Change one of them."),
     # Cluster, elasticity.
     "HF120": Code("elastic.min_nodes is more than the cluster has.", "Lower it."),
-    "HF121": Code("The ladder has no rung down to elastic.min_nodes.", "Lower min_nodes."),
     "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
     "HF123": Code("Peers would count as dead between two heartbeats.", "Raise dead_after_s."),
-    "HF124": Code("A node has fewer ports than it needs.", "Widen network.ports."),
+    "HF125": Code("Fewer nodes than the last rung needs.", "Ask for more nodes."),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups reach beyond one node, as allowed.", "Mind the speed."),
     "HF151": Code("Nodes below the last rung cannot be used.", "See `holdfast plan`."),

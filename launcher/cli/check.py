@@ -1,0 +1,67 @@
+"""`holdfast check`: every mistake of a job file at once, or a short summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from launcher.cli.common import (
+    exit_with_problems,
+    folder_of,
+    job_argument,
+    json_option,
+    print_json,
+    print_problems,
+    set_option,
+)
+from launcher.errors import UserError
+
+
+@click.command(
+    epilog="Example: holdfast check examples/llama3-405b.yaml --set layout.dp=4",
+)
+@job_argument
+@set_option
+@click.option(
+    "--to",
+    "target",
+    metavar="TARGET",
+    help="Also look at the machine it would run on: local. The default for gpu: cpu.",
+)
+@json_option
+@click.pass_context
+def check(
+    ctx: click.Context, job: str, sets: tuple[str, ...], target: str | None, as_json: bool
+) -> None:
+    """Check a job file; report every mistake at once.
+
+    Exits with 0 when the job can be planned, else with 2.
+    """
+    from launcher.planning.search import plan
+    from launcher.planning.summary import plan_dict, summary_lines
+    from launcher.spec import load_spec
+    from launcher.targets import target_named
+
+    try:
+        spec = load_spec(job, sets)
+        name = target or ("local" if spec.device == "cpu" else None)
+        if name is not None:
+            target_named(name)
+        if name == "local":
+            from launcher.live import live_problems
+
+            found = live_problems(spec, folder_of(job))
+            if found:
+                raise UserError.many(found)
+        planned = plan(spec)
+    except UserError as error:
+        ctx.exit(exit_with_problems(error, as_json=as_json))
+    if as_json:
+        answer: dict[str, Any] = {"ok": True, "problems": []}
+        print_json({**answer, **plan_dict(spec, planned)})
+        return
+    print_problems(planned.warnings)
+    click.echo(f"{job}: " + click.style("ok", fg="green"))
+    for line in summary_lines(spec, planned):
+        click.echo(f"  {line}")

@@ -1,0 +1,68 @@
+"""What the commands share: exit codes, options, how problems are printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from launcher.errors import Problem, UserError
+
+EXIT_DONE: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_USER: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def job_argument(function: _Function) -> _Function:
+    """Add the argument JOB: path of a job file."""
+    return click.argument("job", type=click.Path(path_type=str))(function)
+
+
+def set_option(function: _Function) -> _Function:
+    """Add `--set KEY=VALUE`, repeatable, as `sets`."""
+    return click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a value, as train.steps=50. May be given again.",
+    )(function)
+
+
+def json_option(function: _Function) -> _Function:
+    """Add `--json`, as `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(function)
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON document on stdout."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Print one line per problem on stderr; colours only on a terminal."""
+    for problem in problems:
+        text = str(problem)
+        colour = "yellow" if problem.is_warning else "red"
+        before, code, after = text.partition(problem.code)
+        click.echo(before + click.style(code, fg=colour, bold=True) + after, err=True)
+
+
+def exit_with_problems(error: UserError, *, as_json: bool) -> int:
+    """Report a UserError the way `--json` or its absence asks for; return exit code 2."""
+    if as_json:
+        print_json({"ok": False, "problems": [problem.to_dict() for problem in error.problems]})
+    else:
+        print_problems(error.problems)
+    return EXIT_USER
+
+
+def folder_of(job: str) -> Path:
+    """Return the folder that relative paths of a job file are relative to."""
+    return Path(job).absolute().parent

@@ -1,0 +1,132 @@
+"""The `holdfast` command. Commands are imported by name when they are used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Final
+
+import click
+
+from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
+from launcher.errors import HoldfastError, UserError
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "check": ("launcher.cli.check", "Check a job file; report every mistake at once."),
+    "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
+    "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
+    "report": ("launcher.cli.report", "Draw what happened in a run."),
+    "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
+}
+"""Command -> module and one line of help. The module's command is `command`, or has its name."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is asked for: start-up stays short."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return one command, or None where there is none of this name."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        name = "command" if hasattr(module, "command") else cmd_name
+        command = getattr(module, name)
+        assert isinstance(command, click.Command), f"{module.__name__}.{name} is no command"
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without importing them."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short) for name, (_, short) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; an unknown one is answered with the nearest."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; use {', '.join(COMMANDS)}"
+            ctx.fail(f"no such command {name!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    """Print the version of the distribution, or of the checkout where there is none."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("holdfast")
+    except PackageNotFoundError:
+        found = "(not installed)"
+    click.echo(f"holdfast {found}")
+    ctx.exit()
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: holdfast check examples/llama3-405b.yaml",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version and exit.",
+)
+def cli() -> None:
+    """Launch large training jobs and keep them running when nodes die."""
+
+
+def run_cli(args: list[str] | None = None) -> int:
+    """Run one command line and return its exit code.
+
+    0 done, 1 it failed, 2 the user's input is wrong, 130 interrupted.
+    """
+    try:
+        result = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
+    except UserError as error:
+        print_problems(error.problems)
+        return EXIT_USER
+    except HoldfastError as error:
+        click.echo(f"holdfast: {error}", err=True)
+        return EXIT_FAILED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("holdfast: interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    return result if isinstance(result, int) and not isinstance(result, bool) else 0
+
+
+def main() -> None:
+    """Entry point of the `holdfast` script."""
+    try:
+        code = run_cli()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader went away, as in `holdfast plan ... | head`: no mistake of anybody's.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

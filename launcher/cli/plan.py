@@ -1,0 +1,80 @@
+"""`holdfast plan`: layout, placement of ranks by node, and the ladder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import click
+
+from launcher.cli.common import (
+    exit_with_problems,
+    job_argument,
+    json_option,
+    print_json,
+    print_problems,
+    set_option,
+)
+from launcher.errors import Problem, UserError, Where
+
+
+@click.command(
+    epilog="Example: holdfast plan examples/llama3-405b.yaml --nodes 1900",
+)
+@job_argument
+@set_option
+@click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes left.")
+@click.option("--all", "show_all", is_flag=True, help="Show every rung and every node.")
+@json_option
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    *,
+    job: str,
+    sets: tuple[str, ...],
+    nodes: int | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Show layout, placement and ladder of a job.
+
+    With --nodes, the rung the job would use when that many nodes are left.
+    """
+    from elastic_trainer.ladder import TooFewNodes
+    from launcher.planning.search import plan as make_plan
+    from launcher.planning.summary import (
+        ladder_lines,
+        placement_lines,
+        plan_dict,
+        rung_dict,
+        summary_lines,
+    )
+    from launcher.spec import load_spec
+
+    try:
+        spec = load_spec(job, sets)
+        planned = make_plan(spec)
+        left = spec.cluster.nodes if nodes is None else nodes
+        try:
+            rung = planned.ladder.rung_for(left)
+        except TooFewNodes as error:
+            where = Where(job, None, "--nodes")
+            raise UserError.many([Problem("HF125", where, str(error))]) from error
+    except UserError as error:
+        ctx.exit(exit_with_problems(error, as_json=as_json))
+    spares = left - rung.num_nodes
+    if as_json:
+        chosen = {"nodes": left, "spares": spares, "rung": rung_dict(rung)}
+        answer = {"ok": True, "problems": [], **plan_dict(spec, planned), "chosen": chosen}
+        print_json(answer)
+        return
+    print_problems(planned.warnings)
+    for line in summary_lines(spec, replace(planned, layout=rung.layout), rung):
+        click.echo(line)
+    if nodes is not None:
+        click.echo(f"nodes    {left:,} left: rung of {rung.num_nodes:,}, {spares:,} spare")
+    click.echo("\nPlacement (rank order: " + ", ".join(rung.layout.order) + ", innermost first)")
+    for line in placement_lines(rung, spec.cluster.gpus_per_node, show_all=show_all):
+        click.echo(f"  {line}")
+    click.echo("\nLadder")
+    for line in ladder_lines(planned.ladder, spec.facts.num_micro_batches, show_all=show_all):
+        click.echo(f"  {line}")

@@ -1,0 +1,108 @@
+"""A Hugging Face `config.json` -> ModelShape. Pure; Llama-family models only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from elastic_trainer.models import ModelShape
+
+_FAMILY: Final = {"llama"}
+_DIMENSIONS: Final = {
+    "num_layers": "num_hidden_layers",
+    "dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+class ConfigError(Exception):
+    """The file describes no model that can be trained here; `code` says which way."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def parse_hf_config(text: str) -> ModelShape:
+    """Return the shape that the text of a `config.json` describes.
+
+    Reads both the older form (`rope_theta`, `rope_scaling`) and the newer one
+    (`rope_parameters`).
+
+    Raises:
+        ConfigError: HF021 not JSON or incomplete; HF022 another architecture, or
+            a feature that this trainer does not have.
+    """
+    try:
+        raw = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError("HF021", f"not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError("HF021", "not a JSON object; give a model's config.json")
+    _refuse_foreign(raw)
+    sizes = {ours: _whole(raw, theirs) for ours, theirs in _DIMENSIONS.items()}
+    kv_heads = raw.get("num_key_value_heads")
+    return ModelShape(
+        **sizes,
+        num_kv_heads=sizes["num_heads"] if kv_heads is None else _whole(raw, "num_key_value_heads"),
+        head_dim=0 if raw.get("head_dim") is None else _whole(raw, "head_dim"),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        tie_embeddings=raw.get("tie_word_embeddings") is True,
+        **_rope(raw),
+    )
+
+
+def _refuse_foreign(raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if kind not in _FAMILY:
+        raise ConfigError(
+            "HF022", f"model_type {kind!r} is not of the Llama family; only 'llama' is trained here"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if raw.get(key):
+            raise ConfigError("HF022", f"{key}: true is not supported; layers have no biases here")
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError("HF022", f"hidden_act {activation!r} is not supported; only 'silu'")
+    if raw.get("sliding_window"):
+        raise ConfigError("HF022", "sliding_window is not supported; attention is full here")
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields of ModelShape."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError("HF021", "rope_scaling is not a JSON object")
+    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind != "llama3":
+        raise ConfigError("HF022", f"RoPE scaling {kind!r} is not supported; only 'llama3'")
+    return {
+        "rope_theta": theta,
+        "rope_scaling_factor": _number(rope, "factor", 8.0),
+        "rope_low_freq_factor": _number(rope, "low_freq_factor", 1.0),
+        "rope_high_freq_factor": _number(rope, "high_freq_factor", 4.0),
+        "rope_original_context": (
+            _whole(rope, "original_max_position_embeddings")
+            if "original_max_position_embeddings" in rope
+            else 8192
+        ),
+    }
+
+
+def _whole(raw: dict[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError("HF021", f"{key} is {value!r}; expected a whole number above 0")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
+        raise ConfigError("HF021", f"{key} is {value!r}; expected a number above 0")
+    return float(value)

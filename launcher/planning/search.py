@@ -1,0 +1,113 @@
+"""JobSpec -> Plan: the layout on all nodes, and the ladder below it. Pure.
+
+The order of giving up, as nodes go: whole dp replicas first; only when not one
+replica is left, pipeline stages, then context parallelism, then tensor
+parallelism. The global batch is the same on every rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
+from launcher.errors import Problem
+from launcher.spec import JobSpec
+from launcher.spec_rules import Facts, layout_findings, schedule_runs
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that recovery will look up."""
+
+    layout: ParallelLayout
+    """The layout on all nodes: that of the top rung."""
+    ladder: Ladder
+    warnings: tuple[Problem, ...]
+    """What is legal but may not be meant, the spec's own warnings included."""
+
+
+def plan(spec: JobSpec) -> Plan:
+    """Return the plan of a checked job. Depends on its argument alone."""
+    facts, top = spec.facts, spec.full_layout
+    ladder = Ladder(tuple(_rungs(facts, top, spec.min_nodes)))
+    warnings = list(spec.warnings)
+    if ladder.min_nodes > spec.min_nodes:
+        warnings.append(
+            spec.problem(
+                "HF151",
+                "elastic.min_nodes",
+                f"fewer than {ladder.min_nodes} nodes cannot be used, though min_nodes is "
+                f"{spec.min_nodes}: the job waits for nodes there",
+            )
+        )
+    return Plan(top, ladder, tuple(warnings))
+
+
+def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
+    """Yield the rungs from most nodes to fewest, the top one first."""
+    reductions = _reductions(facts, top)
+    current = next(reductions)
+    for num_nodes in range(facts.nodes, min_nodes - 1, -1):
+        gpus = num_nodes * facts.gpus_per_node
+        while current.world_size > gpus:
+            following = next(reductions, None)
+            if following is None:
+                return
+            current = following
+        dp, left_over = divmod(gpus, current.world_size)
+        if left_over or dp > facts.num_micro_batches:
+            continue  # the nodes that fill no replica are spares of the next rung
+        layout = replace(current, dp=dp, dp_replicate=_replicate(dp, top.dp_replicate))
+        if num_nodes == facts.nodes or _usable(facts, layout):
+            yield Rung(num_nodes=num_nodes, layout=layout, micro_batches=num_rounds(facts, layout))
+
+
+def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
+    """Yield layouts of one replica in the order of giving up: `top`'s, less pp, less cp, less tp.
+
+    Only what stays legal however many replicas there are; the rest is for the
+    rung itself to find.
+    """
+    replica = replace(top, dp=1, dp_replicate=1)
+    yield replica
+    last = replica.world_size
+    for axis in ("pp", "cp", "tp"):
+        for degree in range(getattr(replica, axis) - 1, 0, -1):
+            smaller = _with(replica, axis, degree)
+            if smaller.world_size < last and _usable(facts, smaller):
+                yield smaller
+                last = smaller.world_size
+        replica = _with(replica, axis, 1)
+
+
+def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
+    """Return `layout` with another degree along one axis."""
+    return ParallelLayout.from_dict({**layout.to_dict(), axis: degree})
+
+
+def _usable(facts: Facts, layout: ParallelLayout) -> bool:
+    """Return whether a lower rung may use `layout`.
+
+    Micro-batches that the interleaved schedule cannot run (HF111) are no
+    obstacle there: `num_rounds` pads them.
+    """
+    return all(finding.code == "HF111" for finding in layout_findings(facts, layout))
+
+
+def _replicate(dp: int, wanted: int) -> int:
+    """Return the largest divisor of dp that is not above the `dp_replicate` wanted."""
+    return next(degree for degree in range(min(dp, wanted), 0, -1) if dp % degree == 0)
+
+
+def num_rounds(facts: Facts, layout: ParallelLayout) -> int:
+    """Return the micro-batches every dp rank runs per step, padded ones included.
+
+    ceil(M / dp), and on up to the next number the pipeline schedule can run.
+    """
+    rounds = micro_batches_per_rank(facts.num_micro_batches, layout.dp)
+    if layout.pp > 1:
+        while not schedule_runs(facts.schedule, layout.pp, rounds):
+            rounds += 1
+    return rounds

@@ -1,0 +1,127 @@
+"""A plan in words and in JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Final
+
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from launcher.planning.search import Plan
+from launcher.spec import JobSpec
+
+HEAD: Final = 8
+"""Lines shown at either end of a long list."""
+
+
+def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[str]:
+    """Return model, layout, batch and ladder, a line each."""
+    rung = rung or plan.ladder.rungs[0]
+    layout, cluster, train = plan.layout, spec.cluster, spec.train
+    tokens = train.global_batch * train.seq_len
+    rungs = plan.ladder.rungs
+    unit = "workers" if spec.device == "cpu" else "GPUs"
+    hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
+    spares = f", {cluster.spares} more as spares" if cluster.spares else ""
+    return [
+        f"model    {spec.model_name}, {short(spec.shape.num_params())} parameters",
+        f"layout   {layout} = {layout.world_size:,} {unit}{hsdp}",
+        f"cluster  {rung.num_nodes:,} nodes x {cluster.gpus_per_node} {cluster.gpu}{spares}",
+        (
+            f"batch    {train.global_batch:,} sequences x {train.seq_len:,} = {short(tokens)} "
+            f"tokens a step; {rung.micro_batches} micro-batches per dp rank"
+        ),
+        f"steps    {train.steps:,} = {short(tokens * train.steps)} tokens",
+        (
+            f"ladder   {len(rungs)} rung{'s' if len(rungs) > 1 else ''}, "
+            f"{plan.ladder.max_nodes:,} to {plan.ladder.min_nodes:,} nodes"
+        ),
+    ]
+
+
+def short(count: float) -> str:
+    """Return 8030261248 as `8.03 B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def placement_lines(rung: Rung, gpus_per_node: int, *, show_all: bool = False) -> list[str]:
+    """Return which coordinates each node holds; like neighbours are told together."""
+    layout = rung.layout
+    lines = []
+    for node in range(rung.num_nodes):
+        first = node * gpus_per_node
+        ranks = f"{first}-{first + gpus_per_node - 1}" if gpus_per_node > 1 else f"{first}"
+        lines.append(f"node {node:<5} ranks {ranks:<13} {_extent(layout, first, gpus_per_node)}")
+    return lines if show_all else ends(lines, "nodes")
+
+
+def _extent(layout: ParallelLayout, first: int, count: int) -> str:
+    """Return `dp 0, pp 3, cp 0-1, tp 0-7` for `count` consecutive ranks."""
+    corners = [layout.coordinate(rank) for rank in range(first, first + count)]
+    parts = [
+        f"{axis} {spans({corner[axis] for corner in corners})}"
+        for axis in reversed(layout.order)
+        if getattr(layout, axis) > 1
+    ]
+    return ", ".join(parts) or "all"
+
+
+def spans(numbers: set[int]) -> str:
+    """Return {0, 1, 2, 5} as `0-2,5`."""
+    out = []
+    for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        out.append(f"{members[0]}-{members[-1]}" if len(members) > 1 else f"{members[0]}")
+    return ",".join(out)
+
+
+def ladder_lines(ladder: Ladder, num_micro_batches: int, *, show_all: bool = False) -> list[str]:
+    """Return the ladder as a table, shortened in the middle unless `show_all`."""
+    width = max(len(str(rung.layout)) for rung in ladder.rungs)
+    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  idle places"
+    rows = []
+    for rung in ladder.rungs:
+        places = rung.micro_batches * rung.layout.dp
+        idle = places - num_micro_batches
+        share = f"{idle} of {places}" if idle else "-"
+        nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout!s:<{width}}"
+        rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {share}")
+    return [head, *(rows if show_all else ends(rows, "rungs"))]
+
+
+def ends(lines: Sequence[str], what: str) -> list[str]:
+    """Return the first and last lines of a long list, and how many lie between."""
+    if len(lines) <= 2 * HEAD + 1:
+        return list(lines)
+    between = len(lines) - 2 * HEAD
+    return [*lines[:HEAD], f"... {between:,} more {what} (--all shows them)", *lines[-HEAD:]]
+
+
+def rung_dict(rung: Rung) -> dict[str, Any]:
+    """Return one rung as plain JSON types."""
+    return {
+        "num_nodes": rung.num_nodes,
+        "layout": rung.layout.to_dict(),
+        "text": str(rung.layout),
+        "micro_batches": rung.micro_batches,
+    }
+
+
+def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain JSON types, as `--json` prints it."""
+    return {
+        "name": spec.name,
+        "model": {"name": spec.model_name, "num_params": spec.shape.num_params()},
+        "layout": plan.layout.to_dict(),
+        "text": str(plan.layout),
+        "world_size": plan.layout.world_size,
+        "num_nodes": spec.cluster.nodes,
+        "gpus_per_node": spec.cluster.gpus_per_node,
+        "global_batch": spec.train.global_batch,
+        "ladder": [rung_dict(rung) for rung in plan.ladder.rungs],
+        "warnings": [warning.to_dict() for warning in plan.warnings],
+    }

@@ -1,0 +1,106 @@
+"""(spec, plan) -> job.json and spec.yaml: what every target needs. Pure."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    NetworkSection,
+    OptimizerConfig,
+    TrainConfig,
+    TrainSection,
+)
+from launcher.planning.search import Plan
+from launcher.render.bundle import Bundle
+from launcher.spec import JobSpec
+from launcher.spec_source import dotted, parse_value
+
+
+def to_train_config(
+    spec: JobSpec, plan: Plan, *, run_id: str, run_dir: str | Path, base_dir: str | Path
+) -> TrainConfig:
+    """Return the contents of job.json.
+
+    Args:
+        spec: the checked job.
+        plan: its plan, whose ladder the nodes look up.
+        run_id: name of the run, unique among the runs of its folder.
+        run_dir: where job.json will lie, absolute, on shared storage.
+        base_dir: folder that relative paths of the spec are relative to: the job
+            file's, `Path(job_file).absolute().parent`.
+    """
+    train = spec.train.model_dump(exclude={"optimizer"})
+    checkpoint = spec.checkpoint.model_dump(exclude={"dir", "memory_every_steps"})
+    data = spec.data
+    tokenizer = data.tokenizer
+    return TrainConfig(
+        name=spec.name,
+        run_id=run_id,
+        model_name=spec.model_name,
+        model=spec.shape,
+        ladder=plan.ladder,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        device=spec.device,
+        train=TrainSection(**train, optimizer=OptimizerConfig(**spec.train.optimizer.model_dump())),
+        data=DataSection(
+            path=resolve(data.path, base_dir),
+            format=data.format,
+            tokenizer=tokenizer if tokenizer == "bytes" else resolve(tokenizer, base_dir),
+        ),
+        checkpoint=CheckpointSection(
+            **checkpoint, dir=checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir)
+        ),
+        elastic=ElasticSection(**{**spec.elastic.model_dump(), "min_nodes": plan.ladder.min_nodes}),
+        network=NetworkSection(**spec.network.model_dump()),
+        schedule=spec.layout.schedule,
+        interleave=spec.layout.interleave,
+    )
+
+
+def checkpoint_dir(spec: JobSpec, *, run_dir: str | Path, base_dir: str | Path) -> str:
+    """Return the absolute folder of checkpoints; RUN/checkpoints unless the spec names one."""
+    if spec.checkpoint.dir is None:
+        return str(Path(run_dir) / "checkpoints")
+    return resolve(spec.checkpoint.dir, base_dir)
+
+
+def resolve(path: str, base_dir: str | Path) -> str:
+    """Return `path` as an absolute path; a relative one starts at `base_dir`."""
+    return str(Path(base_dir) / Path(path).expanduser())
+
+
+def render_local(
+    spec: JobSpec, plan: Plan, *, run_id: str, run_dir: str | Path, base_dir: str | Path
+) -> Bundle:
+    """Return job.json and spec.yaml, which are kept with the run."""
+    config = to_train_config(spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    return {"job.json": config.to_json(), "spec.yaml": spec_yaml(spec, base_dir)}
+
+
+def spec_yaml(spec: JobSpec, base_dir: str | Path) -> str:
+    """Return the job file with the overrides applied, comments and order kept."""
+    head = f"# Relative paths are relative to {base_dir}\n"
+    if not spec.sets:
+        return head + spec.text
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.width = 4096
+    data = yaml.load(spec.text)
+    for text in spec.sets:
+        key, _, value = text.partition("=")
+        *outer, last = [part.strip() for part in key.split(".")]
+        here = data
+        for part in outer:
+            if here.get(part) is None:
+                here[part] = {}
+            here = here[part]
+        here[last] = parse_value(value, dotted([*outer, last]))
+        head += f"# set on the command line: {key}\n"
+    out = io.StringIO()
+    yaml.dump(data, out)
+    return head + out.getvalue()

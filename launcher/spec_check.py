@@ -1,0 +1,163 @@
+"""The rules that span several keys of a job file -> Problems. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
+from launcher.errors import Problem
+from launcher.hardware import CPU, GPUS
+from launcher.spec_rules import (
+    Finding,
+    auto_finding,
+    choices,
+    crosses_nodes,
+    divisors,
+    layout_findings,
+    replicate_finding,
+    world_finding,
+)
+
+if TYPE_CHECKING:
+    from launcher.spec import JobSpec
+
+BYTES_VOCABULARY = 256
+
+
+def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
+    """Return every broken rule and every warning of `spec`.
+
+    `bad` are keys whose value was wrong and has been replaced to get this far:
+    what depends on them is left out, since it would blame values nobody wrote.
+    """
+    findings: list[Finding] = [*_layout(spec, bad), *_sections(spec)]
+    if not _touches(bad, {"model"}):
+        findings += _model(spec)
+    return [
+        Problem(finding.code, spec.source.where_key(finding.key), finding.message)
+        for finding in findings
+        if not _touches(bad, finding.needs)
+    ]
+
+
+def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:
+    """Return whether a bad key is one of `needs`, around one, or inside one."""
+    return any(
+        b == n or n.startswith(f"{b}.") or b.startswith((f"{n}.", f"{n}["))
+        for b in bad
+        for n in needs
+    )
+
+
+def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
+    facts, want = spec.facts, spec.layout
+    replica = want.tp * want.cp * want.pp
+    if want.dp == "auto":
+        finding = auto_finding(facts, want.tp, want.cp, want.pp)
+        dp = facts.num_gpus // replica
+        if finding:
+            yield finding
+            bad = bad | {"layout.dp"}  # what follows from dp would only repeat it
+            dp = max(1, dp)
+    else:
+        dp = want.dp
+    layout = ParallelLayout(dp=dp, tp=want.tp, pp=want.pp, cp=want.cp, order=want.order)
+    candidates = [replicate_finding(dp, want.dp_replicate), *layout_findings(facts, layout)]
+    if want.dp != "auto":
+        candidates.append(world_finding(facts, layout))
+    for finding in candidates:
+        if finding and not _touches(bad, finding.needs):
+            yield finding
+    if want.allow_tp_across_nodes and crosses_nodes(facts, layout):
+        message = f"groups of {want.tp} reach beyond {facts.domain} GPUs, as allowed: slow"
+        yield Finding("HF150", "layout.tp", message, frozenset({"layout", "cluster"}))
+    batches = facts.num_micro_batches
+    if batches > dp and batches % dp:
+        idle = -batches % dp
+        message = (
+            f"dp {dp} does not divide the {batches} micro-batches: {idle} of "
+            f"{batches + idle} places of a step idle"
+        )
+        yield Finding("HF152", "train.global_batch", message, frozenset({"layout", "train"}))
+
+
+def _sections(spec: JobSpec) -> Iterator[Finding]:
+    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
+        return Finding(code, key, message, frozenset({key, *needs}))
+
+    layout, cluster, elastic = spec.layout, spec.cluster, spec.elastic
+    if layout.schedule == "interleaved" and layout.interleave < 2:
+        message = "interleaved needs interleave: 2 or more; for one stage per rank use 1f1b"
+        yield finding("HF118", "layout.schedule", message, "layout.interleave")
+    if layout.schedule == "1f1b" and layout.interleave > 1:
+        message = f"{layout.interleave} stages per rank need schedule: interleaved"
+        yield finding("HF118", "layout.interleave", message, "layout.schedule")
+    if cluster.gpu != CPU and cluster.gpu not in GPUS:
+        gpu = cluster.gpu.upper()
+        near = [name for name in GPUS if name.upper().startswith(gpu)]
+        near = near or difflib.get_close_matches(gpu, GPUS, n=3, cutoff=0.5)
+        message = f"{cluster.gpu} is unknown; use {choices([*(near or GPUS), CPU])}"
+        yield finding("HF122", "cluster.gpu", message)
+    if elastic.min_nodes is not None and elastic.min_nodes > cluster.nodes:
+        message = (
+            f"{elastic.min_nodes} is more than the {cluster.nodes} nodes of the cluster; "
+            f"use {cluster.nodes} or less"
+        )
+        yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes")
+    if elastic.dead_after_s <= elastic.heartbeat_s:
+        message = (
+            f"{elastic.dead_after_s:g} s of silence would be a death, but a heartbeat comes every "
+            f"{elastic.heartbeat_s:g} s; use {5 * elastic.heartbeat_s:g} or so"
+        )
+        yield finding("HF123", "elastic.dead_after_s", message, "elastic.heartbeat_s")
+    if spec.env.venv and spec.env.image:
+        yield finding("HF016", "env.image", "venv and image exclude each other; keep one")
+    if spec.network.cidr and spec.network.interface != "auto":
+        message = "interface and cidr exclude each other; keep one"
+        yield finding("HF016", "network.cidr", message, "network.interface")
+    warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps
+    if warmup > steps:
+        message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
+        yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps")
+
+
+def _model(spec: JobSpec) -> Iterator[Finding]:
+    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
+        return Finding(code, key, message, frozenset({key, *needs}))
+
+    shape = spec.shape
+    for field, message in dimension_mistakes(shape):
+        yield finding("HF023", f"model.{field}", message)
+    if (
+        spec.data.format == "text"
+        and spec.data.tokenizer == "bytes"
+        and shape.vocab_size < BYTES_VOCABULARY
+    ):
+        message = f"{shape.vocab_size} is too small for bytes; use {BYTES_VOCABULARY} or more"
+        yield finding("HF024", "model.vocab_size", message, "data")
+    context = PUBLISHED_CONTEXT.get(spec.model_name)
+    if context and spec.train.seq_len > context:
+        message = (
+            f"{spec.train.seq_len} tokens exceed the {context} that {spec.model_name} was "
+            "published for; give the model by its dimensions with rope_scaling_factor"
+        )
+        yield finding("HF154", "train.seq_len", message)
+
+
+def dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for dimensions that contradict each other."""
+    if shape.num_heads % shape.num_kv_heads:
+        usable = choices(divisors(shape.num_heads)[:6])
+        heads = f"the {shape.num_heads} heads"
+        yield "num_kv_heads", f"{shape.num_kv_heads} does not divide {heads}; use {usable}"
+    if not shape.head_dim and shape.dim % shape.num_heads:
+        usable = f"{choices(divisors(shape.dim)[:6])}, or give head_dim"
+        yield "num_heads", f"{shape.num_heads} does not divide dim {shape.dim}; use {usable}"
+    elif shape.head_size % 2:
+        yield (
+            "head_dim",
+            f"heads of {shape.head_size} are odd; rotary embeddings turn pairs: use an even size",
+        )
