@@ -1,0 +1,98 @@
+"""Doing things together on one process group: every rank learns of every failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, SaveFailedError
+
+T = TypeVar("T")
+
+OURS = (CheckpointError, DamagedError, SaveFailedError)
+FAILURES = (Exception, CheckpointException)
+"""What a step can fail with; DCP's exception is a BaseException and slips through `Exception`."""
+
+
+class StepFailedError(Exception):
+    """A step failed on some rank and was given up by all; none is still in it."""
+
+
+def describe(error: BaseException) -> str:
+    """Return one line: our own errors' text, others' type and text, DCP's first cause."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {describe(cause)}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
+
+
+class Collective:
+    """Steps on `group`, a group of all ranks. For one thread at a time.
+
+    Any error but StepFailedError means that the group itself broke.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def by_first(self, step: Callable[[], T]) -> T:
+        """Run `step` on rank 0 and return its value everywhere.
+
+        Raises:
+            StepFailedError: on every rank, when it failed; on rank 0 with its cause.
+        """
+        message: list[Any] = [None, None]
+        cause: BaseException | None = None
+        if self.rank == 0:
+            try:
+                message[0] = step()
+            except FAILURES as error:
+                cause, message[1] = error, describe(error)
+        if self.world_size > 1:
+            dist.broadcast_object_list(message, src=0, group=self.group)
+        if message[1] is not None:
+            raise StepFailedError(message[1]) from cause
+        value: T = message[0]
+        return value
+
+    def together(self, step: Callable[[], None]) -> None:
+        """Run `step` on every rank.
+
+        Raises:
+            StepFailedError: on every rank, when it failed on any.
+        """
+        reason = None
+        try:
+            step()
+        except FAILURES as error:
+            reason = describe(error)
+        good = torch.tensor([reason is None], dtype=torch.int32)
+        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self.group)
+        if not good.item():
+            self._raise_gathered(reason)
+
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """Run `step` on every rank and return all values, by rank, on every rank.
+
+        Raises:
+            StepFailedError: on every rank, when it failed on any.
+        """
+        values: list[T] = []
+        self.together(lambda: values.append(step()))
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, values[0], group=self.group)
+        return gathered
+
+    def _raise_gathered(self, reason: str | None) -> None:
+        reasons: list[Any] = [None] * self.world_size
+        dist.all_gather_object(reasons, reason, group=self.group)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
+        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise StepFailedError(failed[0] + more)

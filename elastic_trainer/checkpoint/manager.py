@@ -1,0 +1,251 @@
+"""CheckpointManager: when to save to storage, without stopping the training; and restore."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_trainer.agent.board import Board, Commit
+from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
+from elastic_trainer.checkpoint.errors import SaveFailedError
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.restore import restore
+from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
+from elastic_trainer.checkpoint.state import RNG, STEP, TRAINER, Stager, live_tensors
+from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.event_log import EventLog
+
+_FREE, _PENDING, _BROKEN = 0, 1, 2
+_CLOSE_WAIT_S = 5.0
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way. The thread fills in how it ended."""
+
+    step: int
+    thread: threading.Thread | None = None
+    commit: Commit | None = None
+    broken: bool = False
+
+
+class CheckpointManager:
+    """Saves to and restores from `config.checkpoint.dir`; one per worker and epoch.
+
+    Every rank makes one at the same place, since it makes a process group: saves
+    run on that group in a thread, beside the training's own collectives. Methods
+    named collective are called by all ranks at the same step.
+
+    A failed save is an event, never an exception: training goes on and the newest
+    good checkpoint stays.
+
+    Args:
+        config: job.json.
+        board: where commits count; only rank 0 touches it.
+        events: record of this worker; only rank 0 writes about checkpoints.
+        epoch: of this worker; a commit of another epoch's board is refused.
+        device: of the model, on which ranks agree through the default group.
+        at: write points for fault injection.
+
+    Raises:
+        CheckpointError: HF204, the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        board: Board,
+        events: EventLog,
+        epoch: int,
+        device: torch.device,
+        *,
+        at: WritePoint = lambda _: None,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._board, self._events = config, board, events
+        self._epoch, self._device, self._at, self._mono = epoch, device, at, mono
+        self._storage = CheckpointStorage(Path(config.checkpoint.dir))
+        self._rank = dist.get_rank()
+        self._storage.check_writable(probe=self._rank == 0)
+        self._ceiling_s = config.elastic.start_ceiling_s
+        self._group = Collective(
+            dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=self._ceiling_s))
+        )
+        self._stager = Stager()
+        self._pending: _Save | None = None
+        self._broken = False
+        self._closed = False
+        self._last_due_mono: float | None = None
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest valid checkpoint in place; collective.
+
+        Returns:
+            Its step; 0 when the run has no checkpoint yet.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none can be used.
+        """
+        started = self._mono()
+        found = restore(
+            model,
+            optimizer,
+            self._storage,
+            self._board,
+            self._group,
+            global_batch=self._config.train.global_batch,
+            on_skip=lambda commit, reason: self._emit(
+                "checkpoint.skipped", commit.step, dir=commit.dir, reason=reason
+            ),
+        )
+        if found is None:
+            return 0
+        seconds = round(self._mono() - started, 4)
+        self._emit("checkpoint.restored", found.step, dir=found.dir, seconds=seconds)
+        return found.step
+
+    def due(self, step: int, now_mono: float) -> bool:
+        """Return whether a save is due after `step`. Rank 0 asks and tells the others.
+
+        The first call starts the clock of `every_s`.
+        """
+        section = self._config.checkpoint
+        if self._last_due_mono is None:
+            self._last_due_mono = now_mono
+        by_steps = section.every_steps is not None and step % section.every_steps == 0
+        by_time = section.every_s is not None and now_mono - self._last_due_mono >= section.every_s
+        if by_steps or by_time:
+            self._last_due_mono = now_mono
+        return by_steps or by_time
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, wait: bool
+    ) -> bool:
+        """Save the state after `step`; collective.
+
+        Without `wait` it returns as soon as the state is staged, and is skipped
+        when the save before is still under way. With `wait` it first waits for that.
+
+        Returns:
+            Whether the save was started, or, with `wait`, whether it is committed.
+        """
+        started = self._mono()
+        if wait:
+            self._join(self._ceiling_s)
+        self.poll()
+        if (state := self._agreed_state()) != _FREE:
+            self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
+            return False
+        self._emit("checkpoint.started", step)
+        live = live_tensors(model, optimizer)
+        if self._rank == 0:  # one writer: other ranks' generators may differ
+            live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+        request = SaveRequest(
+            staged=self._stager.stage(live),
+            manifest=self._manifest(step),
+            keep=self._config.checkpoint.keep,
+            keep_every_steps=self._config.checkpoint.keep_every_steps,
+        )
+        save = _Save(step)
+        save.thread = threading.Thread(
+            target=self._run,
+            args=(save, request, self._mono() - started),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        self._pending = save
+        save.thread.start()
+        if not wait:
+            return True
+        self._join(self._ceiling_s)
+        self.poll()
+        return save.commit is not None
+
+    def poll(self) -> int | None:
+        """Return the step of a save that has been committed since the last call, if any.
+
+        Cheap; called after every step.
+        """
+        save = self._pending
+        if save is None or (save.thread is not None and save.thread.is_alive()):
+            return None
+        self._pending = None
+        self._broken |= save.broken
+        return save.step if save.commit is not None else None
+
+    def close(self) -> None:
+        """Give a save under way a few seconds, then leave it behind. Never blocks for long."""
+        self._join(_CLOSE_WAIT_S)
+        if self._pending is not None and self.poll() is None and self._pending is not None:
+            self._emit(
+                "checkpoint.failed", self._pending.step, reason="the trainer ended before the save"
+            )
+        self._closed = True
+
+    def _join(self, timeout_s: float) -> None:
+        if self._pending is not None and self._pending.thread is not None:
+            self._pending.thread.join(timeout_s)
+
+    def _agreed_state(self) -> int:
+        """Return the worst state of all ranks: threads of one save do not end at once."""
+        mine = _BROKEN if self._broken else _PENDING if self._pending else _FREE
+        state = torch.tensor([mine], dtype=torch.int32, device=self._device)
+        dist.all_reduce(state, op=dist.ReduceOp.MAX)
+        return int(state.item())
+
+    def _manifest(self, step: int) -> Manifest:
+        config, world_size = self._config, dist.get_world_size()
+        layouts = [rung.layout for rung in config.ladder.rungs]
+        layout = next((str(x) for x in layouts if x.world_size == world_size), f"dp{world_size}")
+        return Manifest(
+            run_id=config.run_id,
+            epoch=self._epoch,
+            step=step,
+            consumed_samples=step * config.train.global_batch,
+            layout=layout,
+            world_size=world_size,
+            files={},
+        )
+
+    def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:
+        """Body of the save's thread. Whatever goes wrong ends up in an event."""
+        started = self._mono()
+        try:
+            commit = write_checkpoint(request, self._storage, self._board, self._group, self._at)
+        except SaveFailedError as error:
+            self._emit("checkpoint.failed", save.step, reason=str(error))
+        except FAILURES as error:
+            save.broken = True
+            self._emit("checkpoint.failed", save.step, reason=_WHY_BROKEN + describe(error))
+        else:
+            save.commit = commit
+            self._emit(
+                "checkpoint.committed",
+                save.step,
+                dir=commit.dir,
+                manifest_sha256=commit.manifest_sha256,
+                stage_s=round(stage_s, 4),
+                save_s=round(self._mono() - started, 4),
+            )
+            self._emit("step.committed", save.step, source="storage")
+
+    def _emit(self, event: str, step: int, **fields: str | float) -> None:
+        if self._rank == 0 and not self._closed:
+            self._events.emit(event, step=step, epoch=self._epoch, **fields)
+
+
+_WHY_BROKEN = "the save's process group broke, no more saves in this epoch: "
+_WHY_NOT = {
+    _PENDING: "skipped: the save before is still being written; if this repeats, save less often "
+    "(checkpoint.every_s, every_steps) or use faster storage",
+    _BROKEN: _WHY_BROKEN + "see the failure before this one",
+}

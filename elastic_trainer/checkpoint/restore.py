@@ -1,0 +1,143 @@
+"""Restore from storage: the newest commit whose every byte is what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from elastic_trainer.agent.board import Board, BoardState, Commit
+from elastic_trainer.checkpoint.collective import Collective, StepFailedError
+from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
+from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_of
+from elastic_trainer.checkpoint.restricted import CheckpointReader
+from elastic_trainer.checkpoint.state import (
+    RNG,
+    STEP,
+    TRAINER,
+    create_optimizer_state,
+    live_tensors,
+)
+from elastic_trainer.checkpoint.storage import CheckpointStorage
+
+
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storage: CheckpointStorage,
+    board: Board,
+    group: Collective,
+    *,
+    global_batch: int,
+    on_skip: Callable[[Commit, str], None],
+) -> Commit | None:
+    """Load the newest valid commit in place; collective.
+
+    Returns:
+        What was loaded; None when the run has no commit yet.
+
+    Raises:
+        CheckpointError: HF301, there are commits and none can be used; HF302,
+            the board cannot be read; HF303, the data cursor does not fit the job.
+    """
+    try:
+        commits = group.by_first(lambda: _commits(board))
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF302",
+            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
+            "the run directory readable and start again",
+        ) from error
+    skipped: list[str] = []
+    for commit in reversed(commits):
+        try:
+            manifest = _verified(commit, storage, group)
+            _check_cursor(manifest, global_batch)
+            group.together(partial(_load, commit, manifest, storage, model, optimizer))
+        except StepFailedError as error:
+            skipped.append(f"{commit.dir}: {error}")
+            on_skip(commit, str(error))
+            continue
+        return commit
+    if skipped:
+        raise CheckpointError("HF301", _nothing_left(skipped, storage))
+    return None
+
+
+def _commits(board: Board) -> tuple[Commit, ...]:
+    current = board.get_state()
+    return BoardState.decode(current[0]).commits if current else ()
+
+
+def _verified(commit: Commit, storage: CheckpointStorage, group: Collective) -> Manifest:
+    """Return the manifest once every file has been read and found right, each by one rank."""
+    manifest = group.by_first(lambda: storage.read_manifest(commit))
+    mine = share_of(manifest.files, group.rank, group.world_size)
+    group.together(lambda: storage.verify(commit.dir, manifest, mine))
+    return manifest
+
+
+def _nothing_left(skipped: list[str], storage: CheckpointStorage) -> str:
+    return (
+        f"none of the {len(skipped)} committed checkpoints in {storage.root} can be used "
+        f"({'; '.join(skipped)}). Bring back the files named, or, to begin "
+        "again at step 0, start a new run"
+    )
+
+
+def _check_cursor(manifest: Manifest, global_batch: int) -> None:
+    """Refuse a job whose batches differ: samples would be lost or repeated."""
+    if manifest.consumed_samples != manifest.step * global_batch:
+        raise CheckpointError(
+            "HF303",
+            f"the checkpoint of step {manifest.step} has consumed {manifest.consumed_samples} "
+            f"samples, train.global_batch {global_batch} makes it {manifest.step * global_batch}: "
+            f"set global_batch back to {manifest.consumed_samples // max(manifest.step, 1)}",
+        )
+
+
+def _load(
+    commit: Commit,
+    manifest: Manifest,
+    storage: CheckpointStorage,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Read this rank's part straight into the live tensors; no collectives.
+
+    DCP's planner cuts what this layout needs out of what any layout wrote.
+    `dcp.load` would add three object collectives to agree on plans that do not
+    depend on each other, and it falls back to other pickles on an error.
+    """
+    reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
+    metadata = reader.read_metadata()
+    create_optimizer_state(model, optimizer, _tensor_sizes(metadata))
+    rng = torch.get_rng_state()
+    step = torch.zeros((), dtype=torch.int64)
+    live = {**live_tensors(model, optimizer), TRAINER: {STEP: step, RNG: rng}}
+    target: dict[str, Tensor] = {
+        f"{section}.{name}": tensor
+        for section, tensors in live.items()
+        for name, tensor in tensors.items()
+    }
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(target), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    if step.item() != manifest.step:
+        raise DamagedError(f"the data is of step {step.item()}, the manifest of {manifest.step}")
+    torch.set_rng_state(rng)
+
+
+def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {
+        name: (entry.size, entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }

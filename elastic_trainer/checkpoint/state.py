@@ -1,0 +1,133 @@
+"""What is saved: the named tensors of a model and its optimizer, and their staged copies.
+
+Names are those of torch's `get_state_dict(flatten_optimizer_state_dict=True)`
+under `model.` and `optim.`, so torch's own tools read the checkpoints. Only
+tensors are saved: hyper-parameters are functions of the config and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""Prefixes that torch.compile and activation checkpointing put into names."""
+
+MODEL, OPTIM, TRAINER = "model", "optim", "trainer"
+STEP, RNG = "step", "rng"
+"""Names in section `trainer`: completed steps (int64 scalar), torch's CPU generator (uint8)."""
+NamedTensors = dict[str, dict[str, Tensor]]
+"""Section (`model`, `optim`, `trainer`) -> name -> tensor; DCP joins the two with a dot."""
+
+
+def _clean(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _named_params(model: nn.Module) -> dict[int, str]:
+    return {id(param): _clean(name) for name, param in model.named_parameters()}
+
+
+def _optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    names = _named_params(model)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield f"state.{names[id(param)]}.{key}", value
+
+
+def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedTensors:
+    """Return the tensors of `model` and `optimizer` themselves, not copies."""
+    return {
+        MODEL: {
+            _clean(name): value
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor)
+        },
+        OPTIM: dict(_optimizer_tensors(model, optimizer)),
+    }
+
+
+def create_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Give a fresh optimizer the empty state tensors that a checkpoint has values for.
+
+    Cheaper than a step with zero gradients, which is how torch does it: that one
+    costs more than the whole restore of a small model.
+
+    Args:
+        model: names the parameters.
+        optimizer: has no state yet for the parameters concerned.
+        sizes: full name (`optim.state.<param>.<key>`) -> global size and dtype.
+    """
+    names = _named_params(model)
+    keys: dict[str, list[str]] = {}
+    prefix = f"{OPTIM}.state."
+    for full_name in sizes:
+        if full_name.startswith(prefix):
+            param_name, _, key = full_name.removeprefix(prefix).rpartition(".")
+            keys.setdefault(param_name, []).append(key)
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                continue
+            for key in keys.get(names[id(param)], ()):
+                size, dtype = sizes[f"{prefix}{names[id(param)]}.{key}"]
+                if size == param.shape:
+                    value = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                else:
+                    device = param.device if on_device else torch.device("cpu")
+                    value = torch.zeros(size, dtype=dtype, device=device)
+                optimizer.state[param][key] = value
+
+
+class Stager:
+    """Copies tensors into CPU buffers of its own, which it uses again for the next copy.
+
+    The copies never share memory with live tensors: on a CPU, torch's state
+    dicts do. The caller must be done with a copy before it asks for the next.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def stage(self, live: NamedTensors) -> NamedTensors:
+        """Return the staged copy, DTensors with the same placements."""
+        on_device = False
+        staged: NamedTensors = {}
+        for section, tensors in live.items():
+            staged[section] = {}
+            for name, tensor in tensors.items():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local = local.detach()
+                buffer = self._buffer((section, name), local)
+                buffer.copy_(local, non_blocking=True)
+                on_device |= local.is_cuda
+                staged[section][name] = (
+                    DTensor(buffer, tensor._spec, requires_grad=False)  # noqa: SLF001  from_local would move it to the mesh's device
+                    if isinstance(tensor, DTensor)
+                    else buffer
+                )
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+        return staged
+
+    def _buffer(self, key: tuple[str, str], like: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(
+                like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda
+            )
+            self._buffers[key] = buffer
+        return buffer

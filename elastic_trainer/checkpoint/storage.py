@@ -1,0 +1,171 @@
+"""The checkpoint directory on shared storage: make, digest, verify, retire. Knows no torch."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from elastic_trainer.agent.board import Commit
+from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
+from elastic_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    FileEntry,
+    Manifest,
+    directory_name,
+    superseded,
+)
+
+
+class CheckpointStorage:
+    """All file operations below `root` but those of DCP itself."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def check_writable(self, *, probe: bool) -> None:
+        """Make `root` if it is missing and see that it takes files.
+
+        Args:
+            probe: write a file, which one rank does for all; otherwise ask for
+                the permission only.
+
+        Raises:
+            CheckpointError: HF204, naming the directory and the way out.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if probe:
+                path = self.root / f".probe-{uuid.uuid4().hex}"
+                path.touch()
+                path.unlink()
+        except OSError as error:
+            raise CheckpointError(
+                "HF204",
+                f"checkpoint.dir: {self.root} cannot be written ({error.strerror}): grant the "
+                "permission, mount it writable, or set checkpoint.dir to another directory on "
+                "shared storage",
+            ) from error
+
+    def make(self, step: int, epoch: int) -> str:
+        """Make a directory that did not exist and return its name.
+
+        An old one is never written into: its `.metadata` would survive over
+        truncated data.
+        """
+        for attempt in range(1, 1000):
+            name = directory_name(step, epoch, attempt)
+            try:
+                (self.root / name).mkdir()
+            except FileExistsError:
+                continue
+            return name
+        raise OSError(errno.EEXIST, "999 attempts to save this step are there", str(self.root))
+
+    def digest(self, name: str, rank: int) -> dict[str, FileEntry]:
+        """Return the entries of what `rank` wrote into directory `name`; rank 0 also the index.
+
+        DCP names data files after the rank and has fsynced them.
+        """
+        paths = list((self.root / name).glob(f"__{rank}_*"))
+        if rank == 0:
+            paths.append(self.root / name / METADATA_NAME)
+        return {path.name: _entry(path) for path in sorted(paths)}
+
+    def write_manifest(self, name: str, manifest: Manifest) -> str:
+        """Write the manifest durably, directory entries included; return its sha256."""
+        raw = manifest.encode()
+        path = self.root / name / MANIFEST_NAME
+        with path.open("xb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        for directory in (path.parent, self.root):
+            _fsync_dir(directory)
+        return hashlib.sha256(raw).hexdigest()
+
+    def read_manifest(self, commit: Commit) -> Manifest:
+        """Return the manifest of a commit.
+
+        Raises:
+            DamagedError: it is missing, or not the one that was committed.
+        """
+        path = self.root / commit.dir / MANIFEST_NAME
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{MANIFEST_NAME}: {error.strerror}") from error
+        if hashlib.sha256(raw).hexdigest() != commit.manifest_sha256:
+            raise DamagedError(f"{MANIFEST_NAME} has another sha256 than the board says")
+        try:
+            return Manifest.decode(raw)
+        except ValueError as error:
+            raise DamagedError(str(error)) from error
+
+    def verify(self, name: str, manifest: Manifest, files: Iterable[str]) -> None:
+        """Check size and sha256 of `files` in directory `name`.
+
+        Raises:
+            DamagedError: naming the first file that differs, and how.
+        """
+        for file in files:
+            expected = manifest.files[file]
+            path = self.root / name / file
+            try:
+                size_bytes = path.stat().st_size
+                if size_bytes != expected.size_bytes:
+                    raise DamagedError(
+                        f"{file} has {size_bytes} bytes, {expected.size_bytes} were saved"
+                    )
+                actual = _entry(path)
+            except OSError as error:
+                raise DamagedError(f"{file}: {error.strerror}") from error
+            if actual != expected:
+                raise DamagedError(f"{file} has another sha256 than was saved")
+
+    def remove(self, name: str) -> None:
+        """Remove one directory and what is in it; none is fine."""
+        try:
+            shutil.rmtree(self.root / name)
+        except FileNotFoundError:
+            return
+
+    def retire(
+        self, commits: Iterable[Commit], *, epoch: int, keep_every_steps: int | None
+    ) -> list[str]:
+        """Remove directories that no commit names; return their names.
+
+        Only after the swap of the board that put `commits` there. Milestones
+        (multiples of `keep_every_steps`) stay if they are complete.
+        """
+        remove, milestones = superseded(
+            [path.name for path in self.root.iterdir()],
+            commits,
+            epoch=epoch,
+            keep_every_steps=keep_every_steps,
+        )
+        remove += [m for m in milestones if not (self.root / m / MANIFEST_NAME).exists()]
+        for name in remove:
+            self.remove(name)
+        return remove
+
+
+def _entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileEntry(size_bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def _fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
