@@ -70,6 +70,15 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How the last job on the run ended: for agents that did not hear it from the coordinator."""
+
+    job: str
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoardState:
     """The register's content."""
 
@@ -81,6 +90,7 @@ class BoardState:
     """Newest last; as many as are kept."""
     finished: bool = False
     """The run has done its last step."""
+    ended: Ended | None = None
     version: int = BOARD_VERSION
 
     def encode(self) -> bytes:
@@ -104,6 +114,7 @@ class BoardState:
             lease=Lease(**value["lease"]) if value["lease"] else None,
             commits=tuple(Commit(**commit) for commit in value["commits"]),
             finished=value["finished"],
+            ended=Ended(**value["ended"]) if value["ended"] else None,
         )
 
 

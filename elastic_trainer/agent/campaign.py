@@ -1,0 +1,171 @@
+"""Succession: what the members of an epoch do when its coordinator is gone. Pure.
+
+Successors try in member order, each a little later than the one before. A candidate
+takes the board only with more than half of the last members, or once all it reached
+have lost the old coordinator too; the board's swap decides in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_trainer.agent.board import BoardState, Token
+from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
+from elastic_trainer.agent.follower import RETRY_S, Seeker, follow_winner, lease_of
+from elastic_trainer.agent.messages import Elect, Message, Vote, Won
+from elastic_trainer.agent.notices import Member, Report
+from elastic_trainer.agent.roles import Done, Role
+from elastic_trainer.failures import EXIT_DONE
+
+
+class Campaign(Role):
+    """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
+
+    def __init__(self, ctx: Context, reports: tuple[Report, ...] = ()) -> None:
+        super().__init__(ctx)
+        self._reports = list(reports)
+        self._dialed: dict[Conn, Member] = {}
+        self._votes: dict[str, bool] = {}
+        """agent_id -> has it lost the coordinator too."""
+        self._gone: set[str] = set()
+        """agent_ids that could not be reached."""
+        self._running = False
+        self._swapping = False
+        self._others = [
+            m for m in ctx.everyone if m.agent_id not in (ctx.me.agent_id, ctx.coordinator)
+        ]
+        line = [m.agent_id for m in ctx.everyone if m.agent_id != ctx.coordinator]
+        self._place = line.index(ctx.me.agent_id)
+
+    def start(self) -> Role | None:
+        """Campaign now when first in line, later otherwise."""
+        ctx = self.ctx
+        ctx.timers.clear()
+        ctx.after("campaign", self._place * ctx.settings.stagger_s)
+        if self._place == 0:
+            return self.timer("campaign")
+        return None
+
+    def has_lost(self, term: int) -> bool:
+        """Yes, unless the question is about another coordinator."""
+        return term == self.ctx.term
+
+    def received(self, conn: Conn, message: Message) -> Role | None:
+        """Count votes, yield to earlier candidates, join a winner."""
+        ctx = self.ctx
+        match message:
+            case Elect(job=job, term=term, candidate=candidate) if job == ctx.job:
+                if self._before_me(candidate) and term == ctx.term and not self._swapping:
+                    # Give it the time a whole campaign takes before trying oneself.
+                    self._running = False
+                    ctx.after("campaign", 2 * ctx.settings.dial_timeout_s)
+                return super().received(conn, message)
+            case Vote(lost=lost) if conn in self._dialed:
+                self._votes[self._dialed[conn].agent_id] = lost
+                if not lost:
+                    ctx.after("ask", RETRY_S / 4)
+                return self._try_to_win()
+            case Won() if message.term > ctx.term and not self._swapping:
+                self._close_all(but=conn)
+                return follow_winner(ctx, conn, message, tuple(self._reports))
+        return super().received(conn, message)
+
+    def _before_me(self, candidate: str) -> bool:
+        line = [m.agent_id for m in self.ctx.everyone]
+        return candidate in line[: line.index(self.ctx.me.agent_id)]
+
+    def opened(self, conn: Conn) -> Role | None:
+        """Ask for the vote."""
+        if conn in self._dialed:
+            self._ask(conn)
+        return None
+
+    def _ask(self, conn: Conn) -> None:
+        ctx = self.ctx
+        ctx.send(conn, Elect(candidate=ctx.me.agent_id, job=ctx.job, term=ctx.term))
+
+    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+        """A member that cannot be reached has no vote."""
+        member = self._dialed.pop(conn, None)
+        if member is not None:
+            self._votes.pop(member.agent_id, None)
+            self._gone.add(member.agent_id)
+            return self._try_to_win()
+        return None
+
+    def _try_to_win(self) -> Role | None:
+        """Go for the board when the rule allows it."""
+        if not self._running or self._swapping:
+            return None
+        lost = 1 + sum(self._votes.values())
+        all_reached_lost = all(self._votes.values()) and len(self._votes) + len(self._gone) == len(
+            self._others
+        )
+        if lost * 2 > len(self.ctx.everyone) or all_reached_lost:
+            self._swapping = True
+            self.ctx.outbox.append(ReadBoard())
+        return None
+
+    def board_read(self, state: BoardState | None, token: Token | None) -> Role | None:
+        """Swap if the board still names the coordinator that was lost; else seek the new one."""
+        ctx = self.ctx
+        if not self._swapping:
+            return None
+        state = state or BoardState()
+        if state.finished:
+            self._close_all()
+            return Done(ctx, EXIT_DONE, "the run has done its last step")
+        if state.lease is None or state.lease.term != ctx.term or state.lease.job != ctx.job:
+            self._close_all()
+            return Seeker(ctx, tuple(self._reports))
+        ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
+        return None
+
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Role | None:
+        """Coordinate, or look again: a checkpoint commit may have come between."""
+        from elastic_trainer.agent.coordinator import Coordinator  # the two hand over to each other
+
+        if not won:
+            return self.board_read(state, token)
+        ctx = self.ctx
+        for conn in self._dialed:
+            ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
+        expected = {conn: member.agent_id for conn, member in self._dialed.items()}
+        return Coordinator(ctx, state, token, reports=tuple(self._reports), expected=expected)
+
+    def board_failed(self, error: str) -> Role | None:
+        """Try again in a moment: without the board there is no new epoch."""
+        self._swapping = False
+        self.ctx.after("ask", RETRY_S)
+        return None
+
+    def reported(self, report: Report) -> Role | None:
+        """Keep it for the coordinator to come."""
+        self._reports.append(report)
+        return None
+
+    def timer(self, name: str) -> Role | None:
+        """Start the campaign, ask again, or start over when it led nowhere."""
+        ctx = self.ctx
+        if name == "ask" and self._running:
+            for conn, member in self._dialed.items():
+                if not self._votes.get(member.agent_id, False):
+                    self._ask(conn)
+            return self._try_to_win()
+        if name == "campaign" and not self._swapping:
+            if self._running or self._dialed:
+                self._close_all()
+                return Seeker(ctx, tuple(self._reports))
+            self._running = True
+            for member in self._others:
+                self._dialed[ctx.dial(member.address, member.port)] = member
+            # Members that neither answer nor refuse must not hold up the rest for ever.
+            ctx.after("campaign", 4 * ctx.settings.dial_timeout_s)
+            return self._try_to_win()
+        return None
+
+    def _close_all(self, but: Conn | None = None) -> None:
+        for conn in self._dialed:
+            if conn != but:
+                self.ctx.close(conn)
+        self._dialed.clear()

@@ -1,0 +1,296 @@
+"""Following a coordinator: finding it through the board, joining it, noticing its death."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_trainer.agent.board import BoardState, Lease, Token
+from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
+from elastic_trainer.agent.messages import (
+    Abort,
+    Ask,
+    Formed,
+    Join,
+    Message,
+    Ping,
+    Reject,
+    Stop,
+    Welcome,
+    Won,
+    tell,
+)
+from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report
+from elastic_trainer.agent.roles import Done, Role
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE
+from elastic_trainer.heartbeat import Request
+
+RETRY_S = 0.2
+
+
+def lease_of(ctx: Context, term: int) -> Lease:
+    """Return the lease this agent would put on the board."""
+    me = ctx.me
+    return Lease(
+        holder=me.agent_id, node=me.node, job=ctx.job, address=me.address, port=me.port, term=term
+    )
+
+
+class Seeker(Role):
+    """Reads the board until it finds a coordinator to join, or takes a free lease itself.
+
+    `reports` are reports the local agent made while nobody coordinated.
+    """
+
+    def __init__(self, ctx: Context, reports: tuple[Report, ...] = ()) -> None:
+        super().__init__(ctx)
+        self._reports = list(reports)
+        self._link: Conn | None = None
+        self._seen: Lease | None = None
+        self._seen_since = 0.0
+        self._refused = False
+        self._claiming = False
+
+    def start(self) -> Role | None:
+        """Read the board."""
+        self.ctx.outbox.append(ReadBoard())
+        return None
+
+    def has_lost(self, term: int) -> bool:
+        """An agent that once followed `term` and now seeks has lost it."""
+        return self.ctx.term == term
+
+    def board_read(self, state: BoardState | None, token: Token | None) -> Role | None:
+        """Join the holder, take a free lease, or watch a silent holder's beat."""
+        ctx = self.ctx
+        state = state or BoardState()
+        if state.finished:
+            return Done(ctx, EXIT_DONE, "the run has already done its last step")
+        if state.ended is not None and state.ended.job == ctx.job:
+            return Done(ctx, state.ended.code, state.ended.reason)
+        lease = state.lease
+        if lease is None or self._is_stale(lease):
+            self._claiming = True
+            term = (lease.term if lease else ctx.term) + 1
+            claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)))
+            ctx.outbox.append(SwapBoard(claim, token))
+            return None
+        if (
+            lease.job != ctx.job
+            and self._seen is not None
+            and self._seen.term == lease.term
+            and self._seen.beat != lease.beat
+        ):
+            return Done(ctx, EXIT_DO_NOT_RESTART, live_job_message(lease))
+        if self._seen is None or (self._seen.term, self._seen.beat) != (lease.term, lease.beat):
+            self._seen, self._seen_since = lease, ctx.now
+        if self._link is None:
+            self._link = ctx.dial(lease.address, lease.port)
+            ctx.after("welcome", ctx.settings.dial_timeout_s)
+        return None
+
+    def _is_stale(self, lease: Lease) -> bool:
+        settings = self.ctx.settings
+        patience = settings.takeover_refused_s if self._refused else settings.takeover_s
+        return (
+            self._seen is not None
+            and (self._seen.term, self._seen.beat) == (lease.term, lease.beat)
+            and self.ctx.now - self._seen_since >= patience
+        )
+
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Role | None:
+        """Coordinate when the claim was won, else look again at who has it."""
+        from elastic_trainer.agent.coordinator import Coordinator  # the two hand over to each other
+
+        self._claiming = False
+        if won:
+            return Coordinator(self.ctx, state, token, reports=tuple(self._reports))
+        return self.board_read(state, token)
+
+    def board_failed(self, error: str) -> Role | None:
+        """Look again in a moment."""
+        self._claiming = False
+        self.ctx.after("retry", RETRY_S * 2)
+        return None
+
+    def opened(self, conn: Conn) -> Role | None:
+        """Ask to join."""
+        ctx = self.ctx
+        if conn == self._link:
+            ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+        return None
+
+    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+        """Look at the board again in a moment."""
+        if conn == self._link:
+            self._link, self._refused = None, refused
+            self.ctx.after("retry", RETRY_S)
+        return None
+
+    def received(self, conn: Conn, message: Message) -> Role | None:
+        """Follow who welcomes us; obey a definite no."""
+        ctx = self.ctx
+        match message:
+            case Welcome(term=term) if conn == self._link and term >= ctx.term:
+                return Follower(ctx, conn, term, tuple(self._reports))
+            case Reject(code=int() as code, reason=reason) if conn == self._link:
+                return Done(ctx, code, reason)
+            case Reject() if conn == self._link:
+                ctx.close(conn)
+                return self.closed(conn, refused=False)
+            case Won() if message.term > ctx.term and not self._claiming:
+                self._drop_link()
+                return follow_winner(ctx, conn, message, tuple(self._reports))
+        return super().received(conn, message)
+
+    def _drop_link(self) -> None:
+        if self._link is not None:
+            self.ctx.close(self._link)
+            self._link = None
+
+    def reported(self, report: Report) -> Role | None:
+        """Keep it for the coordinator to come."""
+        self._reports.append(report)
+        return None
+
+    def timer(self, name: str) -> Role | None:
+        """Read the board again; give up a dial that was never welcomed."""
+        if name == "welcome" and self._link is not None:
+            self._drop_link()
+            self._refused = False
+        if name in ("welcome", "retry") and not self._claiming:
+            self.ctx.outbox.append(ReadBoard())
+        return None
+
+
+def live_job_message(lease: Lease) -> str:
+    """Say which job holds the run, and the way out."""
+    return (
+        f"the run is live in job {lease.job}, coordinated by {lease.node} "
+        f"({lease.address}:{lease.port}): cancel that job first, or wait for its end"
+    )
+
+
+class Follower(Role):
+    """A member or spare with one connection, `link`, to the coordinator of `term`."""
+
+    def __init__(
+        self, ctx: Context, link: Conn, term: int, reports: tuple[Report, ...] = ()
+    ) -> None:
+        super().__init__(ctx)
+        self._link: Conn | None = link
+        self._redial: Conn | None = None
+        self._unsent = list(reports)
+        self._heard = ctx.now
+        ctx.term = term
+
+    def start(self) -> Role | None:
+        """Send what waited, and keep the heart beating."""
+        ctx = self.ctx
+        ctx.timers.clear()
+        ctx.after("beat", ctx.settings.heartbeat_s)
+        self._flush()
+        return None
+
+    def _flush(self) -> None:
+        if self._link is not None:
+            for report in self._unsent:
+                self.ctx.send(self._link, tell(report))
+            self._unsent.clear()
+
+    def received(self, conn: Conn, message: Message) -> Role | None:
+        """Pass the coordinator's word on to the local agent."""
+        ctx = self.ctx
+        if conn == self._redial and isinstance(message, Welcome):
+            self._link, self._redial = conn, None
+            ctx.timers.pop("reconnect", None)
+            self._heard = ctx.now
+            self._flush()
+            return None
+        if isinstance(message, Won) and message.term > ctx.term:
+            if self._link is not None:
+                ctx.close(self._link)
+            return follow_winner(ctx, conn, message, tuple(self._unsent))
+        if conn != self._link:
+            return super().received(conn, message)
+        self._heard = ctx.now
+        match message:
+            case Formed():
+                self._formed(message)
+            case Abort(epoch=epoch, reason=reason, victims=victims) if epoch == ctx.epoch:
+                ctx.in_epoch = False
+                ctx.tell(EpochAborted(epoch=epoch, reason=reason, victims=victims))
+            case Ask(epoch=epoch, request=request):
+                ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
+            case Stop(code=code, reason=reason):
+                return Done(ctx, code, reason)
+            case Reject(code=int() as code, reason=reason):
+                return Done(ctx, code, reason)
+            case _:
+                return super().received(conn, message)
+        return None
+
+    def _formed(self, formed: Formed) -> None:
+        if formed.epoch > self.ctx.epoch:
+            self.ctx.adopt(formed)
+
+    def reported(self, report: Report) -> Role | None:
+        """Send it on, or keep it until the link is back."""
+        self._unsent.append(report)
+        self._flush()
+        return None
+
+    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+        """EOF, after one quick reconnect, is a death."""
+        ctx = self.ctx
+        if conn == self._redial:
+            return self._lost("the coordinator's node refuses connections")
+        if conn == self._link:
+            self._link = None
+            coordinator = ctx.coordinator_member
+            if coordinator is None:
+                return self._lost("the coordinator's connection ended")
+            self._redial = ctx.dial(coordinator.address, coordinator.port)
+            ctx.after("reconnect", ctx.settings.reconnect_s)
+        return None
+
+    def opened(self, conn: Conn) -> Role | None:
+        """Join again over the new connection."""
+        ctx = self.ctx
+        if conn == self._redial:
+            ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+        return None
+
+    def timer(self, name: str) -> Role | None:
+        """Beat; a silent coordinator, or one that does not welcome us back, is lost."""
+        ctx = self.ctx
+        if name == "reconnect":
+            if self._redial is not None:
+                ctx.close(self._redial)
+            return self._lost("the coordinator did not take a reconnect")
+        if name == "beat":
+            if self._link is not None:
+                if ctx.now - self._heard > ctx.settings.dead_after_s:
+                    ctx.close(self._link)
+                    return self._lost(
+                        f"no word from the coordinator for {ctx.now - self._heard:.1f} s"
+                    )
+                ctx.send(self._link, Ping())
+            ctx.after("beat", ctx.settings.heartbeat_s)
+        return None
+
+    def _lost(self, reason: str) -> Role:
+        from elastic_trainer.agent.campaign import Campaign  # the two hand over to each other
+
+        ctx = self.ctx
+        coordinator = ctx.coordinator_member
+        ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
+        if len(ctx.everyone) > 1 and any(m.agent_id == ctx.me.agent_id for m in ctx.everyone):
+            return Campaign(ctx, tuple(self._unsent))
+        return Seeker(ctx, tuple(self._unsent))
+
+
+def follow_winner(ctx: Context, conn: Conn, won: Won, reports: tuple[Report, ...]) -> Follower:
+    """Join the new coordinator over the connection it called on."""
+    ctx.coordinator = won.coordinator
+    ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+    return Follower(ctx, conn, won.term, reports)

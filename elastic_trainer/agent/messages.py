@@ -1,0 +1,228 @@
+"""What agents say to each other, and its wire form: one JSON object a frame.
+
+Pure. Nothing here is unpickled, and an unknown or ill-typed message is refused:
+the connection it came on is closed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_trainer.agent.notices import (
+    Member,
+    NodeLeaving,
+    Report,
+    StopAsked,
+    WorkersEnded,
+    WorkersFailed,
+    WorkersRunning,
+)
+from elastic_trainer.failures import Action, Failure, Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Agent -> coordinator: let me take part. Also sent after a reconnect."""
+
+    member: Member
+    job: str
+    last_epoch: int
+    """Newest epoch this agent was told of; 0 when none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Coordinator -> agent: you are known here."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reject:
+    """Coordinator -> agent: not here. `code` None: ask the board again."""
+
+    code: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """Either way: I live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastFailure:
+    """One entry of the failure history, carried to every agent so it outlives a coordinator."""
+
+    node: str | None
+    """None: not the fault of one node."""
+    kind: str
+    detail: str
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """Coordinator -> all: a new epoch."""
+
+    epoch: int
+    term: int
+    members: tuple[Member, ...]
+    spares: tuple[Member, ...]
+    store_address: str
+    store_port: int
+    coordinator: str
+    """Agent id."""
+    reason: str
+    history: tuple[PastFailure, ...]
+    barred: dict[str, str]
+    """Node name -> why it may not come back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Coordinator -> all: kill the workers of `epoch`."""
+
+    epoch: int
+    reason: str
+    victims: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Coordinator -> members: put `request` into your workers' heartbeats."""
+
+    epoch: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Coordinator -> all: the job (or this node's part in it) is over."""
+
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Agent -> coordinator: a report of this node."""
+
+    kind: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elect:
+    """Candidate -> member of the last epoch: have you lost the coordinator too?"""
+
+    candidate: str
+    job: str
+    term: int
+    """Term of the coordinator that the candidate has lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """The answer to Elect."""
+
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Won:
+    """New coordinator -> voters: the board is mine; join over this connection."""
+
+    term: int
+    coordinator: str
+    """Agent id."""
+
+
+Message = Join | Welcome | Reject | Ping | Formed | Abort | Ask | Stop | Told | Elect | Vote | Won
+
+_TYPES: Final[dict[str, Any]] = {
+    cls.__name__: cls
+    for cls in (Join, Welcome, Reject, Ping, Formed, Abort, Ask, Stop, Told, Elect, Vote, Won)
+}
+_REPORTS: Final[dict[str, Any]] = {
+    cls.__name__: cls
+    for cls in (WorkersFailed, WorkersEnded, WorkersRunning, StopAsked, NodeLeaving)
+}
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame's payload."""
+    raw = {"t": type(message).__name__, **dataclasses.asdict(message)}
+    return json.dumps(raw, separators=(",", ":")).encode()
+
+
+def decode(payload: bytes) -> Message:
+    """Read a frame's payload.
+
+    Raises:
+        ValueError: not a message of ours.
+    """
+    try:
+        raw = json.loads(payload)
+        cls = _TYPES[raw.pop("t")]
+        if cls is Join:
+            raw["member"] = Member(**raw["member"])
+        elif cls is Formed:
+            raw["members"] = tuple(Member(**m) for m in raw["members"])
+            raw["spares"] = tuple(Member(**m) for m in raw["spares"])
+            raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
+        elif cls is Abort:
+            raw["victims"] = tuple(raw["victims"])
+        message = cls(**raw)
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
+    assert isinstance(message, Message)
+    _check_types(message)
+    return message
+
+
+def _check_types(message: Any) -> None:
+    """Refuse a field whose JSON type is not the declared one (strings and numbers only)."""
+    for spec in dataclasses.fields(message):
+        value, want = getattr(message, spec.name), str(spec.type)
+        if want == "int" and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{type(message).__name__}.{spec.name} is {value!r}, not an int")
+        if want == "str" and not isinstance(value, str):
+            raise ValueError(f"{type(message).__name__}.{spec.name} is {value!r}, not a string")
+        if dataclasses.is_dataclass(value):
+            _check_types(value)
+        elif isinstance(value, tuple):
+            for item in value:
+                if dataclasses.is_dataclass(item):
+                    _check_types(item)
+
+
+def tell(report: Report) -> Told:
+    """Wrap a report of the local agent for the wire."""
+    return Told(kind=type(report).__name__, report=dataclasses.asdict(report))
+
+
+def untell(told: Told) -> Report:
+    """Unwrap a report.
+
+    Raises:
+        ValueError: not a report of ours.
+    """
+    try:
+        raw = dict(told.report)
+        if told.kind == WorkersFailed.__name__:
+            failure = dict(raw["failure"])
+            raw["failure"] = Failure(
+                kind=Kind(failure["kind"]),
+                action=Action(failure["action"]),
+                detail=str(failure["detail"]),
+            )
+        report: Report = _REPORTS[told.kind](**raw)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a report: {told!r} ({error})") from error
+    _check_types(report)
+    return report
