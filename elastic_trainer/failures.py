@@ -1,9 +1,13 @@
-"""Failure classes: exit code, signal, error record -> Failure(kind, action). Pure."""
+"""Failure classes: exit code, signal, error record, log tail -> Failure(kind, action). Pure."""
 
 from __future__ import annotations
 
 import enum
+import re
+import signal as signals
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_SAVED = 91
@@ -50,3 +54,171 @@ class Failure:
     action: Action
     detail: str
     """One line for people: exception and message, or signal name."""
+
+
+DETAIL_CHARS = 300
+"""Longest `Failure.detail`."""
+
+_EVICTING_XIDS = (
+    "38|46|48|54|61|62|64|74|79|95|109|110|119|120|136|140|14[2-9]|15[01578]|161|16[789]|17[12]"
+)
+"""XIDs after which the GPU needs a reset, a drain or a hand (NVIDIA's XID catalogue); the others
+are the application's fault, contained, or no failure at all."""
+
+_NODE_FAULT = re.compile(
+    rf"NVRM: Xid \([^)]*\): ({_EVICTING_XIDS}),"
+    r"|uncorrectable (ECC|NVLink) error|cudaErrorECCUncorrectable"
+    r"|unspecified launch failure|fallen off the bus|GPU is lost|device lost"
+    r"|Error 802: system not yet initialized|nvidia-fabricmanager\S* failed|NVSwitch fatal error"
+    r"|SXid \([^)]*\): \d+, Fatal|Got async event : local catastrophic error"
+    r"|Unable to determine the device handle for GPU|CUDA driver initialization failed"
+    r"|no CUDA-capable device is detected|Driver/library version mismatch"
+    r"|Transport endpoint is not connected|Stale file handle|Read-only file system",
+    re.IGNORECASE,
+)
+"""The node is bad: hardware, driver, or a file system that is gone."""
+
+_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|OOM[- ]?Kill|oom[-_]kill|^MemoryError|Cannot allocate memory"
+    r"|DefaultCPUAllocator: can't allocate|insufficient shared memory|out-of-memory handler",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+_COLLATERAL = re.compile(
+    # gloo
+    r"Connection closed by peer|Connection reset by peer|Application timeout caused pair closure"
+    r"|Timed out waiting \d+ms for (recv|send|connect|synch)|gloo\S* (connect|read|write) error"
+    r"|connectFullMesh failed|Broken pipe"
+    # NCCL
+    r"|ncclRemoteError|remote process exited|collective operation timeout"
+    r"|Connection closed by remote|NET/IB : Got completion from peer"
+    r"|NCCL communicator was aborted|ncclCommAbort"
+    # TCPStore
+    r"|DistStoreError|DistNetworkError|wait timeout after \d+ms|recvValueWithTimeout failed"
+    r"|client socket has (timed out|failed)|RendezvousConnectionError|Socket Timeout",
+    re.IGNORECASE,
+)
+"""What a worker says when a peer, or the store on a peer, went away."""
+
+_OWN_NETWORK_FAULT = re.compile(r"Address already in use|EADDRINUSE", re.IGNORECASE)
+"""DistNetworkError that is no peer's doing."""
+
+_USER_EXCEPTION = re.compile(
+    r"^(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError)\b"
+    r"|\bHF\d{3}\b|error: unrecognized arguments|error: the following arguments are required"
+)
+"""Errors that would come back in every epoch, on every node."""
+
+_USER_EXCEPTION_AT_START = re.compile(
+    r"^(FileNotFoundError|NotADirectoryError|IsADirectoryError|PermissionError)\b"
+)
+"""The user's before the first step; later a file that was there is gone: an ordinary crash."""
+
+_EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
+
+
+def classify(
+    *,
+    code: int | None,
+    signal: int | None,
+    record: Mapping[str, Any] | None = None,
+    log_tail: str = "",
+    at_start: bool = False,
+) -> Failure:
+    """Say what the end of a failed worker means.
+
+    Args:
+        code: exit code; None when a signal ended the worker.
+        signal: number of that signal; None otherwise.
+        record: content of the error file, in torchelastic's format, if one was written.
+        log_tail: last lines of the worker's log of this epoch, and of the kernel's where known.
+        at_start: the worker had not completed a step of this epoch.
+
+    Returns:
+        The node's fault before the user's, the user's before a peer's: a bad node makes
+        any error look like another.
+    """
+    assert (code is None) != (signal is None), f"code {code}, signal {signal}"
+    if code is not None and code > 128 and code - 128 in set(signals.Signals):
+        signal, code = code - 128, None  # a shell in between reports signals this way
+    message = _message_of(record) or _last_exception(log_tail)
+    # With a record the log says nothing more; warnings in it must not decide.
+    text = message if record else log_tail
+    by_text = _by_text(message, text, at_start=at_start)
+    if code == EXIT_DO_NOT_RESTART:
+        return Failure(
+            kind=Kind.USER_ERROR,
+            action=Action.STOP,
+            detail=one_line(message or _last_line(log_tail) or f"exit code {code}"),
+        )
+    if signal is not None and signal != signals.SIGABRT:
+        return _by_signal(signal, text, by_text)
+    ending = f"exit code {code}" if signal is None else signals.Signals(signal).name
+    if by_text is None:
+        said = message or _last_line(log_tail)
+        detail = f"{said} ({ending})" if said else ending
+        return Failure(kind=Kind.CRASH, action=Action.RESTART, detail=one_line(detail))
+    return by_text
+
+
+def one_line(text: str) -> str:
+    """Return `text` on one line, cut to `DETAIL_CHARS`."""
+    flat = " ".join(text.split())
+    return flat if len(flat) <= DETAIL_CHARS else flat[: DETAIL_CHARS - 1] + "…"
+
+
+def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
+    if found := _NODE_FAULT.search(text):
+        detail = _line_around(text, found.start())
+        return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=one_line(detail))
+    tail = _last_line(text)
+    users = _USER_EXCEPTION.search(message) or _USER_EXCEPTION.search(tail)
+    if users or (at_start and _USER_EXCEPTION_AT_START.search(message)):
+        detail = one_line(message or tail)
+        return Failure(kind=Kind.USER_ERROR, action=Action.STOP, detail=detail)
+    if found := _MEMORY.search(text):
+        # A crowded device or host may have room next time; the restart budget ends the rest.
+        detail = one_line(_line_around(text, found.start()))
+        return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
+    if (found := _COLLATERAL.search(text)) and not _OWN_NETWORK_FAULT.search(text):
+        detail = one_line(_line_around(text, found.start()))
+        return Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
+    return None
+
+
+def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
+    name = signals.Signals(signal).name
+    if by_text is not None and by_text.kind is Kind.NODE_FAULT:
+        return by_text
+    if signal == signals.SIGBUS:
+        detail = f"{name}: shared memory or a mapped file ran out"
+        return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
+    if signal == signals.SIGKILL and (found := _MEMORY.search(text)):
+        detail = one_line(f"{name}: {_line_around(text, found.start())}")
+        return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
+    crashes = (signals.SIGSEGV, signals.SIGFPE, signals.SIGILL, signals.SIGTRAP, signals.SIGSYS)
+    kind = Kind.CRASH if signal in crashes else Kind.KILLED
+    return Failure(kind=kind, action=Action.RESTART, detail=name)
+
+
+def _message_of(record: Mapping[str, Any] | None) -> str:
+    """Return the message of an error file: {"message": str | {"message": str, …}}."""
+    message = record.get("message") if record else None
+    if isinstance(message, Mapping):
+        message = message.get("message")
+    return message if isinstance(message, str) else ""
+
+
+def _last_exception(log_tail: str) -> str:
+    lines = [line.strip() for line in log_tail.splitlines()]
+    return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), "")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _line_around(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return text[start : end if end >= 0 else len(text)]

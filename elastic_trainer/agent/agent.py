@@ -1,0 +1,426 @@
+"""HoldfastAgent: one per node; turns membership's notices into running workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import (
+    ElasticAgent,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_trainer.agent.ends import failure_of, log_exit, process_failure
+from elastic_trainer.agent.environment import group_rank_of, worker_environment
+from elastic_trainer.agent.hang import HangWatch
+from elastic_trainer.agent.notices import (
+    AskWorkers,
+    EpochAborted,
+    EpochFormed,
+    JobStopped,
+    NodeLeaving,
+    Notice,
+    StopAsked,
+    WorkersEnded,
+    WorkersFailed,
+    WorkersRunning,
+)
+from elastic_trainer.agent.settings import AgentConfig, Membership
+from elastic_trainer.agent.waker import Waker
+from elastic_trainer.agent.workers import (
+    Launch,
+    WorkerExited,
+    Workers,
+    WorkerStarted,
+    ZygoteLost,
+    has_run,
+)
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """One epoch on this node."""
+
+    formed: EpochFormed
+    watch: HangWatch
+    fork_begun: float
+    started: int = 0
+    running: bool = False
+    failed: bool = False
+    finished: bool = True
+    """No worker that ended well left before the last step."""
+    step: int = 0
+    """Highest completed step seen."""
+    held: WorkersFailed | None = None
+    """A consequence, kept back in the hope of its cause."""
+    held_until: float = 0.0
+
+
+class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed here
+    """Runs this node's workers as membership says, until the job stops.
+
+    One thread, one loop: it waits for notices, for the zygote and for the clock. It owns
+    no accelerator and keeps nothing that a worker's death could harm.
+
+    Args:
+        config: see there.
+        spec: torchelastic's description of the workers, for `get_worker_group`.
+        workers: starts and kills them; closed at the end of `run`.
+        membership: started and closed by `run`. Its notifications must call `waker.wake`.
+        waker: wakes the loop.
+        log: the agent's events.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        spec: WorkerSpec,
+        *,
+        workers: Workers,
+        membership: Membership,
+        waker: Waker,
+        log: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._workers, self._membership = config, workers, membership
+        self._waker, self._log, self._clock = waker, log, clock
+        self._group = WorkerGroup(spec)
+        self._epoch: _Epoch | None = None
+        self._newest = -1
+        self._zygotes_lost = 0
+        self._signals: list[int] = []
+        self._stops_asked = 0
+        self._result: JobStopped | None = None
+        self._failures: dict[int, ProcessFailure] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should exit with, once `run` has returned."""
+        return 1 if self._result is None else self._result.code
+
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        """Return torchelastic's view of this node's workers."""
+        assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
+        return self._group
+
+    def run(self, role: str = "default") -> RunResult:
+        """Serve until the job stops; then return what became of this node's workers."""
+        assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
+        me = self._config.me
+        self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port)
+        with self._handling_signals():
+            try:
+                self._membership.start()
+                while self._result is None:
+                    self._turn()
+            finally:
+                # Also after an error of ours: a node must not go on without its agent.
+                self._kill_workers("the agent ends")
+                self._workers.close()
+                reason = self._result.reason if self._result else "error"
+                self._log.emit("agent.exit", code=self.exit_code, reason=reason)
+                self._membership.close()
+        failed = self.exit_code not in {EXIT_DONE, EXIT_SAVED}
+        state = WorkerState.FAILED if failed else WorkerState.SUCCEEDED
+        self._group.state = state
+        return RunResult(state=state, failures=self._failures if failed else {})
+
+    # -- the loop -------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """Wait for something to happen, at most one tick, and serve it."""
+        busy = self._epoch is not None
+        timeout_s = self._config.tick_s if busy else 1.0
+        if busy and self._epoch is not None and self._epoch.held is not None:
+            timeout_s = min(timeout_s, self._epoch.held_until - self._clock())
+        select.select([self._waker.fileno(), self._workers.fileno()], [], [], max(0.0, timeout_s))
+        self._waker.drain()
+        self._serve_signals()
+        while self._result is None and (notice := self._membership.notice(0.0)) is not None:
+            self._serve_notice(notice)
+        if self._result is None:
+            self._serve_workers()
+            self._look_at_heartbeats()
+
+    def _serve_notice(self, notice: Notice) -> None:
+        match notice:
+            case EpochFormed():
+                self._form(notice)
+            case EpochAborted():
+                if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
+                    self._kill_workers(notice.reason)
+            case AskWorkers():
+                if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
+                    self._workers.ask(notice.request)
+            case JobStopped():
+                self._result = notice
+
+    def _form(self, formed: EpochFormed) -> None:
+        if formed.epoch <= self._newest:
+            return  # an older one, late: the epoch fences everything
+        self._newest = formed.epoch
+        self._kill_workers("a new epoch")
+        config, me = self._config, self._config.me
+        if group_rank_of(formed, me) < 0:
+            return  # a spare
+        self._log.epoch = formed.epoch
+        begin = self._clock()
+        launches = [self._launch_of(formed, local_rank) for local_rank in range(config.workers)]
+        watch = HangWatch(
+            hang_ceiling_s=config.hang_ceiling_s,
+            start_ceiling_s=config.start_ceiling_s,
+            only_beating=not config.watch_all,
+        )
+        self._epoch = _Epoch(formed, watch, begin)
+        self._describe(formed, launches)
+        self._workers.launch(formed.epoch, launches)
+
+    def _launch_of(self, formed: EpochFormed, local_rank: int) -> Launch:
+        config = self._config
+        heartbeat = config.scratch / f"{formed.epoch}-{local_rank}.heartbeat"
+        error_file = config.scratch / f"{formed.epoch}-{local_rank}.error.json"
+        env = worker_environment(
+            formed,
+            config.me,
+            local_rank,
+            workers=config.workers,
+            run_id=config.run_id,
+            max_restarts=config.max_restarts,
+            error_file=error_file,
+            heartbeat=heartbeat,
+        )
+        rank = int(env["RANK"])
+        return Launch(
+            local_rank=local_rank,
+            rank=rank,
+            env=env,
+            log=config.log_dir / f"{rank}.log",
+            heartbeat=heartbeat,
+            error_file=error_file,
+        )
+
+    def _describe(self, formed: EpochFormed, launches: list[Launch]) -> None:
+        """Keep torchelastic's view of the workers true."""
+        group, world_size = self._group, self._config.workers * len(formed.members)
+        group.group_rank = group_rank_of(formed, self._config.me)
+        group.group_world_size = len(formed.members)
+        group.master_addr, group.master_port = formed.store_address, formed.store_port
+        group.state = WorkerState.HEALTHY
+        for worker, launch in zip(group.workers, launches, strict=True):
+            worker.id = None
+            worker.global_rank = worker.role_rank = launch.rank
+            worker.world_size = worker.role_world_size = world_size
+
+    # -- workers --------------------------------------------------------------------------
+
+    def _serve_workers(self) -> None:
+        for happening in self._workers.poll():
+            match happening:
+                case WorkerStarted():
+                    self._on_started(happening)
+                case WorkerExited():
+                    self._on_exit(happening)
+                case ZygoteLost():
+                    self._on_zygote_lost(happening)
+        epoch = self._epoch
+        if epoch is not None and epoch.held is not None and self._clock() >= epoch.held_until:
+            self._fail(epoch, epoch.held)
+
+    def _on_started(self, started: WorkerStarted) -> None:
+        epoch = self._epoch
+        if epoch is None:
+            return
+        self._log.emit(
+            "worker.started",
+            pid=started.pid,
+            local_rank=started.local_rank,
+            worker_rank=started.rank,
+            how=started.how,
+            why=started.why,
+        )
+        self._group.workers[started.local_rank].id = started.pid
+        epoch.started += 1
+        if epoch.started == self._config.workers:
+            self._phase("fork", epoch.fork_begun)
+            if not self._config.watch_all:
+                self._now_running(epoch)  # a script tells nothing better
+
+    def _on_exit(self, exited: WorkerExited) -> None:
+        epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
+        log_exit(self._log, exited, failure)
+        if epoch is None:
+            return  # its epoch has failed already
+        epoch.step = max(epoch.step, exited.beat.step)
+        if failure is None:
+            self._on_good_end(epoch, exited)
+            return
+        self._failures[exited.rank] = process_failure(exited)
+        report = WorkersFailed(
+            epoch=epoch.formed.epoch,
+            local_rank=exited.local_rank,
+            rank=exited.rank,
+            step=exited.beat.step,
+            failure=failure,
+        )
+        if failure.kind is Kind.COLLATERAL and self._workers.alive:
+            # The cause may be another worker here, whose end comes a moment later.
+            if epoch.held is None:
+                epoch.held, epoch.held_until = report, self._clock() + self._config.settle_s
+            return
+        cause = epoch.held if failure.kind is Kind.COLLATERAL else None
+        self._fail(epoch, cause or report)
+
+    def _on_good_end(self, epoch: _Epoch, exited: WorkerExited) -> None:
+        if exited.code == EXIT_SAVED:
+            epoch.finished = False
+        if self._workers.alive or epoch.failed:
+            return
+        if epoch.held is not None:
+            self._fail(epoch, epoch.held)
+            return
+        self._now_running(epoch)
+        self._membership.report(
+            WorkersEnded(epoch=epoch.formed.epoch, finished=epoch.finished, step=epoch.step)
+        )
+        self._group.state = WorkerState.SUCCEEDED
+        self._epoch = None
+
+    def _fail(self, epoch: _Epoch, report: WorkersFailed) -> None:
+        """Report the first failure of an epoch and end what is left of it here."""
+        if epoch.failed:
+            return
+        epoch.failed = True
+        self._group.state = WorkerState.UNHEALTHY
+        self._membership.report(report)  # first: the other nodes wait for it
+        self._kill_workers(f"rank {report.rank}: {report.failure.kind}")
+
+    def _on_zygote_lost(self, lost: ZygoteLost) -> None:
+        epoch = self._epoch
+        if epoch is not None:
+            detail = f"the zygote died ({lost.detail}) and its workers with it"
+            self._fail(
+                epoch,
+                WorkersFailed(
+                    epoch=epoch.formed.epoch,
+                    local_rank=0,
+                    rank=group_rank_of(epoch.formed, self._config.me) * self._config.workers,
+                    step=epoch.step,
+                    failure=Failure(kind=Kind.KILLED, action=Action.RESTART, detail=detail),
+                ),
+            )
+        self._leave_if_unreapable(lost.unreapable)
+        self._zygotes_lost += 1
+        if self._zygotes_lost > 1:
+            self._membership.report(
+                NodeLeaving(reason=f"the zygote died {self._zygotes_lost} times: {lost.detail}")
+            )
+
+    def _kill_workers(self, reason: str) -> None:
+        """End the epoch here: no worker of it is alive, or the node has said that it leaves."""
+        if self._epoch is None and not self._workers.alive:
+            return
+        begin, had = self._clock(), self._workers.alive
+        self._epoch = None
+        exits, unreapable = self._workers.kill_all(self._config.kill_deadline_s)
+        for exited in exits:
+            killed = exited.signal == signal.SIGKILL
+            failure = None if killed else failure_of(exited, beats=self._config.watch_all)
+            log_exit(self._log, exited, failure, f"killed by the agent: {reason}" if killed else "")
+        if had:
+            self._phase("kill_workers", begin)
+        self._leave_if_unreapable(tuple(unreapable))
+
+    def _leave_if_unreapable(self, pids: tuple[int, ...]) -> None:
+        for pid in pids:
+            self._log.emit("worker.unreapable", pid=pid)
+        if pids:
+            listed = ", ".join(str(pid) for pid in pids)
+            self._membership.report(
+                NodeLeaving(reason=f"cannot end worker processes {listed} with SIGKILL")
+            )
+
+    # -- progress -------------------------------------------------------------------------
+
+    def _look_at_heartbeats(self) -> None:
+        epoch = self._epoch
+        if epoch is None or not self._workers.alive:
+            return
+        beats = self._workers.beats()
+        epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
+        if epoch.started == self._config.workers and all(map(has_run, beats.values())):
+            self._now_running(epoch)
+        hung = epoch.watch.observe(self._clock(), beats)
+        for worker in hung:
+            self._log.emit(
+                "worker.hung",
+                local_rank=worker.local_rank,
+                section=worker.section.name.lower(),
+                idle_s=round(worker.idle_s, 3),
+            )
+        if hung:
+            worst = hung[0]
+            detail = (
+                f"no progress for {worst.idle_s:.1f} s in {worst.section.name.lower()} "
+                f"after step {worst.step}; the ceiling is {worst.ceiling_s:g} s"
+            )
+            rank = group_rank_of(epoch.formed, self._config.me) * self._config.workers
+            self._fail(
+                epoch,
+                WorkersFailed(
+                    epoch=epoch.formed.epoch,
+                    local_rank=worst.local_rank,
+                    rank=rank + worst.local_rank,
+                    step=worst.step,
+                    failure=Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail),
+                ),
+            )
+
+    def _now_running(self, epoch: _Epoch) -> None:
+        if epoch.running:
+            return
+        epoch.running = True
+        self._zygotes_lost = 0
+        self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
+
+    # -- the record -----------------------------------------------------------------------
+
+    def _phase(self, phase: str, begin: float) -> None:
+        self._log.emit("recovery.phase", phase=phase, seconds=round(self._clock() - begin, 6))
+
+    # -- signals --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        self._waker.wake()
+
+    def _serve_signals(self) -> None:
+        while self._signals:
+            name = signal.Signals(self._signals.pop(0)).name
+            self._stops_asked += 1
+            if self._stops_asked == 1:
+                self._membership.report(StopAsked(reason=name))
+            else:
+                self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")

@@ -1,0 +1,147 @@
+"""What a worker finds in its environment, and how a node finds its own address."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_trainer.agent.notices import EpochFormed, Member
+
+ROLE = "default"
+_SIOCGIFADDR = 0x8915
+
+
+def base_environment(
+    inherited: Mapping[str, str], *, workers: int, address: str, run_dir: Path | None
+) -> dict[str, str]:
+    """Return what every worker of this node, and the zygote, starts with.
+
+    What the user set stays. One OpenMP thread each by default, like torchrun: libraries
+    read it while they load, so it must be there before the zygote imports them.
+    """
+    env = dict(inherited)
+    if workers > 1 or address.startswith("127."):
+        env.setdefault("OMP_NUM_THREADS", "1")
+    # Counting devices must not make a driver context, which no fork survives.
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    interface = interface_of(address)
+    if interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, interface)
+    if run_dir is not None:
+        env["HOLDFAST_RUN_DIR"] = str(run_dir)
+    return env
+
+
+def worker_environment(
+    formed: EpochFormed,
+    me: Member,
+    local_rank: int,
+    *,
+    workers: int,
+    run_id: str,
+    max_restarts: int,
+    error_file: Path,
+    heartbeat: Path,
+) -> dict[str, str]:
+    """Return the variables of one worker in one epoch: torchrun's names and meanings, and ours.
+
+    Args:
+        formed: the epoch; node i of the rung is `formed.members[i]`.
+        me: this node, one of the members.
+        local_rank: which of its workers.
+        workers: workers per node, the same on every node.
+        run_id: id of the run.
+        max_restarts: the job's restart budget.
+        error_file: where a failing worker writes its error, in torchelastic's format.
+        heartbeat: file of the worker's `Heartbeat`.
+    """
+    group_rank = group_rank_of(formed, me)
+    world_size = workers * len(formed.members)
+    rank = group_rank * workers + local_rank
+    values: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": workers,
+        "GROUP_RANK": group_rank,
+        "GROUP_WORLD_SIZE": len(formed.members),
+        "ROLE_NAME": ROLE,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": formed.store_address,
+        "MASTER_PORT": formed.store_port,
+        "TORCHELASTIC_RESTART_COUNT": formed.epoch,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "HOLDFAST_EPOCH": formed.epoch,
+        "HOLDFAST_RUNG": formed.rung_nodes,
+        "HOLDFAST_NODE": me.node,
+        "HOLDFAST_ADDRESS": me.address,
+        "HOLDFAST_HEARTBEAT": heartbeat,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def group_rank_of(formed: EpochFormed, me: Member) -> int:
+    """Return this node's index among the members; -1 when it is not one of them."""
+    ids = [member.agent_id for member in formed.members]
+    return ids.index(me.agent_id) if me.agent_id in ids else -1
+
+
+def interface_addresses() -> dict[str, str]:
+    """Return interface name -> its first IPv4 address, for those that have one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # no IPv4 address there
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """Return the interface that has `address`; None when that is not known."""
+    if address.startswith("127."):
+        return "lo"
+    addresses = interface_addresses()
+    return next((name for name, held in addresses.items() if held == address), None)
+
+
+def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
+    """Return the numeric address under which peers reach this node.
+
+    Args:
+        interface: name of the interface to use, or `auto`: the one of the default route.
+        cidr: network the address must lie in; goes before `interface`.
+
+    Raises:
+        ValueError: no address fits; the message lists what there is.
+    """
+    addresses = interface_addresses()
+    listed = ", ".join(f"{name}={held}" for name, held in sorted(addresses.items())) or "none"
+    if cidr is not None:
+        network = ipaddress.ip_network(cidr, strict=False)
+        for held in addresses.values():
+            if ipaddress.ip_address(held) in network:
+                return held
+        raise ValueError(f"network.cidr: no address of this node is in {cidr}; it has {listed}")
+    if interface != "auto":
+        if interface in addresses:
+            return addresses[interface]
+        raise ValueError(f"network.interface: no {interface} with an address here; have {listed}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the route (RFC 5737 address)
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

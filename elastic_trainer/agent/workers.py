@@ -1,0 +1,373 @@
+"""The workers of one node: starts them through the zygote, watches, kills, counts the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.agent.zygote_client import ZygoteClient, ZygoteDiedError
+from elastic_trainer.heartbeat import Beat, Heartbeat, Request, Section
+
+LOG_TAIL_BYTES = 16384
+ORPHANS_S = 2.0
+"""How long workers may take to die after their zygote."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, so no disk can stall a heartbeat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What every worker runs."""
+
+    kind: str
+    """`main` (the trainer: its `main()` is called), `module`, `script` or `command`."""
+    target: str
+    args: tuple[str, ...] = ()
+    fresh: bool = False
+    """A script that must not be forked from the warm zygote."""
+    cwd: str = "."
+
+    @property
+    def preload(self) -> str:
+        """Module the zygote imports: the trainer, or torch for scripts of others."""
+        if self.kind == "main":
+            return self.target
+        return "" if self.fresh or self.kind == "command" else "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One worker to start."""
+
+    local_rank: int
+    rank: int
+    env: Mapping[str, str]
+    log: Path
+    heartbeat: Path
+    error_file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted:
+    """A worker is running."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    how: str
+    """`zygote` or `fresh`."""
+    why: str | None
+    """Why fresh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    """A worker ended. Exactly one of `code` and `signal` is set."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    code: int | None
+    signal: int | None
+    record: dict[str, Any] | None
+    """The error file's content."""
+    log_tail: str
+    """What it last wrote, of this epoch alone. Empty where a record says more."""
+    beat: Beat
+    """Its last sign of progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteLost:
+    """The zygote died, and every worker with it. `workers` were running."""
+
+    detail: str
+    workers: int
+    unreapable: tuple[int, ...]
+    """Process ids of those that even the kernel could not end."""
+
+
+Happening = WorkerStarted | WorkerExited | ZygoteLost
+
+
+@dataclass(slots=True)
+class _Worker:
+    launch: Launch
+    heartbeat: Heartbeat
+    log_offset: int
+    pid: int = 0
+    """0 until the zygote reports it."""
+    pidfd: int = -1
+
+
+@dataclass(slots=True)
+class _Epoch:
+    number: int = -1
+    workers: dict[int, _Worker] = field(default_factory=dict)
+    """local rank -> those not known to have ended."""
+
+
+class Workers:
+    """The workers of the current epoch, and the zygote behind them.
+
+    Every call returns at once but for `kill_all`, which has a deadline. The zygote starts
+    with the object, so that it warms up while the agent imports and joins.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        env: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._task, self._env, self._clock = task, dict(env), clock
+        self._zygote = self._start_zygote()
+        self._ready = False
+        self._epoch = _Epoch()
+        self._unsent: list[dict[str, Any]] = []
+        self._found: list[Happening] = []
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when `poll` has news; it may change."""
+        return self._zygote.fileno()
+
+    @property
+    def zygote_pid(self) -> int:
+        """Process id of the zygote."""
+        return self._zygote.pid
+
+    @property
+    def alive(self) -> int:
+        """How many workers were launched and are not known to have ended."""
+        return len(self._epoch.workers)
+
+    def launch(self, epoch: int, launches: list[Launch]) -> None:
+        """Start the workers of `epoch`; `poll` reports each. Nothing else may run."""
+        assert not self._epoch.workers, f"epoch {self._epoch.number} still has workers"
+        self._epoch = _Epoch(epoch)
+        for launch in launches:
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+            launch.error_file.unlink(missing_ok=True)
+            self._epoch.workers[launch.local_rank] = _Worker(
+                launch,
+                Heartbeat(launch.heartbeat, create=True),
+                launch.log.stat().st_size if launch.log.exists() else 0,
+            )
+            self._unsent.append(
+                {
+                    "op": "start",
+                    "epoch": epoch,
+                    "local_rank": launch.local_rank,
+                    "kind": self._task.kind,
+                    "target": self._task.target,
+                    "args": list(self._task.args),
+                    "fresh": self._task.fresh,
+                    "cwd": self._task.cwd,
+                    "env": dict(launch.env),
+                    "log": str(launch.log),
+                }
+            )
+        self._flush()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Happening]:
+        """Return what has happened, waiting up to `timeout_s` for something to happen."""
+        self._read(0.0 if self._found else timeout_s)
+        found, self._found = self._found, []
+        return found
+
+    def beats(self) -> dict[int, Beat]:
+        """Return local rank -> newest reading, of the workers that run."""
+        return {rank: worker.heartbeat.read() for rank, worker in self._epoch.workers.items()}
+
+    def ask(self, request: Request) -> None:
+        """Put `request` before every worker."""
+        for worker in self._epoch.workers.values():
+            worker.heartbeat.ask(request)
+
+    def kill_all(self, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
+        """SIGKILL every worker and wait until all are reaped, at most `deadline_s`.
+
+        Returns:
+            Those that ended, and the process ids of those that could not be made to.
+        """
+        deadline = self._clock() + deadline_s
+        if not self._ready:  # nothing was sent yet, so nobody is there to be killed
+            self._unsent.clear()
+            for local_rank in list(self._epoch.workers):
+                self._forget(local_rank)
+        if self._epoch.workers:
+            self._signal_all()
+        while self._epoch.workers and (left := deadline - self._clock()) > 0:
+            self._read(left)
+        if self._epoch.workers:
+            self._replace_zygote("did not reap its workers")
+        exits = [item for item in self._found if isinstance(item, WorkerExited)]
+        lost = [item for item in self._found if isinstance(item, ZygoteLost)]
+        self._found = list(lost)
+        return exits, [pid for item in lost for pid in item.unreapable]
+
+    def close(self) -> None:
+        """Kill the zygote and whatever runs, and unmap the heartbeats."""
+        self._signal_all()
+        self._zygote.close()
+        for local_rank in list(self._epoch.workers):
+            self._forget(local_rank)
+
+    # -- zygote ---------------------------------------------------------------------------
+
+    def _start_zygote(self) -> ZygoteClient:
+        return ZygoteClient(preload=self._task.preload, env=self._env, cwd=self._task.cwd)
+
+    def _replace_zygote(self, why: str) -> None:
+        self._zygote.close()
+        # Workers die with it, by the kernel's hand. The kernel says who is really left, too.
+        lost = list(self._epoch.workers.items())
+        deadline = self._clock() + ORPHANS_S
+        unreapable = [w.pid for _, w in lost if not _ended(w, deadline - self._clock())]
+        # Before the exits, of which it is the cause.
+        self._found.append(ZygoteLost(detail=why, workers=len(lost), unreapable=tuple(unreapable)))
+        for local_rank, worker in lost:
+            self._exited(local_rank, worker, -int(signal.SIGKILL))
+        self._zygote, self._ready = self._start_zygote(), False
+
+    def _flush(self) -> None:
+        """Send what waits, once the zygote is warm: what was not sent can be taken back."""
+        if not self._ready:
+            return
+        try:
+            while self._unsent:
+                self._zygote.send(**self._unsent[0])
+                self._unsent.pop(0)
+        except ZygoteDiedError as error:
+            self._unsent.clear()
+            self._replace_zygote(str(error))
+
+    def _read(self, timeout_s: float) -> None:
+        try:
+            messages = self._zygote.receive(timeout_s)
+        except ZygoteDiedError as error:
+            self._unsent.clear()
+            self._replace_zygote(str(error))
+            return
+        for message in messages:
+            if message["event"] == "ready":
+                self._ready = True
+                self._flush()
+                continue
+            worker = self._epoch.workers.get(message["local_rank"])
+            if message["epoch"] != self._epoch.number or worker is None:
+                continue  # of an epoch that was given up
+            if message["event"] == "started":
+                self._started(worker, message)
+            else:
+                self._exited(message["local_rank"], worker, message["status"])
+
+    # -- workers --------------------------------------------------------------------------
+
+    def _started(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+        worker.pid = message["pid"]
+        # Kernels before 5.3 have none, and one that ended and was reaped is gone:
+        # the zygote's word has to do then.
+        with contextlib.suppress(OSError):
+            worker.pidfd = os.pidfd_open(worker.pid)
+        self._found.append(
+            WorkerStarted(
+                local_rank=worker.launch.local_rank,
+                rank=worker.launch.rank,
+                pid=worker.pid,
+                how=message["how"],
+                why=message["why"],
+            )
+        )
+
+    def _exited(self, local_rank: int, worker: _Worker, status: int) -> None:
+        record = _read_record(worker.launch.error_file)
+        bad = status not in {0, -int(signal.SIGKILL)}
+        self._found.append(
+            WorkerExited(
+                local_rank=local_rank,
+                rank=worker.launch.rank,
+                pid=worker.pid,
+                code=status if status >= 0 else None,
+                signal=-status if status < 0 else None,
+                record=record,
+                log_tail=_read_tail(worker) if bad and record is None else "",
+                beat=worker.heartbeat.read(),
+            )
+        )
+        self._forget(local_rank)
+
+    def _forget(self, local_rank: int) -> None:
+        worker = self._epoch.workers.pop(local_rank)
+        worker.heartbeat.close()
+        worker.launch.heartbeat.unlink(missing_ok=True)
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+
+    def _signal_all(self) -> None:
+        for worker in self._epoch.workers.values():
+            if worker.pidfd >= 0:  # does not depend on the zygote being well
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+        # A zygote that is gone took its workers along; `_read` will find out.
+        with contextlib.suppress(ZygoteDiedError):
+            self._zygote.send(op="kill")
+
+
+def _ended(worker: _Worker, timeout_s: float) -> bool:
+    """Wait for the kernel to say that the process has ended, reaped or not."""
+    if worker.pidfd < 0:
+        return not worker.pid or not Path(f"/proc/{worker.pid}").exists()
+    return bool(select.select([worker.pidfd], [], [], max(0.0, timeout_s))[0])
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or torn by the worker's end
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _read_tail(worker: _Worker) -> str:
+    try:
+        with worker.launch.log.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(worker.log_offset, end - LOG_TAIL_BYTES))
+            return log.read(LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
+
+
+def make_scratch(run_id: str, node: str, *, root: Path = SHARED_MEMORY) -> Path:
+    """Make the directory of this agent's heartbeats and error files, in memory if possible.
+
+    Those of earlier agents of this node and run that are dead are removed: an agent that
+    is killed cannot tidy up.
+    """
+    if not os.access(root, os.W_OK):
+        root = Path(tempfile.gettempdir())
+    prefix = f"holdfast-{run_id}-{node}-"
+    for stale in root.glob(f"{prefix}*"):
+        owner = stale.name.removeprefix(prefix)
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    scratch = root / f"{prefix}{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    return scratch
+
+
+def has_run(beat: Beat) -> bool:
+    """Return whether the worker of this reading has completed a step of its epoch."""
+    return beat.section >= Section.STEP

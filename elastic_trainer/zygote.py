@@ -1,0 +1,362 @@
+"""A warm process that forks workers: imports paid once, before anybody waits for them.
+
+The only link between agent and trainer. It imports the trainer (or whatever module the
+job runs), makes no accelerator call, no process group and no thread, and forks a worker
+for every request that comes over its Unix socket. It reaps them and reports. Workers die
+with it, it dies with the agent.
+
+Messages are JSON objects, one a line. From the agent:
+
+    {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "cwd", "fresh"}
+    {"op": "kill"}                      SIGKILL to every worker and what it started
+
+and back:
+
+    {"event": "ready", "seconds", "tasks", "error"}
+    {"event": "started", "epoch", "local_rank", "pid", "how", "why"}
+    {"event": "exited", "epoch", "local_rank", "pid", "status"}
+
+`kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
+`script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
+everything when the preloading failed or left threads behind, starts by exec: `how` is
+then `fresh` and `why` says why. `status` is an exit code, or minus a signal's number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+DEFAULT_PRELOAD = "elastic_trainer.train"
+EXIT_USER_ERROR = 93
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Looked up here, since a forked child should load no library.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when process `parent` ends.
+
+    Exits at once when `parent` is gone already: the kernel's promise holds only for a
+    parent that was alive when it was asked for. The promise survives exec.
+    """
+    if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    epoch: int
+    local_rank: int
+
+
+class Zygote:
+    """Serves one agent over `sock` until that closes."""
+
+    def __init__(self, sock: socket.socket, preload: str) -> None:
+        self._sock = sock
+        self._preload = preload
+        self._why_fresh: str | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._unread = b""
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Preload, then answer requests until the agent closes its end."""
+        # What workers leave behind comes here to be reaped, not to pid 1.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._warm_up()
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        while True:
+            ready, _, _ = select.select([self._sock.fileno(), self._wake_read], [], [])
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._reap()
+            if self._sock.fileno() in ready and not self._receive():
+                self._kill()
+                return
+
+    def _warm_up(self) -> None:
+        begin = time.monotonic()
+        try:
+            if self._preload:
+                importlib.import_module(self._preload)
+        except BaseException as error:  # noqa: BLE001  a fresh worker will say it in its own log
+            self._why_fresh = f"{self._preload}: {type(error).__name__}: {error}"
+        # The kernel's count: threads of native libraries are not in threading.enumerate().
+        tasks = len(list(Path("/proc/self/task").iterdir()))
+        if tasks != 1:
+            self._why_fresh = f"importing {self._preload} started {tasks - 1} threads: cannot fork"
+        gc.collect()
+        gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
+        self._send(
+            event="ready",
+            seconds=round(time.monotonic() - begin, 3),
+            tasks=tasks,
+            error=self._why_fresh,
+        )
+
+    def _receive(self) -> bool:
+        """Serve what has arrived. Returns False when the agent closed its end."""
+        try:
+            chunk = self._sock.recv(1 << 16)
+        except ConnectionResetError:
+            return False
+        if not chunk:
+            return False
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if request["op"] == "start":
+                self._start(request)
+            else:
+                assert request["op"] == "kill", request
+                self._kill()
+        return True
+
+    def _start(self, request: dict[str, Any]) -> None:
+        why: str | None
+        if request["kind"] == "command":
+            why = "a command of its own"
+        elif request["fresh"]:
+            why = "asked for"
+        else:
+            why = self._why_fresh
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(
+                request,
+                parent=parent,
+                called=self._preload,
+                fresh=why is not None,
+                close=(self._sock.fileno(), self._wake_read, self._wake_write),
+            )
+        self._workers[pid] = _Worker(request["epoch"], request["local_rank"])
+        self._send(
+            event="started",
+            epoch=request["epoch"],
+            local_rank=request["local_rank"],
+            pid=pid,
+            how="zygote" if why is None else "fresh",
+            why=why,
+        )
+
+    def _kill(self) -> None:
+        for pid in self._workers:
+            _kill_with_group(pid)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                # Looks without reaping: the pid stays ours until its group is gone too.
+                seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if seen is None:
+                return
+            worker = self._workers.pop(seen.si_pid, None)
+            if worker is not None:
+                _kill_with_group(seen.si_pid)
+            _, status = os.waitpid(seen.si_pid, 0)
+            if worker is not None:  # the others are what workers left behind
+                self._send(
+                    event="exited",
+                    epoch=worker.epoch,
+                    local_rank=worker.local_rank,
+                    pid=seen.si_pid,
+                    status=os.waitstatus_to_exitcode(status),
+                )
+
+    def _send(self, **message: Any) -> None:
+        # A closed socket shows as end of file on the reading side.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _kill_with_group(pid: int) -> None:
+    """SIGKILL the process group of worker `pid`, and the worker should it lead none yet."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _become_worker(
+    request: dict[str, Any],
+    *,
+    parent: int,
+    called: str,
+    fresh: bool,
+    close: tuple[int, ...],
+) -> NoReturn:
+    """Turn this forked child into the worker of `request`. Never returns to the zygote's loop."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
+        _reset_signals(fresh=fresh)
+        for fd in close:
+            os.close(fd)
+        _redirect(request, fresh=fresh)
+        os.chdir(request["cwd"])
+        os.environ.update(request["env"])
+        if fresh:
+            _exec(request)
+        faulthandler.enable()
+        code = _run(request, called=called)
+    except SystemExit as error:
+        code = _exit_code(error.code)
+    except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
+        traceback.print_exc()
+        _write_error_file(error)
+        user_error = fresh and isinstance(error, FileNotFoundError | PermissionError)
+        code = EXIT_USER_ERROR if user_error else 1
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _reset_signals(*, fresh: bool) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    if fresh:
+        return
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
+    # A scheduler signals every process of a step. The agent asks for the save; a worker that
+    # died of the signal would lose it. A program started by exec keeps the default.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
+    """Point the standard streams at the worker's log, appending; input is empty."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        # A full or lost disk must not stop training: the agent's own output has to do.
+        sys.stderr.write(f"worker {os.getpid()}: no log: {error}\n")
+        return
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    how = "fresh" if fresh else "forked"
+    env = request["env"]
+    sys.stderr.write(
+        f"--- epoch {request['epoch']} rank {env.get('RANK')} local_rank {request['local_rank']} "
+        f"pid {os.getpid()} {how} ---\n"
+    )
+
+
+def _exec(request: dict[str, Any]) -> NoReturn:
+    target, args = request["target"], request["args"]
+    argv = {
+        "command": [target, *args],
+        "script": [sys.executable, "-u", target, *args],
+        "module": [sys.executable, "-u", "-m", target, *args],
+        "main": [sys.executable, "-u", "-m", target, *args],
+    }[request["kind"]]
+    sys.stderr.flush()
+    os.execvpe(argv[0], argv, os.environ)  # noqa: S606  an argument list of the job's own
+
+
+def _run(request: dict[str, Any], *, called: str) -> int:
+    target = request["target"]
+    sys.argv = [target, *request["args"]]
+    if request["kind"] == "main":
+        if target != called:
+            importlib.import_module(target)
+        return _exit_code(sys.modules[target].main())
+    try:
+        if request["kind"] == "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(target).resolve().parent))
+            runpy.run_path(target, run_name="__main__")
+    finally:
+        # What the interpreter does at its end and os._exit leaves out; scripts rely on it.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+        atexit._run_exitfuncs()  # noqa: SLF001
+    return 0
+
+
+def _exit_code(value: object) -> int:
+    """Return what the interpreter would make of `sys.exit(value)`."""
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value & 0xFF
+    sys.stderr.write(f"{value}\n")
+    return 1
+
+
+def _write_error_file(error: BaseException) -> None:
+    """Write torchelastic's error file, unless the worker did so itself."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or Path(path).exists():
+        return
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": traceback.format_exc(),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    try:
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    except OSError as problem:
+        sys.stderr.write(f"cannot write {path}: {problem}\n")
+
+
+def main() -> int:
+    """Serve the agent that started this process and handed it a socket."""
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic_trainer.zygote", description="Started by the agent only."
+    )
+    parser.add_argument("--fd", type=int, required=True, help="inherited Unix socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the agent")
+    parser.add_argument("--preload", default=DEFAULT_PRELOAD, help="module to import; '' for none")
+    args = parser.parse_args()
+    die_with_parent(args.parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to a whole step: the agent decides
+    os.set_inheritable(args.fd, False)
+    with socket.socket(fileno=args.fd) as sock:
+        Zygote(sock, args.preload).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.failures import DETAIL_CHARS, Action, Failure, Kind, classify, one_line
+
+
+def record(message: str) -> dict[str, object]:
+    return {"message": {"message": message, "extraInfo": {"timestamp": "1"}}}
+
+
+COLLATERAL = [
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:3567",
+    "RuntimeError: [../gloo/pair.cc:589] Read error [10.1.1.4]:21407: Connection reset by peer",
+    "RuntimeError: Application timeout caused pair closure",
+    "RuntimeError: unbound_buffer.cc:81] Timed out waiting 20000ms for recv operation to complete",
+    "DistBackendError: NCCL error: remote process exited or there was a network error",
+    "ncclRemoteError: A call failed possibly due to a network error",
+    "DistNetworkError: failed to recv, got 0 bytes",
+    "DistStoreError: wait timeout after 300000ms, keys: /default_pg/0",
+]
+PORT_TAKEN = "DistNetworkError: failed to bind (errno: 98 - Address already in use)"
+FALLEN_OFF = "NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus.\n"
+USERS = [
+    "ModuleNotFoundError: No module named 'megatron'",
+    "ImportError: cannot import name 'x' from 'y'",
+    "SyntaxError: invalid syntax (train.py, line 3)",
+    "ValueError: HF103 layout.tp: 16 does not divide the 8 KV heads",
+]
+NODES = [
+    "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
+    "RuntimeError: CUDA error: unspecified launch failure",
+    "OSError: [Errno 107] Transport endpoint is not connected: '/data/corpus'",
+]
+MEMORY = [
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB.",
+    "MemoryError: ",
+    "OSError: [Errno 12] Cannot allocate memory",
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "action"),
+    [
+        *((text, Kind.COLLATERAL, Action.RESTART) for text in COLLATERAL),
+        *((text, Kind.USER_ERROR, Action.STOP) for text in USERS),
+        *((text, Kind.NODE_FAULT, Action.EVICT) for text in NODES),
+        *((text, Kind.OUT_OF_MEMORY, Action.RESTART) for text in MEMORY),
+        ("ValueError: loss is nan", Kind.CRASH, Action.RESTART),
+        (PORT_TAKEN, Kind.CRASH, Action.RESTART),
+    ],
+)
+def test_exceptions_mean_the_same_from_a_record_and_from_a_log(
+    message: str, kind: Kind, action: Action
+) -> None:
+    recorded = classify(code=1, signal=None, record=record(message))
+    logged = classify(code=1, signal=None, log_tail=f"step 7\nTraceback (most …):\n{message}\n")
+    assert (recorded.kind, recorded.action) == (kind, action)
+    assert (logged.kind, logged.action) == (kind, action)
+    assert message[:20].strip() in recorded.detail
+
+
+@pytest.mark.parametrize(
+    ("number", "tail", "kind"),
+    [
+        (signal.SIGKILL, "", Kind.KILLED),
+        (signal.SIGKILL, "step 3 done\n", Kind.KILLED),
+        (signal.SIGKILL, "slurmstepd: error: Detected 1 oom_kill event\n", Kind.OUT_OF_MEMORY),
+        (signal.SIGTERM, "", Kind.KILLED),
+        (signal.SIGSEGV, "Fatal Python error: Segmentation fault\n", Kind.CRASH),
+        (signal.SIGBUS, "", Kind.OUT_OF_MEMORY),
+        (signal.SIGABRT, "", Kind.CRASH),
+        (
+            signal.SIGABRT,
+            "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)\n",
+            Kind.COLLATERAL,
+        ),
+        (signal.SIGKILL, FALLEN_OFF, Kind.NODE_FAULT),
+    ],
+)
+def test_signals(number: signal.Signals, tail: str, kind: Kind) -> None:
+    failure = classify(code=None, signal=number, log_tail=tail)
+    assert failure.kind is kind
+    assert failure.action is (Action.EVICT if kind is Kind.NODE_FAULT else Action.RESTART)
+
+
+def test_shells_report_signals_as_codes() -> None:
+    assert classify(code=137, signal=None) == classify(code=None, signal=9)
+    assert classify(code=200, signal=None).detail == "exit code 200"
+
+
+def test_do_not_restart_is_the_workers_own_word() -> None:
+    failure = classify(code=93, signal=None, log_tail="job.yaml: HF201 corpus is empty\n")
+    assert failure == Failure(
+        kind=Kind.USER_ERROR, action=Action.STOP, detail="job.yaml: HF201 corpus is empty"
+    )
+
+
+def test_a_missing_file_is_the_users_only_at_the_start() -> None:
+    gone = record("FileNotFoundError: [Errno 2] No such file or directory: '/data/corpus'")
+    assert classify(code=1, signal=None, record=gone, at_start=True).action is Action.STOP
+    assert classify(code=1, signal=None, record=gone, at_start=False).kind is Kind.CRASH
+
+
+def test_warnings_in_the_log_do_not_outweigh_the_record() -> None:
+    tail = "RuntimeWarning: Connection reset by peer\nuncorrectable ECC error, recovered\n"
+    failure = classify(code=1, signal=None, record=record("ValueError: x"), log_tail=tail)
+    assert failure.kind is Kind.CRASH
+
+
+@pytest.mark.parametrize("xid", [13, 31, 43, 63, 94])
+def test_xids_of_applications_do_not_cost_the_node_its_place(xid: int) -> None:
+    tail = f"NVRM: Xid (PCI:0000:0a:00): {xid}, pid=3, name=python\n"
+    assert classify(code=1, signal=None, log_tail=tail).action is Action.RESTART
+
+
+@given(
+    st.one_of(st.tuples(st.integers(1, 255), st.none()), st.tuples(st.none(), st.integers(1, 31))),
+    st.one_of(
+        st.none(),
+        st.dictionaries(st.sampled_from(["message", "x"]), st.text()),
+        st.builds(record, st.text()),
+        st.just({"message": {"message": 3}}),
+    ),
+    st.text(),
+    st.booleans(),
+)
+def test_every_end_has_a_meaning_on_one_line(
+    ending: tuple[int | None, int | None], error: object, tail: str, at_start: bool
+) -> None:
+    failure = classify(
+        code=ending[0], signal=ending[1], record=error, log_tail=tail, at_start=at_start
+    )
+    assert failure.detail
+    assert len(failure.detail.splitlines()) == 1
+    assert len(failure.detail) <= DETAIL_CHARS
+
+
+def test_one_line_cuts() -> None:
+    assert one_line("a\n  b") == "a b"
+    assert one_line("x" * 1000) == "x" * (DETAIL_CHARS - 1) + "…"

@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.workers import (
+    Launch,
+    Task,
+    WorkerExited,
+    Workers,
+    WorkerStarted,
+    ZygoteLost,
+    make_scratch,
+)
+from elastic_trainer.heartbeat import Request
+
+HERE = Path(__file__).resolve().parent
+REPO = HERE.parents[2]
+CHILD = "zygote_child"
+DEADLINE_S = 30.0
+
+
+def base_env() -> dict[str, str]:
+    path = os.pathsep.join([str(HERE), str(REPO)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def launch(tmp_path: Path, rank: int = 0, **env: str) -> Launch:
+    heartbeat, error_file = tmp_path / f"{rank}.heartbeat", tmp_path / f"{rank}.error.json"
+    return Launch(
+        local_rank=rank,
+        rank=rank,
+        env={
+            "RANK": str(rank),
+            "HOLDFAST_HEARTBEAT": str(heartbeat),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            **env,
+        },
+        log=tmp_path / "logs" / f"{rank}.log",
+        heartbeat=heartbeat,
+        error_file=error_file,
+    )
+
+
+def gather(workers: Workers, done: Callable[[list[object]], bool]) -> list[object]:
+    deadline, seen = time.monotonic() + DEADLINE_S, []
+    while not done(seen):
+        assert time.monotonic() < deadline, seen
+        seen += workers.poll(0.2)
+    return seen
+
+
+def exits(seen: list[object]) -> list[WorkerExited]:
+    return [item for item in seen if isinstance(item, WorkerExited)]
+
+
+def until_started(workers: Workers, num: int = 1) -> list[WorkerStarted]:
+    seen = gather(workers, lambda s: sum(isinstance(i, WorkerStarted) for i in s) == num)
+    return [item for item in seen if isinstance(item, WorkerStarted)]
+
+
+def until_exited(workers: Workers, num: int = 1) -> list[WorkerExited]:
+    return exits(gather(workers, lambda seen: len(exits(seen)) == num))
+
+
+def run_one(workers: Workers) -> tuple[WorkerStarted, WorkerExited]:
+    started, ended = gather(workers, lambda seen: len(seen) == 2)
+    assert isinstance(started, WorkerStarted)
+    assert isinstance(ended, WorkerExited)
+    return started, ended
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie that its new parent leaves lying has, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    group = Workers(Task(kind="main", target=CHILD, cwd=str(tmp_path)), env=base_env())
+    yield group
+    group.close()
+
+
+def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Path) -> None:
+    workers.launch(3, [launch(tmp_path, CHILD_REPORT=str(tmp_path / "report"))])
+    started, ended = run_one(workers)
+    assert (started.how, started.why) == ("zygote", None)
+    assert (ended.code, ended.signal, ended.record) == (0, None, None)
+    report = json.loads((tmp_path / "report.0").read_text())
+    assert report["preloaded_in"] == workers.zygote_pid == report["ppid"]
+    assert report["pid"] == started.pid == ended.pid == report["pgid"]
+    assert report["cwd"] == str(tmp_path)
+    assert report["argv"] == [CHILD]
+    log = tmp_path / "logs" / "0.log"
+    # Input empty, output in the log, and none of the zygote's own descriptors.
+    assert set(report["fds"]) == {os.devnull, str(log)}
+    assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
+    header, said = log.read_text().splitlines()
+    assert header == f"--- epoch 3 rank 0 local_rank 0 pid {started.pid} forked ---"
+    assert said == "child does exit 0"
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "number"),
+    [
+        ("exit 91", 91, None),
+        ("return 93", 93, None),
+        ("signal 11", None, 11),
+        ("signal 9", None, 9),
+    ],
+)
+def test_reports_how_a_worker_ended(
+    workers: Workers, tmp_path: Path, act: str, code: int | None, number: int | None
+) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT=act)])
+    (ended,) = until_exited(workers)
+    assert (ended.code, ended.signal) == (code, number)
+
+
+def test_an_uncaught_exception_is_logged_and_recorded(workers: Workers, tmp_path: Path) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT="raise all is lost")])
+    (ended,) = until_exited(workers)
+    assert ended.code == 1
+    assert ended.record is not None
+    assert ended.record["message"]["message"] == "RuntimeError: all is lost"
+    assert "Traceback" in ended.record["message"]["extraInfo"]["py_callstack"]
+    assert ended.record["message"]["extraInfo"]["timestamp"].isdigit()
+    assert "RuntimeError: all is lost" in (tmp_path / "logs" / "0.log").read_text()
+
+
+def test_the_log_tail_is_of_this_epoch_alone(workers: Workers, tmp_path: Path) -> None:
+    for epoch, act in enumerate(["exit 5", "exit 6"]):
+        workers.launch(epoch, [launch(tmp_path, CHILD_ACT=act)])
+        (ended,) = until_exited(workers)
+    assert "child does exit 6" in ended.log_tail
+    assert "child does exit 5" not in ended.log_tail
+    assert "child does exit 5" in (tmp_path / "logs" / "0.log").read_text()
+
+
+def test_kill_all_reaps_stopped_workers_and_their_families(
+    workers: Workers, tmp_path: Path
+) -> None:
+    family = tmp_path / "grandchild"
+    launches = [
+        launch(tmp_path, 0, CHILD_ACT="wait"),
+        launch(tmp_path, 1, CHILD_ACT=f"family {family}"),
+    ]
+    workers.launch(0, launches)
+    started = until_started(workers, 2)
+    os.kill(started[0].pid, signal.SIGSTOP)
+    until(lambda: family.exists() and family.read_text(), "no grandchild")
+    grandchild = int(family.read_text())
+    ended, unreapable = workers.kill_all(10.0)
+    assert unreapable == []
+    assert {e.signal for e in ended} == {signal.SIGKILL}
+    assert len(ended) == 2
+    assert workers.alive == 0
+    assert not (tmp_path / "0.heartbeat").exists()
+    until(lambda: gone(grandchild), "the grandchild lives")
+    workers.launch(1, [launch(tmp_path)])
+    assert until_exited(workers)[0].code == 0
+
+
+def test_kill_all_takes_back_what_waits_for_the_warm_up(tmp_path: Path) -> None:
+    source = "import time\ntime.sleep(1.5)\ndef main(): return 0\n"
+    (tmp_path / "slow_preload.py").write_text(source)
+    env = base_env() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    workers = Workers(Task(kind="main", target="slow_preload", cwd=str(tmp_path)), env=env)
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        begin = time.monotonic()
+        assert workers.kill_all(10.0) == ([], [])
+        assert time.monotonic() - begin < 1.0
+        workers.launch(1, [launch(tmp_path)])
+        seen = gather(workers, lambda s: len(exits(s)) == 1)
+        assert len(seen) == 2, "only the second launch may have run"
+        log = (tmp_path / "logs" / "0.log").read_text()
+        assert "epoch 1" in log
+        assert "epoch 0" not in log
+    finally:
+        workers.close()
+
+
+def test_requests_reach_the_worker_and_beats_come_back(workers: Workers, tmp_path: Path) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT="train")])
+    until_started(workers)
+    until(lambda: workers.beats()[0].step >= 2, "no step")
+    workers.ask(Request.STOP)
+    (ended,) = until_exited(workers)
+    assert ended.code == 91
+    assert ended.beat.step >= 2
+
+
+def test_a_zygote_that_dies_takes_its_workers_and_is_replaced(
+    workers: Workers, tmp_path: Path
+) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
+    (started,) = until_started(workers)
+    first = workers.zygote_pid
+    os.kill(first, signal.SIGKILL)
+    seen = gather(workers, lambda s: len(exits(s)) == 1)
+    assert isinstance(seen[0], ZygoteLost)
+    assert seen[0] == ZygoteLost(detail="signal SIGKILL", workers=1, unreapable=())
+    assert gone(started.pid)
+    assert workers.zygote_pid != first
+    workers.launch(1, [launch(tmp_path)])
+    assert until_exited(workers)[0].code == 0
+
+
+def test_a_zygote_that_does_not_answer_is_replaced(workers: Workers, tmp_path: Path) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
+    (started,) = until_started(workers)
+    os.kill(workers.zygote_pid, signal.SIGSTOP)
+    ended, unreapable = workers.kill_all(0.5)
+    assert ([e.pid for e in ended], unreapable) == ([started.pid], [])
+    assert gone(started.pid)
+    (lost,) = workers.poll()
+    assert lost == ZygoteLost(detail="did not reap its workers", workers=1, unreapable=())
+
+
+def test_commands_start_fresh_and_say_so(tmp_path: Path) -> None:
+    code = "import os; print('env', os.environ['RANK']); raise SystemExit(7)"
+    task = Task(kind="command", target=sys.executable, args=("-c", code), cwd=str(tmp_path))
+    workers = Workers(task, env=base_env())
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        started, ended = run_one(workers)
+    finally:
+        workers.close()
+    assert (started.how, started.why) == ("fresh", "a command of its own")
+    assert ended.code == 7
+    assert "env 0" in ended.log_tail
+
+
+def test_a_command_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    task = Task(kind="command", target="no-such-program", cwd=str(tmp_path))
+    workers = Workers(task, env=base_env())
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        (ended,) = until_exited(workers)
+    finally:
+        workers.close()
+    assert ended.code == 93
+    assert ended.record is not None
+    assert "no-such-program" in ended.record["message"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("import threading; threading.Thread(target=threading.Event().wait).start()", "threads"),
+    ],
+)
+def test_what_cannot_be_preloaded_starts_fresh(tmp_path: Path, source: str, why: str) -> None:
+    (tmp_path / "bad_preload.py").write_text(f"def main(): return 0\n{source}\n")
+    env = base_env() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    workers = Workers(Task(kind="main", target="bad_preload", cwd=str(tmp_path)), env=env)
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        (started,) = until_started(workers)
+        assert started.how == "fresh"
+        assert why in str(started.why)
+        workers.kill_all(10.0)
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kind: str) -> None:
+    script = tmp_path / "user_script.py"
+    script.write_text(
+        "import atexit, sys, threading, time\n"
+        "assert __name__ == '__main__'\n"
+        "import user_helper\n"
+        "atexit.register(print, 'at exit', flush=True)\n"
+        "def late():\n    time.sleep(0.2)\n    print('late thread')\n"
+        "threading.Thread(target=late).start()\n"
+        "print(sys.argv[1:])\n"
+    )
+    (tmp_path / "user_helper.py").write_text("")
+    target = str(script) if kind == "script" else "user_script"
+    env = base_env() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    task = Task(kind=kind, target=target, args=("--flag", "a b"), cwd=str(tmp_path))
+    workers = Workers(task, env=env)
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        started, ended = run_one(workers)
+    finally:
+        workers.close()
+    assert started.how == "zygote"
+    assert ended.code == 0, (tmp_path / "logs" / "0.log").read_text()
+    lines = (tmp_path / "logs" / "0.log").read_text().splitlines()[1:]
+    assert lines == ["['--flag', 'a b']", "late thread", "at exit"]
+
+
+def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:
+    """A process that runs the agent's side is SIGKILLed: nobody may be left."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "import test_zygote as t\n"
+        "tmp = Path(sys.argv[1])\n"
+        "task = t.Task(kind='main', target=t.CHILD, cwd=str(tmp))\n"
+        "w = t.Workers(task, env=t.base_env())\n"
+        "w.launch(0, [t.launch(tmp, r, CHILD_ACT='wait') for r in range(2)])\n"
+        "pids = [s.pid for s in t.until_started(w, 2)]\n"
+        "(tmp / 'pids.tmp').write_text(' '.join(map(str, [w.zygote_pid, *pids])))\n"
+        "(tmp / 'pids.tmp').rename(tmp / 'pids')\n"
+        "time.sleep(600)\n"
+    )
+    agent = os.posix_spawn(sys.executable, [sys.executable, "-c", code, str(tmp_path)], base_env())
+    try:
+        until((tmp_path / "pids").exists, "the workers did not start")
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 3
+        assert not any(gone(pid) for pid in pids)
+    finally:
+        os.kill(agent, signal.SIGKILL)
+        os.waitpid(agent, 0)
+    until(lambda: all(gone(pid) for pid in pids), "somebody outlived the agent")
+
+
+def test_scratch_of_dead_agents_is_removed(tmp_path: Path) -> None:
+    dead = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
+    os.waitpid(dead, 0)
+    stale, other = tmp_path / f"holdfast-run-node-{dead}", tmp_path / "holdfast-run-node2-1"
+    stale.mkdir()
+    other.mkdir()
+    scratch = make_scratch("run", "node", root=tmp_path)
+    assert scratch == tmp_path / f"holdfast-run-node-{os.getpid()}"
+    assert not stale.exists()
+    assert other.exists()
+    assert scratch.stat().st_mode & 0o777 == 0o700

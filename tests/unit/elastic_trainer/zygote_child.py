@@ -1,0 +1,81 @@
+"""A light stand-in for the trainer: what it does is in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from elastic_trainer.heartbeat import Heartbeat, Request, Section
+
+PRELOADED_IN = os.getpid()
+
+
+def main() -> int:
+    begun = time.monotonic()
+    report = os.environ.get("CHILD_REPORT")
+    if report:
+        signals = {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)}
+        Path(f"{report}.{os.environ['RANK']}").write_text(
+            json.dumps(
+                {
+                    "begun": begun,
+                    "pid": os.getpid(),
+                    "ppid": os.getppid(),
+                    "preloaded_in": PRELOADED_IN,
+                    "argv": sys.argv,
+                    "cwd": str(Path.cwd()),
+                    "fds": sorted(_open_files()),
+                    "pgid": os.getpgid(0),
+                    "signals": signals,
+                    "env": dict(os.environ),
+                }
+            )
+        )
+    act = os.environ.get(f"CHILD_ACT_{os.environ['RANK']}", os.environ.get("CHILD_ACT", "exit 0"))
+    return _act(*act.split(maxsplit=1))
+
+
+def _open_files() -> list[str]:
+    links = list(Path("/proc/self/fd").iterdir())
+    return [str(link.readlink()) for link in links if link.exists()]
+
+
+def _act(verb: str, argument: str = "") -> int:
+    print(f"child does {verb} {argument}")  # noqa: T201
+    if verb == "exit":
+        sys.exit(int(argument))
+    if verb == "return":
+        return int(argument)
+    if verb == "raise":
+        raise RuntimeError(argument)
+    if verb == "signal":
+        os.kill(os.getpid(), int(argument))
+    if verb == "family":  # leaves a grandchild behind in its group
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(argument).write_text(str(child.pid))
+    if verb == "train":
+        return _train(int(argument or 1000000))
+    if verb == "stall":
+        return _train(int(argument), stall=True)
+    while True:
+        time.sleep(0.05)
+
+
+def _train(steps: int, *, stall: bool = False) -> int:
+    heartbeat = Heartbeat(Path(os.environ["HOLDFAST_HEARTBEAT"]))
+    heartbeat.beat(section=Section.FIRST_STEP)
+    for step in range(1, steps + 1):
+        heartbeat.beat(step=step, section=Section.STEP)
+        if heartbeat.asked() & (Request.STOP | Request.GROW):
+            heartbeat.beat(section=Section.STOPPED)
+            return 91
+        time.sleep(0.02)
+    while stall:
+        time.sleep(0.05)
+    heartbeat.beat(section=Section.FINISHED)
+    return 0
