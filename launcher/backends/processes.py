@@ -1,0 +1,93 @@
+"""Finding and killing the processes of one emulated node, by /proc.
+
+A node's processes are those that carry its marker in the environment they were
+started with, those of the agent's session, and all their descendants: three
+nets, since a power loss must leave nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MARKER = "HOLDFAST_EMULATED_NODE"
+"""Environment variable that marks every process of an emulated node: `<job id>/<node>`."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One row of the process table."""
+
+    pid: int
+    ppid: int
+    session: int
+    state: str
+    """One letter as in proc(5); Z is a zombie, which holds nothing any more."""
+
+
+def process_table(proc: Path = Path("/proc")) -> list[Process]:
+    """Return every process that can be seen; those that end meanwhile are left out."""
+    table = []
+    for entry in os.scandir(proc):
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = Path(entry.path, "stat").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        # The command in parentheses may hold anything: fields start after the last one.
+        fields = text[text.rindex(")") + 2 :].split()
+        table.append(Process(int(entry.name), int(fields[1]), int(fields[3]), fields[0]))
+    return table
+
+
+def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]:
+    """Return the live processes of the node with `marker`, whose agent leads `session`."""
+    table = [row for row in process_table(proc) if row.state not in ("Z", "X")]
+    mine = {
+        row.pid for row in table if row.session == session or _has_marker(proc, row.pid, marker)
+    }
+    while True:
+        grown = mine | {row.pid for row in table if row.ppid in mine}
+        if grown == mine:
+            return mine - {os.getpid()}
+        mine = grown
+
+
+def _has_marker(proc: Path, pid: int, marker: str) -> bool:
+    try:
+        environ = (proc / str(pid) / "environ").read_bytes()
+    except OSError:  # ended meanwhile, or another user's
+        return False
+    return f"{MARKER}={marker}".encode() in environ.split(b"\0")
+
+
+def signal_all(pids: set[int], number: signal.Signals) -> None:
+    """Send `number` to each; one that is gone already is no error."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Return a function for the child side of fork: SIGKILL when its parent dies.
+
+    The library is looked up here, since between fork and exec little is safe.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it died before we were armed
+            os._exit(1)
+
+    return arm

@@ -1,0 +1,145 @@
+"""`holdfast run`: a job on emulated nodes of this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from launcher.cli.common import exit_with_problems, json_option, print_json, set_option
+from launcher.errors import UserError
+from launcher.ops import local_job
+from launcher.ops.local_run import Interrupts
+from launcher.ops.progress import LiveView, PlainView, QuietView, View
+from launcher.ops.verdict import CLI_DONE
+
+EPILOG = """\b
+Examples:
+  holdfast run examples/tiny-cpu.yaml
+  holdfast run examples/tiny-cpu.yaml --fault kill-node:2@30 --fault return-node@60
+  holdfast run --resume runs/tiny-20260101-120000
+"""
+
+
+@click.command("run", epilog=EPILOG)
+@click.argument("job", required=False, type=click.Path(path_type=Path))
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", help="Nodes to emulate.")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="ACTION[:TARGET]@STEP",
+    help="Inject a fault after a step: kill-node:2@30, kill-worker:1@30, kill-coordinator@60, "
+    "return-node@90, pause-node:2@30, resume-node:2@40.",
+)
+@set_option
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Run directory  [default: ./runs/<name>-<time>]",
+)
+@click.option(
+    "--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an earlier run."
+)
+@json_option
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+def run(
+    *,
+    job: Path | None,
+    nodes: int | None,
+    faults: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    resume: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Run JOB on emulated nodes of this machine, one agent for each.
+
+    Ctrl-C saves and ends; a second Ctrl-C kills. With --json the summary is
+    printed at the end and progress goes to stderr. Exit codes: 0 done, 1 it
+    failed, 2 the input is wrong, 130 interrupted.
+    """
+    try:
+        prepared = _prepare(
+            job, nodes=nodes, faults=faults, sets=sets, run_dir=run_dir, resume=resume
+        )
+        if prepared is None:
+            assert resume is not None
+            click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
+            if as_json:
+                click.echo((resume / local_job.SUMMARY).read_text(encoding="utf-8"), nl=False)
+            return CLI_DONE
+        interrupts = Interrupts()
+        with _counting_signals(interrupts):
+            view = _view(as_json=as_json, quiet=quiet)
+            outcome = local_job.execute(prepared, interrupts=interrupts, view=view)
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    if as_json:
+        print_json(outcome.summary)
+    elif outcome.verdict.cli_code == CLI_DONE and not quiet:
+        click.echo(local_job.closing_lines(outcome))
+    if outcome.verdict.cli_code != CLI_DONE:
+        click.echo(outcome.verdict.text, err=True)
+    return outcome.verdict.cli_code
+
+
+def _prepare(
+    job: Path | None,
+    *,
+    nodes: int | None,
+    faults: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    resume: Path | None,
+) -> local_job.Prepared | None:
+    """Return what is to be run; None: the run to go on with is finished."""
+    if resume is not None:
+        options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir))
+        given = [name for name, value in options if value]
+        if given:
+            raise UserError(
+                "HF610",
+                f"{', '.join(given)} cannot be combined with --resume: a run goes on with the job "
+                "it was started with; for another job leave --resume out",
+            )
+        return local_job.prepare_resume(resume, nodes=nodes, faults=faults)
+    if job is None:
+        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
+    return local_job.prepare_new(
+        job,
+        nodes=nodes,
+        faults=faults,
+        sets=sets,
+        run_dir=run_dir,
+        stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
+    )
+
+
+@contextmanager
+def _counting_signals(interrupts: Interrupts) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM ask for the end; the watching loop serves them."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, interrupts) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _view(*, as_json: bool, quiet: bool) -> View:
+    """Return where progress goes: redrawn on a terminal, lines elsewhere."""
+    if quiet:
+        return QuietView()
+    out = sys.stderr if as_json else sys.stdout
+    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)

@@ -1,0 +1,264 @@
+"""`holdfast run` without the command line: prepare a run, execute it, sum it up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.events import Event
+from launcher.backends.base import JobId
+from launcher.backends.local import LocalCluster
+from launcher.errors import UserError
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.faults import Fault, parse_faults
+from launcher.ops.local_run import Interrupts, LocalRun
+from launcher.ops.progress import Progress, View
+from launcher.ops.record import LauncherLog, RunRecord
+from launcher.ops.summary import summarise
+from launcher.ops.timeline import layouts_of
+from launcher.ops.verdict import Verdict, judge
+
+SUMMARY = "summary.json"
+MAX_NODES = 64
+"""More emulated nodes than this would only fight over the cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that is ready to start; its directory exists."""
+
+    run_dir: Path
+    rendered: TrainConfig
+    """As rendered, with the whole ladder."""
+    narrowed: TrainConfig
+    """With the rungs that this attempt's nodes can run."""
+    num_nodes: int
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one attempt."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+    verdict: Verdict
+    events: list[Event]
+
+
+def prepare_new(
+    job: Path,
+    *,
+    nodes: int | None,
+    faults: Sequence[str],
+    sets: Sequence[str],
+    run_dir: Path | None,
+    stamp: str,
+) -> Prepared:
+    """Read, plan and render `job` into a new run directory.
+
+    Args:
+        job: path of the job file.
+        nodes: nodes to emulate; None: those of the job.
+        faults: arguments of `--fault`.
+        sets: arguments of `--set`.
+        run_dir: None: `./runs/<name>-<stamp>`.
+        stamp: local time as text, to name the run.
+
+    Raises:
+        UserError: anything wrong with the above; nothing is left behind.
+    """
+    from launcher.planning.search import plan
+    from launcher.render.local import render_local
+    from launcher.spec import load_spec
+
+    spec = load_spec(job, sets)
+    if spec.device != "cpu":
+        raise UserError(
+            "HF205",
+            f"cluster.gpu: {spec.cluster.gpu} nodes cannot be emulated on this machine; "
+            "use gpu: cpu (as in --set cluster.gpu=cpu), or submit the job to a real cluster",
+        )
+    run_id = f"{spec.name}-{stamp}"
+    directory = (run_dir or Path("runs") / run_id).absolute()
+    bundle = render_local(
+        spec, plan(spec), run_id=run_id, run_dir=directory, base_dir=job.absolute().parent
+    )
+    rendered = TrainConfig.from_json(bundle[run_dirs.JOB_JSON])
+    num_nodes = nodes or rendered.ladder.max_nodes
+    narrowed = _narrowed(rendered, num_nodes)
+    parsed = _faults(narrowed, num_nodes, faults)
+    check_data(rendered)
+    existed = directory.exists()
+    run_dirs.create(directory, bundle)
+    try:
+        run_dirs.check_checkpoint_dir(rendered)
+    except UserError:
+        if not existed:
+            shutil.rmtree(directory)  # it holds nothing but what was just rendered
+        raise
+    return Prepared(
+        run_dir=directory,
+        rendered=rendered,
+        narrowed=narrowed,
+        num_nodes=num_nodes,
+        faults=parsed,
+    )
+
+
+def prepare_resume(run_dir: Path, *, nodes: int | None, faults: Sequence[str]) -> Prepared | None:
+    """Return the next attempt of an earlier run; None: it has done its last step.
+
+    Raises:
+        UserError: no run directory, a live job on it, too few nodes, a wrong fault.
+    """
+    directory = run_dir.absolute()
+    rendered = run_dirs.load(directory)
+    run_dirs.refuse_if_live(directory)
+    record = RunRecord(directory)
+    if any(event.event == "trainer.finished" for event in record.poll()):
+        return None
+    num_nodes = nodes or rendered.ladder.max_nodes
+    narrowed = _narrowed(rendered, num_nodes)
+    parsed = _faults(narrowed, num_nodes, faults)
+    check_data(rendered)
+    run_dirs.check_checkpoint_dir(rendered)
+    return Prepared(
+        run_dir=directory,
+        rendered=rendered,
+        narrowed=narrowed,
+        num_nodes=num_nodes,
+        faults=parsed,
+    )
+
+
+def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcome:
+    """Run one attempt to its end, and write summary.json. Leaves no process behind.
+
+    Raises:
+        UserError: another launcher runs this run directory.
+        PermanentError: agents cannot be started.
+    """
+    directory, config = prepared.run_dir, prepared.narrowed
+    job_id = JobId(f"local-{os.getpid()}-{os.urandom(3).hex()}")
+    with ExitStack() as stack:
+        stack.enter_context(run_dirs.LiveMark(directory, job_id))
+        attempt = run_dirs.write_attempt(directory, prepared.rendered, config)
+        cluster = stack.enter_context(
+            LocalCluster(
+                directory,
+                run_id=config.run_id,
+                job_id=job_id,
+                attempt=attempt,
+                num_nodes=prepared.num_nodes,
+            )
+        )
+        log = LauncherLog(directory, f"launcher-{attempt}")
+        record = RunRecord(directory)
+        running = LocalRun(
+            cluster=cluster,
+            record=record,
+            log=log,
+            progress=Progress(
+                name=config.run_id,
+                total_steps=config.train.steps,
+                num_nodes=prepared.num_nodes,
+                layouts=layouts_of(config),
+            ),
+            view=stack.enter_context(view),
+            faults=prepared.faults,
+            interrupts=interrupts,
+        )
+        running.run()
+        verdict = judge(
+            directory,
+            codes=cluster.codes(),
+            events=record.events,
+            interrupted=interrupts.count > 0,
+        )
+        log.emit("run.ended", code=verdict.code)
+        record.poll()
+    summary = summarise(
+        record.events,
+        config=config,
+        audit=audit_ledger(directory, config, record.events),
+        code=verdict.code,
+    )
+    write_summary(directory, summary)
+    return Outcome(run_dir=directory, summary=summary, verdict=verdict, events=record.events)
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json, complete or not at all."""
+    fresh = run_dir / f".{SUMMARY}.{os.getpid()}"
+    fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(run_dir / SUMMARY)
+
+
+def audit_ledger(
+    run_dir: Path, config: TrainConfig, events: Sequence[Event]
+) -> Mapping[str, Any] | None:
+    """Return the account of samples; None where no ledger was written."""
+    return None
+
+
+def check_data(config: TrainConfig) -> None:
+    """Check that the corpus and the tokenizer can be read.
+
+    Raises:
+        UserError: HF201 not there, HF202 not readable, HF203 no file in the folder.
+    """
+    places = [("data.path", Path(config.data.path))]
+    if config.data.tokenizer != "bytes":
+        places.append(("data.tokenizer", Path(config.data.tokenizer)))
+    for key, path in places:
+        if not path.exists():
+            raise UserError("HF201", f"{key}: {path} does not exist; create it, or mend the path")
+        if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            raise UserError("HF202", f"{key}: {path} cannot be read; grant the permission")
+        if path.is_dir() and not any(path.iterdir()):
+            raise UserError(
+                "HF203", f"{key}: {path} is empty; point it at a file or folder of data"
+            )
+
+
+def closing_lines(outcome: Outcome) -> str:
+    """Return what a finished run says last."""
+    summary = outcome.summary
+    loss, goodput = summary["final_loss"], summary["goodput"]
+    parts = [f"finished: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
+    if loss is not None:
+        parts.append(f"final loss {loss:.4f}")
+    if goodput is not None:
+        parts.append(f"goodput {goodput:.0%}")
+    failures = len(summary["failures"])
+    if failures:
+        parts.append(f"{failures} failure{'s' * (failures > 1)} survived")
+    return (
+        ", ".join(parts)
+        + f"\nsummary: {outcome.run_dir / SUMMARY}\npicture: holdfast report {outcome.run_dir}"
+    )
+
+
+def _narrowed(rendered: TrainConfig, num_nodes: int) -> TrainConfig:
+    if num_nodes > MAX_NODES:
+        raise UserError(
+            "HF614", f"--nodes {num_nodes}: at most {MAX_NODES} nodes are emulated on one machine"
+        )
+    return run_dirs.narrow(rendered, num_nodes)
+
+
+def _faults(config: TrainConfig, num_nodes: int, texts: Sequence[str]) -> tuple[Fault, ...]:
+    return parse_faults(
+        texts,
+        num_nodes=num_nodes,
+        num_workers=config.ladder.rungs[0].layout.world_size,
+        steps=config.train.steps,
+    )

@@ -1,0 +1,323 @@
+"""What happened, from the events: epochs, the steps that count, failures. Pure.
+
+Times are `t_unix` of the writers; on one machine, or with synchronised clocks,
+they are comparable to well under the pauses that are measured here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.events import Event
+
+PHASES = (
+    "detect",
+    "abort",
+    "kill_workers",
+    "form_epoch",
+    "fork",
+    "process_group",
+    "model",
+    "restore",
+    "first_step",
+)
+"""The order in which a recovery passes them (DESIGN.md, Recovery)."""
+_ENDING_PHASES = {"detect", "abort", "kill_workers"}
+"""Phases that end the old epoch; they may carry its number or the new one's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """One `step.completed`, of the lowest rank that reported it."""
+
+    step: int
+    epoch: int
+    t: float
+    loss: float | None
+    tokens: int
+    step_s: float | None
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochSpan:
+    """One epoch of membership."""
+
+    epoch: int
+    formed_t: float
+    members: tuple[str, ...] = ()
+    """Names of the nodes that run workers, in rank order."""
+    spares: tuple[str, ...] = ()
+    layout: str = "?"
+    coordinator: str | None = None
+    reason: str = ""
+    resume_step: int | None = None
+    """The step whose state it started from; None before its trainers are ready."""
+    steps: dict[int, StepDone] = field(default_factory=dict)
+    """Steps completed in it, redone ones included."""
+
+    @property
+    def last_step(self) -> int:
+        """The newest step completed in it, else the one it started from (0: none)."""
+        return max(self.steps, default=self.resume_step or 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """One node or worker that failed, and what the run made of it."""
+
+    kind: str
+    node: str | None
+    rank: int | None
+    epoch: int
+    step: int
+    """The newest step completed when it happened."""
+    t: float
+    """The fault's own moment when it was injected, else that of its detection."""
+    injected: str | None = None
+    """Action of the injected fault behind it."""
+    detail: str = ""
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    """To the first step completed in a later epoch; None: never."""
+    next_epoch: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    steps_redone: int = 0
+
+
+def node_names(raw: Any) -> tuple[str, ...]:
+    """Return node names from an event's member list (names, or mappings with `node`)."""
+    if not isinstance(raw, list | tuple):
+        return ()
+    return tuple(str(item["node"]) if isinstance(item, dict) else str(item) for item in raw)
+
+
+def layouts_of(config: TrainConfig | None) -> dict[int, str]:
+    """Return the ladder of `config` as num_nodes of the rung -> layout; empty without one."""
+    return {rung.num_nodes: str(rung.layout) for rung in config.ladder.rungs} if config else {}
+
+
+def worker_rank(event: Event) -> int | None:
+    """Return the global rank of the worker an event is about, whoever wrote the event."""
+    rank = event.fields.get("worker_rank", event.rank)
+    return rank if isinstance(rank, int) else None
+
+
+def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) -> list[EpochSpan]:
+    """Return the epochs in the order in which they were formed.
+
+    Args:
+        events: the record, in order of time.
+        layouts: the ladder, as num_nodes of the rung -> layout; without it an
+            epoch's layout is known from its first trainer on.
+    """
+    spans: dict[int, EpochSpan] = {}
+    ranks: dict[tuple[int, int], int] = {}
+    for event in events:
+        if event.epoch is None:
+            continue
+        if event.event not in ("epoch.formed", "trainer.started", "step.completed"):
+            continue
+        span = spans.setdefault(event.epoch, EpochSpan(epoch=event.epoch, formed_t=event.t_unix))
+        if event.event == "epoch.formed":
+            _fill_formed(span, event, layouts or {})
+        elif event.event == "trainer.started":
+            _fill_started(span, event)
+        elif event.step is not None:
+            key, rank = (event.epoch, event.step), event.rank or 0
+            if rank <= ranks.get(key, rank):
+                ranks[key] = rank
+                span.steps[event.step] = _step_done(event, event.epoch, event.step)
+    return sorted(spans.values(), key=lambda span: span.epoch)
+
+
+def _fill_formed(span: EpochSpan, event: Event, layouts: Mapping[int, str]) -> None:
+    span.formed_t = min(span.formed_t, event.t_unix)
+    span.members = node_names(event.fields.get("members"))
+    span.spares = node_names(event.fields.get("spares"))
+    planned = layouts.get(event.fields.get("rung", 0), span.layout)
+    span.layout = str(event.fields.get("layout", planned))
+    span.coordinator = event.fields.get("coordinator") or event.node
+    span.reason = str(event.fields.get("reason", ""))
+
+
+def _fill_started(span: EpochSpan, event: Event) -> None:
+    resume = event.fields.get("resume_step", event.step)
+    if isinstance(resume, int):
+        span.resume_step = resume
+    if span.layout == "?":
+        span.layout = str(event.fields.get("layout", "?"))
+
+
+def _step_done(event: Event, epoch: int, step: int) -> StepDone:
+    loss, step_s = event.fields.get("loss"), event.fields.get("step_s")
+    return StepDone(
+        step=step,
+        epoch=epoch,
+        t=event.t_unix,
+        loss=float(loss) if isinstance(loss, int | float) else None,
+        tokens=int(event.fields.get("tokens") or 0),
+        step_s=float(step_s) if isinstance(step_s, int | float) else None,
+    )
+
+
+def lineage(spans: Sequence[EpochSpan]) -> list[StepDone]:
+    """Return the steps that count, one for each step number, in step order.
+
+    An epoch that starts from step r undoes what earlier epochs did beyond r, so
+    a step's last execution counts.
+    """
+    effective: dict[int, StepDone] = {}
+    for span in spans:
+        if not span.steps:
+            continue
+        start = span.resume_step if span.resume_step is not None else min(span.steps) - 1
+        for step in [step for step in effective if step > start]:
+            del effective[step]
+        effective.update(span.steps)
+    return [effective[step] for step in sorted(effective)]
+
+
+def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failure]:
+    """Return the failures in order of time.
+
+    For each epoch the evidence up to the next one is gathered by node: injected
+    faults, `member.lost`, `worker.hung`, `worker.exit`. Workers that failed only
+    because a peer did are not failures. A node that was not a member when it
+    went cost nothing: its recovery took 0 s.
+    """
+    out: list[Failure] = []
+    for index, span in enumerate(spans):
+        evidence = [event for event in events if _belongs(event, spans, index)]
+        out.extend(
+            _measure(found, span, spans[index + 1 :], events) for found in _victims(evidence, span)
+        )
+    out.sort(key=lambda failure: failure.t)
+    return out
+
+
+_EVIDENCE = {"fault.injected", "member.lost", "worker.hung", "worker.exit", "epoch.aborted"}
+_MAKES_FAILURE = {
+    "kill-node": "node_lost",
+    "kill-coordinator": "node_lost",
+    "kill-worker": "killed",
+}
+_WEIGHT = {"node_lost": 3, "hang": 2, "out_of_memory": 2, "node_fault": 2, "killed": 1}
+
+
+def _belongs(event: Event, spans: Sequence[EpochSpan], index: int) -> bool:
+    """Whether `event` is evidence about `spans[index]`: by its epoch, else by its time."""
+    if event.event not in _EVIDENCE:
+        return False
+    if event.epoch is not None and event.event != "fault.injected":
+        return event.epoch == spans[index].epoch
+    by_time = bisect_right([span.formed_t for span in spans], event.t_unix) - 1
+    return max(by_time, 0) == index
+
+
+def _victims(evidence: Sequence[Event], span: EpochSpan) -> list[Failure]:
+    """Merge the evidence about one epoch into one Failure per node."""
+    blamed: set[str] = set()
+    for event in evidence:
+        if event.event == "epoch.aborted":
+            blamed.update(node_names(event.fields.get("victims")))
+    found: dict[str | None, Failure] = {}
+    for event in evidence:
+        failure = _failure_of(event, span, blamed)
+        if failure is None:
+            continue
+        known = found.get(failure.node)
+        if known is None:
+            found[failure.node] = failure
+        elif failure.injected is None:
+            _merge(known, failure)
+    return [
+        failure for failure in found.values() if failure.detected_s is not None or failure.injected
+    ]
+
+
+def _failure_of(event: Event, span: EpochSpan, blamed: set[str]) -> Failure | None:
+    fields = event.fields
+    failure = Failure(
+        kind="",
+        node=event.node,
+        rank=worker_rank(event),
+        epoch=span.epoch,
+        step=max(
+            (s.step for s in span.steps.values() if s.t <= event.t_unix),
+            default=span.resume_step or 0,
+        ),
+        t=event.t_unix,
+        detail=str(fields.get("detail") or fields.get("reason") or ""),
+    )
+    match event.event:
+        case "fault.injected":
+            failure.injected = str(fields.get("action"))
+            failure.kind = _MAKES_FAILURE.get(failure.injected, "")
+            return failure if failure.kind else None
+        case "member.lost":
+            failure.kind, failure.node, failure.rank = "node_lost", fields.get("member"), None
+        case "worker.hung":
+            failure.kind = "hang"
+            failure.detail = f"no progress in {fields.get('section')} for {fields.get('idle_s')} s"
+        case "worker.exit":
+            failure.kind = str(fields.get("kind") or "")
+            if failure.kind in ("", "collateral") or (blamed and event.node not in blamed):
+                return None
+        case _:
+            return None
+    failure.detected_s = 0.0
+    return failure
+
+
+def _merge(known: Failure, later: Failure) -> None:
+    """Add a later piece of evidence about the same node."""
+    if known.detected_s is None:
+        known.detected_s = later.t - known.t
+    if _WEIGHT.get(later.kind, 0) > _WEIGHT.get(known.kind, 0):
+        known.kind = later.kind
+    known.detail = known.detail or later.detail
+
+
+def _measure(
+    failure: Failure, span: EpochSpan, later: Sequence[EpochSpan], events: Sequence[Event]
+) -> Failure:
+    """Fill in what the run made of `failure`."""
+    involved = failure.node is None or not span.members or failure.node in span.members
+    if not involved:
+        failure.detected_s = failure.detected_s or 0.0
+        failure.recovered_s = 0.0
+        return failure
+    for after in later:
+        if not after.steps:
+            continue
+        first = min(after.steps.values(), key=lambda done: done.t)
+        failure.recovered_s = first.t - failure.t
+        failure.next_epoch = after.epoch
+        if span.steps and after.resume_step is not None:
+            failure.steps_redone = max(0, span.last_step - after.resume_step)
+        failure.phases = _phases(events, failure, first.t)
+        if failure.detected_s is None:
+            failure.detected_s = failure.phases.get("detect")
+        break
+    return failure
+
+
+def _phases(events: Sequence[Event], failure: Failure, recovered_t: float) -> dict[str, float]:
+    """Return seconds by phase; where several nodes timed one, the longest."""
+    slowest: dict[str, float] = {}
+    for event in events:
+        if event.event != "recovery.phase":
+            continue
+        phase, seconds = str(event.fields.get("phase")), event.fields.get("seconds")
+        ending = phase in _ENDING_PHASES
+        ours = (event.epoch == failure.next_epoch and not ending) or (
+            ending and failure.t <= event.t_unix <= recovered_t
+        )
+        if ours and isinstance(seconds, int | float):
+            slowest[phase] = max(slowest.get(phase, 0.0), float(seconds))
+    known = {phase: slowest.pop(phase) for phase in PHASES if phase in slowest}
+    return {**known, **slowest}

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import UserError
+from launcher.ops.faults import Fault, FaultAction, parse_fault, parse_faults
+
+RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("kill-node:2@30", Fault(FaultAction.KILL_NODE, 2, 30)),
+        ("kill-worker:7@30", Fault(FaultAction.KILL_WORKER, 7, 30)),
+        ("kill-coordinator@60", Fault(FaultAction.KILL_COORDINATOR, None, 60)),
+        ("return-node:2@90", Fault(FaultAction.RETURN_NODE, 2, 90)),
+        ("return-node@90", Fault(FaultAction.RETURN_NODE, None, 90)),
+        ("pause-node:0@1", Fault(FaultAction.PAUSE_NODE, 0, 1)),
+        ("stop-node:0@1", Fault(FaultAction.PAUSE_NODE, 0, 1)),
+        ("resume-node@99", Fault(FaultAction.RESUME_NODE, None, 99)),
+    ],
+)
+def test_valid_forms(text, fault):
+    assert parse_fault(text, **RUN) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("kill-node", "HF601", "ACTION[:TARGET]@STEP"),
+        ("kill-node:-1@3", "HF601", "valid:"),
+        ("kill-nod:1@3", "HF601", "did you mean kill-node?"),
+        ("kill-node@3", "HF602", "needs a target"),
+        ("kill-coordinator:1@3", "HF602", "write kill-coordinator@3"),
+        ("kill-node:4@3", "HF602", "use 0 to 3"),
+        ("kill-worker:8@3", "HF602", "use 0 to 7"),
+        ("kill-node:1@0", "HF603", "use 1 to 99"),
+        ("kill-node:1@100", "HF603", "train.steps is 100"),
+    ],
+)
+def test_mistakes_name_the_way_out(text, code, says):
+    with pytest.raises(UserError) as caught:
+        parse_fault(text, **RUN)
+    assert caught.value.code == code
+    assert text in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_all_mistakes_in_one_go():
+    with pytest.raises(UserError) as caught:
+        parse_faults(["kill-node:9@3", "fly@3", "kill-node:1@3"], **RUN)
+    assert {problem.code for problem in caught.value.problems} == {"HF601", "HF602"}
+
+
+@given(
+    st.sampled_from(FaultAction), st.none() | st.integers(0, 3), st.integers(1, 99), st.text("x:@")
+)
+def test_text_form_round_trips(action, target, step, junk):
+    fault = Fault(action, target, step)
+    try:
+        assert parse_fault(str(fault), **RUN) == fault
+    except UserError as error:
+        assert error.code == "HF602"  # noqa: PT017  a target too many or too few
+    with pytest.raises(UserError):
+        parse_fault(f"{fault}{junk}x", **RUN)
+
+
+def test_faults_are_in_order_of_their_steps():
+    faults = parse_faults(["return-node@90", "kill-node:1@3"], **RUN)
+    assert [fault.step for fault in faults] == [3, 90]

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_record import STEP_S, Stream, storm
+
+from launcher.ops import timeline
+from launcher.ops.summary import summarise
+
+NODES = [f"node{i}" for i in range(4)]
+
+
+def test_an_undisturbed_run():
+    stream = Stream().start().form(NODES, resume=0).steps(20)
+    stream.add("trainer.finished", epoch=1, step=20, loss=1.0)
+    summary = summarise(stream.end().events, code=0)
+    assert summary["state"] == "finished"
+    assert summary["failures"] == []
+    assert summary["steps"] == 20
+    assert summary["steps_redone"] == summary["restarts"] == 0
+    assert summary["final_loss"] == timeline.lineage(timeline.epochs(stream.events))[-1].loss
+    assert summary["tokens"] == 20 * 512  # of rank 0 alone
+    assert summary["goodput"] == pytest.approx(20 * 0.09 / summary["wall_s"], abs=1e-3)
+    assert summary["tokens_per_s"] == pytest.approx(512 / 0.09, rel=1e-3)
+    assert summary["layouts"] == [
+        {
+            "epoch": 1,
+            "layout": "dp4-pp1-cp1-tp1",
+            "nodes": NODES,
+            "from_step": 1,
+            "to_step": 20,
+        }
+    ]
+
+
+def test_failures_of_the_storm():
+    summary = summarise(storm().events, audit={"lost": 0, "repeated": 2}, code=0)
+    node, coordinator = summary["failures"]
+    assert (node["kind"], node["node"], node["step"], node["injected"]) == (
+        "node_lost",
+        "node2",
+        30,
+        "kill-node",
+    )
+    assert node["detected_s"] == pytest.approx(0.02)
+    # detection, the new epoch, its start, the first step
+    assert node["recovered_s"] == pytest.approx(0.02 + 0.1 + 0.8 + STEP_S, abs=2e-3)
+    assert node["steps_redone"] == 2
+    assert node["phases"]["model"] == 0.3  # the slowest node's
+    assert node["phases"]["detect"] == 0.02
+    assert node["other_s"] == pytest.approx(node["recovered_s"] - sum(node["phases"].values()))
+    assert coordinator["node"] == "node0"
+    assert coordinator["steps_redone"] == 0
+    assert summary["steps_redone"] == 2
+    assert summary["restarts"] == 3
+    assert summary["samples_repeated"] == 2
+    (growth,) = summary["growths"]
+    assert growth["joined"] == ["node2"]
+    assert growth["pause_s"] == pytest.approx(0.1 + 0.8 + STEP_S)
+    assert [(entry["from_step"], entry["to_step"]) for entry in summary["layouts"]] == [
+        (1, 28),
+        (29, 60),
+        (61, 90),
+        (91, 120),
+    ]
+    assert summary["nodes_at_end"] == ["node1", "node3", "node2"]
+    json.dumps(summary)
+
+
+def test_a_failure_nobody_injected_starts_its_clock_at_detection():
+    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream.t += 3.0
+    stream.add("member.lost", epoch=1, node="node0", member="node1", reason="silent")
+    stream.form(["node0", "node2", "node3"], resume=5).steps(6)
+    (failure,) = summarise(stream.end().events, code=0)["failures"]
+    assert failure["detected_s"] == 0.0
+    assert failure["injected"] is None
+    assert failure["recovered_s"] == pytest.approx(0.1 + 0.8 + STEP_S, abs=2e-3)
+
+
+def test_a_killed_worker_is_one_failure_and_its_peers_none():
+    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream.add(
+        "fault.injected", node="node1", rank=1, step=5, action="kill-worker", target="rank 1"
+    )
+    stream.t += 0.01
+    for node, kind in (("node1", "killed"), ("node2", "collateral"), ("node3", "crash")):
+        stream.add(
+            "worker.exit",
+            epoch=1,
+            node=node,
+            worker_rank=1,
+            kind=kind,
+            action="restart",
+            detail=kind,
+        )
+    stream.add("epoch.aborted", epoch=1, node="node0", reason="killed", victims=["node1"])
+    stream.form(NODES, resume=5).steps(9)
+    (failure,) = summarise(stream.end().events, code=0)["failures"]
+    assert (failure["kind"], failure["node"], failure["rank"]) == ("killed", "node1", 1)
+    assert failure["detected_s"] == pytest.approx(0.01)
+
+
+def test_two_nodes_lost_at_once_share_one_recovery():
+    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2").kill_node("node3")
+    stream.form(["node0", "node1"], resume=8).steps(12)
+    summary = summarise(stream.end().events, code=0)
+    assert [failure["node"] for failure in summary["failures"]] == ["node2", "node3"]
+    assert {failure["next_epoch"] for failure in summary["failures"]} == {2}
+    assert summary["steps_redone"] == 2  # not twice
+
+
+def test_a_failure_during_recovery_recovers_with_the_epoch_that_steps():
+    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2")
+    stream.form(["node0", "node1", "node3"], resume=10).kill_node("node3")
+    stream.form(["node0", "node1"], resume=10).steps(12)
+    first, second = summarise(stream.end().events, code=0)["failures"]
+    assert first["next_epoch"] == second["next_epoch"] == 3
+    assert first["recovered_s"] > second["recovered_s"]
+
+
+def test_a_failure_without_recovery():
+    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2")
+    summary = summarise(stream.end(92).events, code=92)
+    (failure,) = summary["failures"]
+    assert failure["recovered_s"] is None
+    assert failure["phases"] == {}
+    assert summary["state"] == "failed"
+
+
+def test_a_lost_spare_costs_nothing():
+    stream = Stream().start().form(NODES[:3], resume=0).steps(10)
+    stream.add("fault.injected", node="node3", step=10, action="kill-node", target="node3")
+    stream.add("member.lost", epoch=1, node="node0", member="node3", reason="EOF")
+    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    assert failure["recovered_s"] == 0.0
+
+
+def test_time_between_attempts_is_not_wall_time():
+    stream = Stream().start().form(NODES, resume=0).steps(10).end(91)
+    once = summarise(stream.events, code=91)
+    stream.t += 3600
+    stream.start(attempt=2).form(NODES, resume=10).steps(20).end(0)
+    twice = summarise(stream.events, code=0)
+    assert once["state"] == "saved"
+    assert twice["wall_s"] == pytest.approx(2 * once["wall_s"], abs=0.01)
+    assert twice["restarts"] == 0
+    assert twice["attempts"] == 2
+
+
+def test_no_events_at_all():
+    summary = summarise([])
+    assert summary["state"] == "running"
+    assert summary["goodput"] is None
+    assert summary["steps"] == 0
+
+
+def test_parked():
+    stream = Stream().start().form(NODES, resume=0).steps(3).kill_node("node1")
+    stream.add("membership.parked", node="node0", have=3, need=4)
+    assert summarise(stream.events)["state"] == "parked"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=8),
+)
+def test_the_steps_that_count_are_each_number_once(plan):
+    """Whatever is undone and redone, the lineage is 1..n, each from its last execution."""
+    stream = Stream().start()
+    for back, forward in plan:
+        resume = max(0, stream.step - back)
+        stream.form(NODES, resume=resume).steps(resume + forward)
+    spans = timeline.epochs(stream.events)
+    counted = timeline.lineage(spans)
+    assert [done.step for done in counted] == list(range(1, len(counted) + 1))
+    for done in counted:
+        later = [span for span in spans if span.epoch > done.epoch]
+        assert not any(done.step in span.steps for span in later)
+    assert [done.epoch for done in counted] == sorted(done.epoch for done in counted)
