@@ -360,7 +360,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         beats = self._workers.beats()
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
-        if epoch.started == self._config.workers and all(map(has_run, beats.values())):
+        if len(beats) == self._config.workers and all(map(has_run, beats.values())):
             self._now_running(epoch)
         hung = epoch.watch.observe(self._clock(), beats)
         for worker in hung:

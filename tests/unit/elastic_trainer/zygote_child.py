@@ -51,6 +51,9 @@ def _act(verb: str, argument: str = "") -> int:
         sys.exit(int(argument))
     if verb == "return":
         return int(argument)
+    if verb == "late":
+        time.sleep(0.3)
+        return _act(*argument.split(maxsplit=1))
     if verb == "raise":
         raise RuntimeError(argument)
     if verb == "signal":

@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import test_zygote as t
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+
+from elastic_trainer.agent.agent import HoldfastAgent
+from elastic_trainer.agent.notices import (
+    AskWorkers,
+    EpochAborted,
+    EpochFormed,
+    JobStopped,
+    Member,
+    NodeLeaving,
+    Notice,
+    Report,
+    StopAsked,
+    WorkersEnded,
+    WorkersFailed,
+    WorkersRunning,
+)
+from elastic_trainer.agent.settings import AgentConfig
+from elastic_trainer.agent.waker import Waker
+from elastic_trainer.agent.workers import Task, Workers, make_scratch
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.events import Event
+from elastic_trainer.failures import Action, Kind
+from elastic_trainer.heartbeat import Request
+
+ME = Member(agent_id="a1", node="n1", address="127.0.0.2", port=1, workers=2)
+OTHER = Member(agent_id="a0", node="n0", address="127.0.0.1", port=1, workers=2)
+
+
+def formed(epoch: int, *members: Member, spares: tuple[Member, ...] = ()) -> EpochFormed:
+    return EpochFormed(
+        epoch=epoch,
+        members=members,
+        spares=spares,
+        rung_nodes=len(members),
+        store_address="127.0.0.1",
+        store_port=29400,
+        coordinator=OTHER.node,
+        reason="start",
+    )
+
+
+class ScriptedMembership:
+    """Plays the coordinator: `script` runs in a thread of its own, says notices, sees reports."""
+
+    def __init__(self, waker: Waker, script: Callable[[ScriptedMembership], None]) -> None:
+        self._waker, self._script = waker, script
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._play)
+        self.error: BaseException | None = None
+        self.closing = threading.Event()
+        self.closed = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def notice(self, timeout_s: float) -> Notice | None:
+        try:
+            return self._notices.get(timeout=timeout_s) if timeout_s else self._notices.get_nowait()
+        except queue.Empty:
+            return None
+
+    def report(self, report: Report) -> None:
+        self._reports.put(report)
+
+    def close(self) -> None:
+        self.closing.set()
+        self._thread.join(t.DEADLINE_S)
+        self.closed = True
+
+    def say(self, notice: Notice) -> None:
+        self._notices.put(notice)
+        self._waker.wake()
+
+    def expect(self, kind: type[Report]) -> Report:
+        report = self._reports.get(timeout=t.DEADLINE_S)
+        assert isinstance(report, kind), report
+        return report
+
+    def no_more_reports(self) -> None:
+        assert self._reports.empty(), self._reports.get()
+
+    def _play(self) -> None:
+        try:
+            self._script(self)
+        except BaseException as error:  # raised again in the test's thread
+            self.error = error
+        self.say(JobStopped(code=0 if self.error is None else 1, reason="the script ends"))
+
+
+@dataclass
+class Bench:
+    """An agent with real workers and a scripted coordinator."""
+
+    tmp_path: Path
+    env: dict[str, str] = field(default_factory=dict)
+    num_workers: int = 2
+    config: dict[str, object] = field(default_factory=dict)
+    task: Task | None = None
+    zygotes: list[Workers] = field(default_factory=list)
+
+    def run(
+        self, script: Callable[[ScriptedMembership], None], me: Member = ME
+    ) -> tuple[RunResult, HoldfastAgent, list[Event]]:
+        task = self.task or Task(kind="main", target=t.CHILD, cwd=str(self.tmp_path))
+        report = {"CHILD_REPORT": str(self.tmp_path / "report")}
+        workers = Workers(task, env=t.base_env() | report | self.env)
+        self.zygotes.append(workers)
+        waker = Waker()
+        scratch = make_scratch("run", me.node, root=self.tmp_path)
+        config = AgentConfig(
+            me=me,
+            run_id="run",
+            workers=self.num_workers,
+            scratch=scratch,
+            log_dir=self.tmp_path / "logs" / "0" / me.node,
+            max_restarts=3,
+            hang_ceiling_s=60.0,
+            start_ceiling_s=60.0,
+            tick_s=0.02,
+        )
+        config = replace(config, **self.config)  # type: ignore[arg-type]
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=self.num_workers,
+            rdzv_handler=None,
+            entrypoint=task.target,
+        )
+        membership = ScriptedMembership(waker, script)
+        log = EventLog(self.tmp_path, f"agent-{me.node}", node=me.node)
+        agent = HoldfastAgent(
+            config, spec, workers=workers, membership=membership, waker=waker, log=log
+        )
+        try:
+            result = agent.run()
+        finally:
+            log.close()
+            waker.close()
+        assert membership.closed
+        if membership.error is not None:
+            raise membership.error
+        assert list(scratch.glob("*.heartbeat")) == []
+        return result, agent, self.events(me)
+
+    def events(self, me: Member = ME) -> list[Event]:
+        lines = (self.tmp_path / "events" / f"agent-{me.node}.jsonl").read_text().splitlines()
+        return [event for line in lines if (event := Event.decode(line))]
+
+    def reports(self) -> dict[int, dict[str, object]]:
+        paths = self.tmp_path.glob("report.*")
+        return {int(path.suffix[1:]): json.loads(path.read_text()) for path in paths}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    for workers in bench.zygotes:
+        assert t.gone(workers.zygote_pid)
+
+
+def named(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event.event == name]
+
+
+def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train 3"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(4, OTHER, ME))
+        assert m.expect(WorkersRunning).epoch == 4
+        assert m.expect(WorkersEnded) == WorkersEnded(epoch=4, finished=True, step=3)
+        m.no_more_reports()
+
+    result, agent, events = bench.run(script)
+    assert (result.state, result.is_failed(), agent.exit_code) == (WorkerState.SUCCEEDED, False, 0)
+    assert [event.event for event in events] == [
+        "agent.started", "worker.started", "worker.started", "recovery.phase",
+        "worker.exit", "worker.exit", "agent.exit",
+    ]  # fmt: skip
+    assert events[3].fields["phase"] == "fork"
+    assert events[3].epoch == 4
+    assert {event.fields["how"] for event in named(events, "worker.started")} == {"zygote"}
+    reports = bench.reports()
+    assert sorted(reports) == [2, 3]
+    env = reports[3]["env"]
+    assert isinstance(env, dict)
+    expected = {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "ROLE_NAME": "default", "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
+        "TORCHELASTIC_RESTART_COUNT": "4", "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "HOLDFAST_EPOCH": "4", "HOLDFAST_RUNG": "2", "HOLDFAST_NODE": "n1",
+        "HOLDFAST_ADDRESS": "127.0.0.2",
+    }  # fmt: skip
+    assert {name: env.get(name) for name in expected} == expected
+    group = agent.get_worker_group()
+    assert [worker.global_rank for worker in group.workers] == [2, 3]
+    assert [worker.id for worker in group.workers] == [reports[2]["pid"], reports[3]["pid"]]
+    assert (bench.tmp_path / "logs" / "0" / "n1" / "3.log").exists()
+
+
+def test_saves_and_leaves_when_asked(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        m.say(AskWorkers(epoch=7, request=Request.STOP))  # of another epoch: not for them
+        m.say(AskWorkers(epoch=0, request=Request.GROW))
+        ended = m.expect(WorkersEnded)
+        assert isinstance(ended, WorkersEnded)
+        assert not ended.finished
+        assert ended.step >= 1
+
+    bench.run(script)
+
+
+def test_an_aborted_epoch_is_killed_and_the_next_one_runs(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(1, OTHER, ME))
+        m.expect(WorkersRunning)
+        m.say(EpochAborted(epoch=0, reason="an old one", victims=()))
+        m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
+        m.say(formed(0, OTHER, ME))  # late: fenced out
+        m.say(formed(2, ME))
+        assert m.expect(WorkersRunning).epoch == 2
+        m.no_more_reports()
+
+    _, _, events = bench.run(script)
+    exits = named(events, "worker.exit")
+    assert len(exits) == 4
+    assert {event.fields["signal"] for event in exits} == {9}
+    assert exits[0].fields["detail"] == "killed by the agent: node lost"
+    phases = [(event.epoch, event.fields["phase"]) for event in named(events, "recovery.phase")]
+    assert phases == [(1, "fork"), (1, "kill_workers"), (2, "fork"), (2, "kill_workers")]
+    assert sorted(bench.reports()) == [0, 1, 2, 3]
+
+
+def test_a_spare_runs_nothing_until_it_is_a_member(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train 2"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(1, OTHER, spares=(ME,)))
+        m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
+        m.say(formed(2, ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+
+    _, _, events = bench.run(script)
+    assert [event.epoch for event in named(events, "worker.started")] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "action", "detail"),
+    [
+        ("raise all is lost", Kind.CRASH, Action.RESTART, "RuntimeError: all is lost"),
+        ("signal 9", Kind.KILLED, Action.RESTART, "SIGKILL"),
+        ("exit 93", Kind.USER_ERROR, Action.STOP, "child does exit 93"),
+        ("raise HF999 uncorrectable ECC error", Kind.NODE_FAULT, Action.EVICT, "ECC"),
+    ],
+)
+def test_the_first_failure_is_reported_and_the_rest_killed(
+    bench: Bench, act: str, kind: Kind, action: Action, detail: str
+) -> None:
+    bench.env |= {"CHILD_ACT": "train", "CHILD_ACT_1": act}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert (failed.local_rank, failed.rank) == (1, 1)
+        assert (failed.failure.kind, failed.failure.action) == (kind, action)
+        assert detail in failed.failure.detail
+        m.no_more_reports()
+
+    _, _, events = bench.run(script)
+    exits = {event.fields["local_rank"]: event.fields for event in named(events, "worker.exit")}
+    assert exits[1]["kind"] == kind
+    assert exits[0]["kind"] is None
+    assert "killed by the agent" in exits[0]["detail"]
+
+
+def test_a_consequence_waits_for_its_cause(bench: Bench) -> None:
+    bench.config["settle_s"] = 20.0
+    bench.env |= {
+        "CHILD_ACT_0": "raise Connection closed by peer",
+        "CHILD_ACT_1": "late raise the cause",
+    }
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert (failed.rank, failed.failure.kind) == (1, Kind.CRASH)
+        m.no_more_reports()
+
+    bench.run(script)
+
+
+def test_a_consequence_alone_is_reported_soon(bench: Bench) -> None:
+    bench.env |= {"CHILD_ACT": "train", "CHILD_ACT_0": "raise Connection closed by peer"}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert (failed.rank, failed.failure.kind) == (0, Kind.COLLATERAL)
+
+    bench.run(script)
+
+
+def test_a_hang_is_a_failure(bench: Bench) -> None:
+    bench.config["hang_ceiling_s"] = 0.3
+    bench.env |= {"CHILD_ACT_0": "train", "CHILD_ACT_1": "stall 20"}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert (failed.local_rank, failed.step) == (1, 20)
+        assert (failed.failure.kind, failed.failure.action) == (Kind.HANG, Action.RESTART)
+        assert "in step after step 20; the ceiling is 0.3 s" in failed.failure.detail
+
+    _, _, events = bench.run(script)
+    (hung,) = named(events, "worker.hung")
+    assert (hung.fields["local_rank"], hung.fields["section"]) == (1, "step")
+
+
+def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "wait"
+
+    def script(m: ScriptedMembership) -> None:
+        for epoch in range(2):
+            m.say(formed(epoch, ME))
+            t.until(lambda: len(bench.reports()) == 2, "not started")
+            os.kill(bench.zygotes[0].zygote_pid, signal.SIGKILL)
+            failed = m.expect(WorkersFailed)
+            assert isinstance(failed, WorkersFailed)
+            assert failed.epoch == epoch
+            assert "the zygote died (signal SIGKILL)" in failed.failure.detail
+            for path in bench.tmp_path.glob("report.*"):
+                path.unlink()
+        assert "zygote died 2 times" in m.expect(NodeLeaving).reason
+
+    bench.run(script)
+
+
+def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert m.expect(StopAsked) == StopAsked(reason="SIGTERM")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert m.closing.wait(t.DEADLINE_S)
+
+    before = signal.getsignal(signal.SIGTERM)
+    result, agent, events = bench.run(script)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert agent.exit_code == 1
+    assert events[-1].event == "agent.exit"
+    assert events[-1].fields == {"code": 1, "reason": "SIGINT, again: left without saving"}
+    assert result.is_failed()
+
+
+def test_scripts_without_heartbeats_run_as_soon_as_they_have_started(bench: Bench) -> None:
+    bench.task = Task(
+        kind="command", target=sys.executable, args=("-c", "pass"), cwd=str(bench.tmp_path)
+    )
+    bench.config["watch_all"] = False
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        assert m.expect(WorkersEnded) == WorkersEnded(epoch=0, finished=True, step=0)
+
+    _, _, events = bench.run(script)
+    assert {event.fields["how"] for event in named(events, "worker.started")} == {"fresh"}
+
+
+def test_fork_to_main_is_quick(bench: Bench) -> None:
+    """Not a benchmark: a warm fork must not import anything again."""
+    bench.env["CHILD_ACT"] = "train 1"
+    said: list[float] = []
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+        said.append(time.monotonic())
+        m.say(formed(1, ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+
+    bench.run(script)
+    slowest = max(float(str(report["begun"])) for report in bench.reports().values()) - said[0]
+    assert slowest < 1.0
