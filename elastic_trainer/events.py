@@ -22,6 +22,7 @@ EVENTS: Final[dict[str, str]] = {
     "member.joined": "A node asked to join. member",
     "member.lost": "A node is gone. member, reason, detected_s",
     "member.evicted": "A node was put out of the job. member, reason",
+    "store.failed": "The coordinator could not host an epoch's store; it tries again. reason",
     "membership.parked": "Too few nodes for the last rung: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",
     # agents: workers

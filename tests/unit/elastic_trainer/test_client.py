@@ -1,0 +1,207 @@
+"""MembershipClient over real sockets and a real FileBoard."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.client import MembershipClient
+from elastic_trainer.agent.effects import Settings
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.notices import (
+    AskWorkers,
+    EpochAborted,
+    EpochFormed,
+    JobStopped,
+    Member,
+    Notice,
+    StopAsked,
+    WorkersEnded,
+    WorkersRunning,
+)
+from elastic_trainer.agent.transport import Endpoint, Reactor
+
+DEADLINE_S = 10.0
+
+
+class Node:
+    """One client with a reactor of its own, as in an agent process."""
+
+    def __init__(
+        self, run: Path, name: str, *, nodes: int, job: str = "job1", start: int = 0
+    ) -> None:
+        self.reactor = Reactor()
+        self.reactor.start()
+        self.endpoint = Endpoint(self.reactor, "127.0.0.1")
+        self.me = Member(
+            agent_id=f"{name}-{start}",
+            node=name,
+            address="127.0.0.1",
+            port=self.endpoint.port,
+            workers=1,
+        )
+        self.events: list[tuple[str, dict]] = []
+        self.client = MembershipClient(
+            me=self.me,
+            job=job,
+            settings=Settings(
+                rung_nodes=tuple(range(nodes, 0, -1)),
+                expected_nodes=nodes,
+                heartbeat_s=0.2,
+                dead_after_s=1.0,
+                reconnect_s=0.5,
+                dial_timeout_s=0.5,
+                takeover_s=1.5,
+                takeover_refused_s=0.5,
+                lease_renew_s=0.4,
+            ),
+            board=FileBoard(run / "board"),
+            endpoint=self.endpoint,
+            reactor=self.reactor,
+            open_store=lambda epoch: ("127.0.0.1", 1000 + epoch),
+            log=lambda event, epoch, fields: self.events.append((event, fields)),
+        )
+        self.client.start()
+
+    def wait_for(self, kind: type[Notice], **fields: object) -> Notice:
+        """Return the next notice of `kind` with these fields."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            notice = self.client.notice(0.1)
+            if isinstance(notice, kind) and all(
+                getattr(notice, name) == value for name, value in fields.items()
+            ):
+                return notice
+        pytest.fail(f"{self.me.node} never got {kind.__name__} {fields}")
+
+    def die(self) -> None:
+        """Vanish: every socket closes at once, nothing is said."""
+        self.client.close()
+        self.reactor.stop()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    alive: list[Node] = []
+
+    def make(name: str, **kwargs) -> Node:
+        alive.append(Node(tmp_path, name, **kwargs))
+        return alive[-1]
+
+    yield make
+    for node in alive:
+        if node.reactor._thread.is_alive():
+            node.die()
+
+
+def form(make, count: int) -> tuple[list[Node], EpochFormed]:
+    group = [make(f"node{i}", nodes=count) for i in range(count)]
+    formed = [node.wait_for(EpochFormed) for node in group]
+    assert all(f == formed[0] for f in formed)
+    for node in group:
+        node.client.report(WorkersRunning(epoch=formed[0].epoch, step=1))
+    return group, formed[0]
+
+
+def coordinator_of(group: list[Node], formed: EpochFormed) -> Node:
+    return next(node for node in group if node.me.node == formed.coordinator)
+
+
+def test_all_nodes_form_one_epoch(nodes):
+    _, formed = form(nodes, 4)
+    assert [m.node for m in formed.members] == ["node0", "node1", "node2", "node3"]
+    assert formed.rung_nodes == 4
+    assert formed.store_port == 1000 + formed.epoch
+
+
+def test_a_dead_member_ends_the_epoch_and_the_rest_form_another(nodes):
+    group, formed = form(nodes, 4)
+    victim = next(node for node in group if node.me.node != formed.coordinator)
+    begun = time.monotonic()
+    victim.die()
+    rest = [node for node in group if node is not victim]
+    for node in rest:
+        assert node.wait_for(EpochAborted).victims == (victim.me.node,)
+        assert len(node.wait_for(EpochFormed).members) == 3
+    assert time.monotonic() - begun < 2.0
+
+
+def test_a_dead_coordinator_is_succeeded(nodes):
+    group, formed = form(nodes, 4)
+    victim = coordinator_of(group, formed)
+    victim.die()
+    rest = [node for node in group if node is not victim]
+    formed2 = [node.wait_for(EpochFormed) for node in rest]
+    assert {f.epoch for f in formed2} == {formed2[0].epoch}
+    assert formed2[0].epoch > formed.epoch
+    assert {m.node for m in formed2[0].members} == {node.me.node for node in rest}
+
+
+def test_growth_waits_for_a_boundary(nodes):
+    group, formed = form(nodes, 3)
+    group[2].die()
+    rest = group[:2] if formed.coordinator != "node2" else group[:2]
+    smaller = [node.wait_for(EpochFormed) for node in rest][0]
+    for node in rest:
+        node.client.report(WorkersRunning(epoch=smaller.epoch, step=4))
+    back = nodes("node2", nodes=3, start=1)
+    for node in rest:
+        node.wait_for(AskWorkers, epoch=smaller.epoch)
+        node.client.report(WorkersEnded(epoch=smaller.epoch, finished=False, step=5))
+    for node in [*rest, back]:
+        assert len(node.wait_for(EpochFormed).members) == 3
+
+
+def test_a_second_job_is_refused_and_the_live_one_named(nodes):
+    form(nodes, 2)
+    intruder = nodes("node9", nodes=2, job="job2")
+    stopped = intruder.wait_for(JobStopped)
+    assert stopped.code == 93
+    assert "job1" in stopped.reason
+
+
+def test_a_dead_jobs_run_is_taken_over(nodes):
+    group, formed = form(nodes, 2)
+    for node in group:
+        node.die()
+    again = [nodes(f"node{i}", nodes=2, job="job2", start=1) for i in range(2)]
+    for node in again:
+        assert node.wait_for(EpochFormed).epoch > formed.epoch
+
+
+def test_everybody_stops_on_request_after_saving(nodes):
+    group, formed = form(nodes, 3)
+    group[1].client.report(StopAsked(reason="SIGTERM"))
+    for node in group:
+        node.wait_for(AskWorkers, epoch=formed.epoch)
+        node.client.report(WorkersEnded(epoch=formed.epoch, finished=False, step=7))
+    assert {node.wait_for(JobStopped).code for node in group} == {91}
+
+
+def test_the_last_step_ends_the_run(nodes):
+    group, formed = form(nodes, 2)
+    for node in group:
+        node.client.report(WorkersEnded(epoch=formed.epoch, finished=True, step=9))
+    assert {node.wait_for(JobStopped).code for node in group} == {0}
+    late = nodes("node5", nodes=2, job="job3")
+    assert late.wait_for(JobStopped).code == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">I", 12) + b'{"t":"Nope"}', struct.pack(">I", 2**31)],
+)
+def test_garbage_on_the_port_is_cut_off_and_does_no_harm(nodes, garbage):
+    group, formed = form(nodes, 2)
+    with socket.create_connection(("127.0.0.1", group[0].endpoint.port), timeout=5) as sock:
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(100) == b""
+    victim = next(node for node in group if node.me.node != formed.coordinator)
+    victim.die()
+    rest = next(node for node in group if node is not victim)
+    assert len(rest.wait_for(EpochFormed).members) == 1
