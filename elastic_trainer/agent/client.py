@@ -96,11 +96,8 @@ class MembershipClient:
         self._reactor.call(lambda: self._do(self._machine.reported(report, time.monotonic())))
 
     def close(self) -> None:
-        """Leave: peers see the connections end. Waits for nothing but the last sends."""
+        """Leave: peers see the connections end. Waits for nothing, a stalled board least of all."""
         self._reactor.call(self._shut)
-        if self._own_executors:
-            self._board_work.shutdown(wait=False, cancel_futures=True)
-            self._store_work.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_coordinator(self) -> bool:
@@ -136,6 +133,9 @@ class MembershipClient:
     def _shut(self) -> None:
         self._closed = True
         self._endpoint.shut()
+        if self._own_executors:
+            self._board_work.shutdown(wait=False, cancel_futures=True)
+            self._store_work.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, effects: list[Effect]) -> None:
         if self._closed:
