@@ -40,6 +40,8 @@ class LocalRun:
     faults: Sequence[Fault] = ()
     interrupts: Interrupts = field(default_factory=Interrupts)
     sleep: Callable[[float], None] = time.sleep
+    _struck_step: int = -1
+    _struck_epoch: int = -1
 
     def run(self) -> None:
         """Start every agent and return when none is left, or the user would not wait.
@@ -102,11 +104,16 @@ class LocalRun:
         return kept
 
     def _ready(self, fault: Fault) -> bool:
-        """Whether the run is in a state that `fault` makes sense in: training, or any for a return.
+        """Whether the run is in a state that `fault` makes sense in.
 
-        So two faults at neighbouring steps do not melt into one.
+        What brings nodes back always does. What strikes waits until the run
+        trains again after an earlier fault, so that two at neighbouring steps do
+        not melt into one; those at the same step strike together.
         """
-        return fault.brings_back or self.progress.state == "training"
+        if fault.brings_back:
+            return True
+        recovered = self.progress.epoch > self._struck_epoch and self.progress.state == "training"
+        return recovered or fault.step == self._struck_step
 
     def _inject(self, fault: Fault) -> bool:
         """Carry out one fault; return whether there was anything to do."""
@@ -127,6 +134,8 @@ class LocalRun:
             target=node if rank is None else f"rank {rank} on {node}",
         )
         self._carry_out(fault.action, node, pid)
+        if not fault.brings_back and node in self.progress.members:
+            self._struck_step, self._struck_epoch = fault.step, self.progress.epoch
         return True
 
     def _target(self, fault: Fault) -> tuple[str | None, int | None]:

@@ -97,6 +97,8 @@ class Progress:
                 self.coordinator = str(fields.get("coordinator") or event.node or "")
                 self.parked, self.state = None, "forming"
                 self._rate.clear()
+            case "trainer.started" if self.layout in ("", "?"):
+                self.layout = str(fields.get("layout", "?"))
             case "epoch.aborted" if (event.epoch or 0) >= self.epoch:
                 self.state = "recovering"
             case "coordinator.elected":

@@ -189,7 +189,7 @@ def progress_chart(data: ReportData) -> str:
         if not pause_s:
             continue
         left, right = x(failure["at_s"]), x(min(failure["at_s"] + pause_s, seconds))
-        tip = f"failure {number}: {failure['kind']}, {pause_s:.2f} s"
+        tip = f"failure {number}: {kind_text(failure)}, {pause_s:.2f} s"
         canvas.rect(left, y.end, max(right - left, 2), y.start - y.end, "#fbe3e1", tip=tip)
         canvas.badge((left + right) / 2, y.end - 12, str(number), FAIL)
         canvas.text(right + 4, y.start - 8, f"{pause_s:.1f} s", size=11, fill=FAIL)
@@ -213,7 +213,7 @@ def phase_chart(data: ReportData) -> str:
     for row, (number, failure) in enumerate(failures):
         top = 14 + 44 * row
         canvas.badge(20, top + 13, str(number), FAIL)
-        canvas.text(38, top + 11, f"{failure['kind']} {failure['node'] or ''}", size=12)
+        canvas.text(38, top + 11, f"{kind_text(failure)} {failure['node'] or ''}", size=12)
         canvas.text(38, top + 25, f"after step {failure['step']}", size=11, fill=MUTED)
         at = 0.0
         for phase, seconds in _bars(failure):
@@ -228,6 +228,11 @@ def phase_chart(data: ReportData) -> str:
             at += seconds
         canvas.text(x(at) + 6, top + 18, f"{failure['recovered_s'] or at:.2f} s", weight="bold")
     return canvas.render()
+
+
+def kind_text(failure: Mapping[str, Any]) -> str:
+    """Return the failure's kind in words: `node_lost` as `node lost`."""
+    return str(failure["kind"]).replace("_", " ")
 
 
 def _bars(failure: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -310,7 +315,7 @@ def _failure_table(summary: Mapping[str, Any]) -> str:
     rows = [
         (
             str(number),
-            failure["kind"],
+            kind_text(failure),
             (failure["node"] or "-")
             + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
             str(failure["step"]),
@@ -350,7 +355,7 @@ h1 {{ font-size: 24px; margin: 0 0 16px; }} h2 {{ font-size: 16px; margin: 0 0 1
 section {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px;
   padding: 18px 20px; margin: 16px 0; }}
 svg {{ display: block; width: 100%; height: auto; }}
-.tiles {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; }}
+.tiles {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(178px, 1fr)); gap: 10px; }}
 .tiles div {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; padding: 10px 14px; }}
 .tiles b {{ display: block; font-size: 19px; }} .tiles span {{ color: {MUTED}; font-size: 13px; }}
 .legend {{ margin: 8px 0 0; font-size: 13px; color: {MUTED}; }}

@@ -17,6 +17,7 @@ from launcher.ops.report import (
     REDONE,
     ReportData,
     band_colours,
+    kind_text,
     short_layout,
     thin,
 )
@@ -94,7 +95,7 @@ def _draw_phases(axes: Any, bars: list[tuple[int, Any]]) -> None:
     labels, used = [], set()
     for row, (number, failure) in enumerate(bars):
         labels.append(
-            f"{number}: {failure['kind']} {failure['node'] or ''}, step {failure['step']}"
+            f"{number}: {kind_text(failure)} {failure['node'] or ''}, step {failure['step']}"
         )
         at = 0.0
         for phase, seconds in [*failure["phases"].items(), ("other", failure["other_s"] or 0.0)]:
