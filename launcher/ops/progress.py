@@ -82,21 +82,13 @@ class Progress:
                 self.recent.append(line)
         return lines
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event) -> None:  # noqa: C901  one flat table of cases
         fields = event.fields
         match event.event:
             case "step.completed":
                 self._take_step(event)
             case "epoch.formed":
-                # A new attempt's first epoch is no restart.
-                self.restarts += self.state != "starting"
-                self.epoch = event.epoch or 0
-                self.layout = str(fields.get("layout", ""))
-                self.members = node_names(fields.get("members"))
-                self.spares = node_names(fields.get("spares"))
-                self.coordinator = str(fields.get("coordinator") or event.node or "")
-                self.parked, self.state = None, "forming"
-                self._rate.clear()
+                self._take_epoch(event)
             case "trainer.started" if self.layout in ("", "?"):
                 self.layout = str(fields.get("layout", "?"))
             case "epoch.aborted" if (event.epoch or 0) >= self.epoch:
@@ -114,6 +106,17 @@ class Progress:
                 self.state = "saving"
             case "trainer.finished" | "job.stopped":
                 self.state = "ending"
+
+    def _take_epoch(self, event: Event) -> None:
+        # A new attempt's first epoch is no restart.
+        self.restarts += self.state != "starting"
+        self.epoch = event.epoch or 0
+        self.layout = str(event.fields.get("layout", ""))
+        self.members = node_names(event.fields.get("members"))
+        self.spares = node_names(event.fields.get("spares"))
+        self.coordinator = str(event.fields.get("coordinator") or event.node or "")
+        self.parked, self.state = None, "forming"
+        self._rate.clear()
 
     def _take_step(self, event: Event) -> None:
         # Every rank may report a step; the first report of a newer one counts.

@@ -361,7 +361,8 @@ svg {{ display: block; width: 100%; height: auto; }}
 .legend {{ margin: 8px 0 0; font-size: 13px; color: {MUTED}; }}
 .legend span {{ display: inline-block; margin-right: 18px; white-space: nowrap; }}
 .legend i {{ display: inline-block; width: 12px; height: 12px; border-radius: 3px;
-  margin-right: 6px; vertical-align: -1px; border: 1px solid rgba(0, 0, 0, .12); }}
+  margin-right: 6px;
+  vertical-align: -1px; border: 1px solid rgba(0, 0, 0, .12); }}
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; width: 100%; font-size: 13px; }}
 th {{ text-align: left; color: {MUTED}; font-weight: 600; }}

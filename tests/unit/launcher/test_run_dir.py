@@ -57,7 +57,7 @@ def test_fewer_nodes_use_the_lower_rungs_and_a_resume_may_use_all(tmp_path, conf
 
 
 def test_too_few_nodes(config):
-    with pytest.raises(UserError, match="HF614.*use 2 or more"):
+    with pytest.raises(UserError, match=r"HF614.*use 2 or more"):
         run_dirs.narrow(config, 1)
 
 
@@ -74,7 +74,7 @@ def test_an_existing_run_is_never_written_over(tmp_path, config):
 
 def test_a_run_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="HF612.*another --run-dir"):
+    with pytest.raises(UserError, match=r"HF612.*another --run-dir"):
         run_dirs.create(tmp_path / "file" / "run", {"job.json": "{}"})
 
 
