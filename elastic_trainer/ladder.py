@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from elastic_trainer.layout import ParallelLayout
@@ -35,7 +36,7 @@ class Ladder:
         """Assert the order that `rung_for` relies on."""
         sizes = [rung.num_nodes for rung in self.rungs]
         assert sizes, "a ladder has at least one rung"
-        assert all(a > b for a, b in zip(sizes, sizes[1:], strict=False)), f"rungs {sizes}"
+        assert all(a > b for a, b in itertools.pairwise(sizes)), f"rungs {sizes}"
 
     @property
     def max_nodes(self) -> int:

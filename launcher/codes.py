@@ -84,6 +84,17 @@ CODES: Final[dict[str, Code]] = {
     "HF204": Code("A folder cannot be written.", "Choose another, or grant the permission."),
     "HF205": Code("The target cannot do this yet.", "Use what it can do."),
     "HF206": Code("An unknown target.", "Use one of those listed."),
+    # `run` and `report`: faults, run directories, pictures.
+    "HF601": Code("A --fault of another form.", "Write ACTION[:TARGET]@STEP, as kill-node:2@30."),
+    "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),
+    "HF603": Code("A --fault outside the run's steps.", "Use a step before the last one."),
+    "HF610": Code("Options of `run` that exclude each other.", "Leave one of them out."),
+    "HF611": Code("The run directory is in use already.", "Use --resume, or another --run-dir."),
+    "HF612": Code("A folder or file of the run cannot be written.", "Choose another place."),
+    "HF613": Code("Not a run directory, or one that cannot be read.", "Give one under ./runs."),
+    "HF614": Code("Too few or too many nodes for a run.", "Use the number named."),
+    "HF615": Code("The run has a live job already.", "Stop it, or start another run."),
+    "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

@@ -50,7 +50,10 @@ CPU: Final = "cpu"
 
 
 def tight_domain(gpu: str, gpus_per_node: int) -> int:
-    """Return how many consecutive ranks share one node or one NVLink domain."""
+    """Return how many consecutive ranks share one node or one NVLink domain.
+
+    Only rack-scale domains (more than the 8 GPUs of a box) reach beyond a node.
+    """
     domain = GPUS[gpu].scaleup_domain if gpu in GPUS else 1
-    whole_nodes = domain > gpus_per_node and domain % gpus_per_node == 0
-    return domain if whole_nodes else gpus_per_node
+    rack = domain > 8 and domain % gpus_per_node == 0
+    return max(domain, gpus_per_node) if rack else gpus_per_node

@@ -31,7 +31,7 @@ ReadText = Callable[[str], str]
 Model = Annotated[
     Annotated[sections.Text, Tag(MODEL_TAGS[0])]
     | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
-    Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict)]),
+    Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]),
 ]
 
 

@@ -120,8 +120,9 @@ def crosses_nodes(facts: Facts, layout: ParallelLayout) -> bool:
 def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     """The sequence splits into 2*cp zigzag halves, and each rank's share by tp."""
     seq_len, tp, cp = facts.seq_len, layout.tp, layout.cp
+    unit = math.lcm(tp * cp, 2 * cp if cp > 1 else 1)
+    near = max(unit, round(seq_len / unit) * unit)
     if cp > 1 and seq_len % (2 * cp):
-        near = max(2 * cp, round(seq_len / (2 * cp)) * 2 * cp)
         yield _finding(
             "HF105",
             "layout.cp",
@@ -130,13 +131,12 @@ def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
             "train.seq_len",
         )
     elif tp > 1 and (seq_len // cp) % tp:
-        unit = math.lcm(tp * cp, 2 * cp if cp > 1 else 1)
         share = f"the {seq_len // cp} tokens of each cp rank" if cp > 1 else f"seq_len {seq_len}"
         yield _finding(
             "HF106",
             "layout.tp",
             f"{tp} does not divide {share} (sequence parallel); "
-            f"use seq_len {max(unit, round(seq_len / unit) * unit)}, or a tp that divides it",
+            f"use seq_len {near}, or a tp that divides it",
             "train.seq_len",
             "layout.cp",
         )

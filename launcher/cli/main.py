@@ -35,7 +35,11 @@ class LazyGroup(click.Group):
         del ctx
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(COMMANDS[cmd_name][0])
+        try:
+            module = importlib.import_module(COMMANDS[cmd_name][0])
+        except ModuleNotFoundError as error:
+            # A part that was left out breaks its own command only.
+            raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
         name = "command" if hasattr(module, "command") else cmd_name
         command = getattr(module, name)
         assert isinstance(command, click.Command), f"{module.__name__}.{name} is no command"
@@ -98,7 +102,11 @@ def run_cli(args: list[str] | None = None) -> int:
     0 done, 1 it failed, 2 the user's input is wrong, 130 interrupted.
     """
     try:
-        result = cli.main(args=args, prog_name="holdfast", standalone_mode=False)
+        # Not cli.main(): it turns a closed pipe into exit code 1, and what it
+        # would print of errors is printed here.
+        arguments = sys.argv[1:] if args is None else list(args)
+        with cli.make_context("holdfast", arguments) as ctx:
+            result = cli.invoke(ctx)
     except UserError as error:
         print_problems(error.problems)
         return EXIT_USER

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.layout import AXES, ParallelLayout, micro_batches_per_rank
+
+degrees = st.integers(1, 5)
+
+
+@st.composite
+def layouts(draw):
+    replicate = draw(st.integers(1, 3))
+    return ParallelLayout(
+        dp=draw(degrees) * replicate,
+        tp=draw(degrees),
+        pp=draw(degrees),
+        cp=draw(degrees),
+        dp_replicate=replicate,
+        order=tuple(draw(st.permutations(AXES))),
+    )
+
+
+@given(layouts())
+def test_rank_and_coordinate_are_inverse_and_cover_every_rank_once(layout):
+    seen = set()
+    for rank in range(layout.world_size):
+        coordinate = layout.coordinate(rank)
+        assert layout.rank(coordinate) == rank
+        seen.add(tuple(sorted(coordinate.items())))
+    assert len(seen) == layout.world_size
+
+
+@given(layouts())
+def test_neighbours_along_the_innermost_axis_have_consecutive_ranks(layout):
+    inner = layout.order[0]
+    for rank in range(0, layout.world_size, getattr(layout, inner)):
+        group = layout.ranks_along(inner, rank)
+        assert group == list(range(rank, rank + getattr(layout, inner)))
+
+
+@given(layouts(), st.sampled_from(AXES))
+def test_groups_along_an_axis_partition_the_world(layout, axis):
+    groups = {tuple(layout.ranks_along(axis, rank)) for rank in range(layout.world_size)}
+    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+    assert {len(group) for group in groups} == {getattr(layout, axis)}
+
+
+@given(layouts())
+def test_text_and_dict_forms_round_trip(layout):
+    assert ParallelLayout.parse(str(layout)) == layout
+    assert ParallelLayout.from_dict(layout.to_dict()) == layout
+
+
+def test_text_form_is_outermost_first():
+    assert str(ParallelLayout(dp=8, pp=16, cp=16, tp=8)) == "dp8-pp16-cp16-tp8"
+    assert str(ParallelLayout(dp=4, dp_replicate=2)) == "dp4-pp1-cp1-tp1-hsdp2"
+
+
+@pytest.mark.parametrize("text", ["", "dp8", "dp8-pp1-cp1-tp0", "dp8-pp1-cp1-tp1-dp2", "x", "dp8 "])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match="is not a layout; the form is dp8-pp16-cp16-tp8"):
+        ParallelLayout.parse(text)
+
+
+def test_hsdp_shards_within_a_replica():
+    assert ParallelLayout(dp=8, dp_replicate=2).dp_shard == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dp": 3, "dp_replicate": 2}, {"tp": 0}, {"order": ("tp", "tp", "pp", "dp")}]
+)
+def test_impossible_layouts_are_asserted(wrong):
+    with pytest.raises(AssertionError):
+        ParallelLayout(**wrong)
+
+
+@given(st.integers(1, 1000), st.integers(1, 100))
+def test_every_rank_runs_enough_micro_batches_and_not_one_more(num, dp):
+    rounds = micro_batches_per_rank(num, dp)
+    assert (rounds - 1) * dp < num <= rounds * dp

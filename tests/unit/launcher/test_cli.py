@@ -1,0 +1,170 @@
+# ruff: noqa: E501  tables of messages, a row each
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import COMMANDS, run_cli
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+@pytest.fixture
+def job(tmp_path, job_text):
+    path = tmp_path / "job.yaml"
+    path.write_text(job_text)
+    return str(path)
+
+
+def test_examples_are_there():
+    assert {path.name for path in EXAMPLES} >= {
+        "tiny-cpu.yaml",
+        "llama3-8b.yaml",
+        "llama3-405b.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_passes_check_without_a_warning(path, capsys):
+    assert run_cli(["check", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{path}: ok\n")
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama3-405b-dp4", [":4: HF101 layout.dp: ", "8,192", "16,384", "use dp: 8"]),
+        ("llama3-8b-tp16", [":4: HF103 layout.tp: 16 does not divide the 8 KV heads of llama3-8b; use 8"]),
+    ],
+)  # fmt: skip
+def test_the_famous_mistakes_are_refused(name, said, capsys):
+    path = ROOT / "examples" / "mistakes" / f"{name}.yaml"
+    assert run_cli(["check", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert all(text in err for text in said)
+
+
+def test_check_as_json(job, capsys):
+    assert run_cli(["check", job, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], answer["problems"], answer["world_size"]) == (True, [], 32)
+    assert [rung["num_nodes"] for rung in answer["ladder"]] == [4, 3, 2, 1]
+    assert run_cli(["check", job, "--json", "--set", "layout.tp=3", "--set", "x=1"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert {"HF102", "HF103", "HF010"} <= {problem["code"] for problem in answer["problems"]}
+    assert set(answer["problems"][0]) == {"code", "file", "line", "key", "message"}
+
+
+def test_check_looks_at_this_machine_when_the_job_would_run_here(job, capsys):
+    assert run_cli(["check", job, "--set", "cluster.gpu=cpu"]) == 2
+    assert "HF201 data.path" in capsys.readouterr().err
+    assert run_cli(["check", job, "--to", "local"]) == 2
+    assert "HF201 data.path" in capsys.readouterr().err
+    assert run_cli(["check", job, "--to", "moon"]) == 2
+    assert "HF206 moon is no target; use local" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_missing_file_is_the_users_mistake(command, capsys):
+    assert run_cli([command, "gone.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "gone.yaml: HF001 cannot be read: No such file or directory; check the path\n"
+    )
+
+
+def test_plan_shows_placement_and_ladder(job, capsys):
+    assert run_cli(["plan", job, "--set", "layout.tp=4", "--set", "layout.cp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "node 0     ranks 0-7           dp 0, cp 0-1, tp 0-3" in out
+    assert "node 3     ranks 24-31         dp 3, cp 0-1, tp 0-3" in out
+    assert "dp3-pp1-cp2-tp4             22  2 of 66" in out
+
+
+def test_plan_for_the_nodes_left(job, capsys):
+    sets = ["--set", "layout.pp=2"]
+    assert run_cli(["plan", job, *sets, "--nodes", "3"]) == 0
+    assert "3 left: rung of 2, 1 spare" in capsys.readouterr().out
+    assert run_cli(["plan", job, *sets, "--nodes", "3", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert (chosen["nodes"], chosen["spares"], chosen["rung"]["text"]) == (3, 1, "dp1-pp2-cp1-tp8")
+    assert run_cli(["plan", job, *sets, "--nodes", "1"]) == 2
+    assert "HF125 --nodes: 1 nodes left, the last rung needs 2" in capsys.readouterr().err
+
+
+def test_long_lists_are_shortened_unless_all_is_asked_for(capsys):
+    path = str(ROOT / "examples" / "llama3-405b.yaml")
+    assert run_cli(["plan", path]) == 0
+    short = capsys.readouterr().out
+    assert "... 2,032 more nodes (--all shows them)" in short
+    assert len(short.splitlines()) < 40
+    assert run_cli(["plan", path, "--all"]) == 0
+    assert "node 1000  " in capsys.readouterr().out
+
+
+def test_schema_is_json(capsys):
+    assert run_cli(["schema"]) == 0
+    assert "layout" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_version(capsys):
+    assert run_cli(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("holdfast ")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["chek"], "no such command 'chek'; did you mean check?"),
+        (["zzz"], "no such command 'zzz'; use check, plan"),
+        (["check"], "Missing argument 'JOB'"),
+        (["plan", "x", "--nodes", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_mistakes_on_the_command_line_exit_with_2(args, said, capsys):
+    assert run_cli(args) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "schema"])
+def test_help_ends_with_an_example(command, capsys):
+    assert run_cli([command, "--help"]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("  Example: holdfast ")
+
+
+def test_help_lists_all_commands(capsys):
+    assert run_cli(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_colours_stay_out_of_pipes(job):
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli.main", "check", job, "--set", "layout.tp=3"],
+        capture_output=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert b"\x1b" not in done.stderr + done.stdout
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    path = str(ROOT / "examples" / "llama3-405b.yaml")
+    command = [sys.executable, "-m", "launcher.cli.main", "plan", path, "--all"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as child:
+        child.stdout.readline()
+        child.stdout.close()
+        err = child.stderr.read()
+        assert child.wait(timeout=30) == 0
+    assert err == b""

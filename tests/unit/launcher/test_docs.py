@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launcher.cli.docs import cli_reference, error_reference
+from launcher.codes import CODES
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_command_reference_is_that_of_the_commands():
+    assert (ROOT / "docs" / "cli.md").read_text() == cli_reference(), (
+        "run: python -m launcher.cli.docs > docs/cli.md"
+    )
+
+
+def test_the_error_reference_is_that_of_the_codes():
+    assert (ROOT / "docs" / "errors.md").read_text() == error_reference(), (
+        "run: python -m launcher.cli.docs errors > docs/errors.md"
+    )
+
+
+def test_every_code_used_is_in_the_table_and_the_reverse():
+    used = set()
+    for path in (ROOT / "launcher").rglob("*.py"):
+        if path.name != "codes.py":
+            used |= set(re.findall(r'"(HF[0-9]{3})"', path.read_text()))
+    assert used == set(CODES)

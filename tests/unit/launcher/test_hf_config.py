@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic_trainer.models import PRESETS
+from launcher.hf_config import ConfigError, parse_hf_config
+
+LLAMA_31_405B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 16384, "intermediate_size": 53248, "max_position_embeddings": 131072,
+    "mlp_bias": False, "model_type": "llama", "num_attention_heads": 128,
+    "num_hidden_layers": 126, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def parse(**changes):
+    return parse_hf_config(json.dumps({**LLAMA_31_405B, **changes}))
+
+
+def test_the_published_config_is_the_preset():
+    assert parse() == PRESETS["llama3-405b"]
+
+
+def test_the_newer_form_of_rope_is_read():
+    rope = {**LLAMA_31_405B["rope_scaling"], "rope_theta": 500000.0}
+    assert parse(rope_scaling=None, rope_theta=None, rope_parameters=rope) == PRESETS["llama3-405b"]
+
+
+def test_defaults_are_those_of_the_format():
+    small = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
+             "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
+    shape = parse_hf_config(json.dumps(small))
+    assert (shape.num_kv_heads, shape.norm_eps, shape.rope_theta) == (4, 1e-6, 10000.0)
+    assert shape.rope_scaling_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"model_type": "mixtral"}, "HF022", "model_type 'mixtral' is not of the Llama family"),
+        ({"attention_bias": True}, "HF022", "attention_bias"),
+        ({"hidden_act": "gelu"}, "HF022", "hidden_act 'gelu'"),
+        ({"sliding_window": 4096}, "HF022", "sliding_window"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "HF022", "RoPE scaling 'yarn'"),
+        ({"rope_scaling": "big"}, "HF021", "rope_scaling"),
+        ({"hidden_size": "64"}, "HF021", "hidden_size is '64'; expected a whole number"),
+        ({"hidden_size": True}, "HF021", "hidden_size is True"),
+        ({"vocab_size": None}, "HF021", "vocab_size is None"),
+        ({"rms_norm_eps": 0}, "HF021", "rms_norm_eps is 0; expected a number above 0"),
+    ],
+)
+def test_other_models_are_refused_clearly(changes, code, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    assert caught.value.code == code
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "5"])
+def test_what_is_no_json_object(text):
+    with pytest.raises(ConfigError) as caught:
+        parse_hf_config(text)
+    assert caught.value.code == "HF021"

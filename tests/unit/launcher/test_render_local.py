@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_trainer.config import TrainConfig
+from launcher.planning.search import plan
+from launcher.render.local import render_local, to_train_config
+from launcher.spec import JobSpec
+from launcher.targets import TARGETS, target_named
+
+PLACES = {"run_id": "r1", "run_dir": "/runs/r1", "base_dir": "/home/me/jobs"}
+
+
+def test_job_json_carries_the_spec(make_spec):
+    spec = make_spec(
+        "checkpoint={every_steps: 5, every_s: null, keep_every_steps: 10}",
+        "elastic={min_nodes: 2, hang_ceiling_s: 7}", "network={ports: 29400-29499}",
+        "train.optimizer={lr: 0.5}", "data.format=nanogpt",
+    )  # fmt: skip
+    planned = plan(spec)
+    config = to_train_config(spec, planned, **PLACES)
+    assert TrainConfig.from_json(config.to_json()) == config
+    assert config.ladder == planned.ladder
+    assert (config.device, config.gpus_per_node, config.run_id) == ("cuda", 8, "r1")
+    assert config.train.optimizer.lr == 0.5
+    assert (config.checkpoint.every_s, config.checkpoint.every_steps) == (None, 5)
+    assert config.checkpoint.keep_every_steps == 10
+    assert (config.elastic.min_nodes, config.elastic.hang_ceiling_s) == (2, 7)
+    assert config.network.ports == "29400-29499"
+    assert config.data.format == "nanogpt"
+
+
+def test_relative_paths_start_at_the_job_file(make_spec):
+    spec = make_spec("data.tokenizer=tok.json", "checkpoint.dir=ckpt")
+    config = to_train_config(spec, plan(spec), **PLACES)
+    assert config.data.path == "/home/me/jobs/corpus"
+    assert config.data.tokenizer == "/home/me/jobs/tok.json"
+    assert config.checkpoint.dir == "/home/me/jobs/ckpt"
+
+
+def test_absolute_paths_stay_and_checkpoints_default_to_the_run(make_spec):
+    spec = make_spec("data.path=/data/x")
+    config = to_train_config(spec, plan(spec), **PLACES)
+    assert config.data.path == "/data/x"
+    assert config.data.tokenizer == "bytes"
+    assert config.checkpoint.dir == "/runs/r1/checkpoints"
+
+
+def test_the_kept_spec_gives_the_same_job_again(job_text):
+    text = job_text.replace("name: a-job", "name: a-job  # mine")
+    dims = "{num_layers: 2, dim: 64, num_heads: 8, ffn_dim: 128, vocab_size: 512}"
+    sets = ["train.steps=7", "slurm.time=2-00:00:00", f"model={dims}"]
+    for some in ([], sets):
+        spec = JobSpec.from_text(text, sets=some)
+        bundle = render_local(spec, plan(spec), **PLACES)
+        assert set(bundle) == {"job.json", "spec.yaml"}
+        assert "# mine" in bundle["spec.yaml"]
+        again = JobSpec.from_text(bundle["spec.yaml"])
+        assert again.model_dump() == spec.model_dump()
+        assert render_local(again, plan(again), **PLACES)["job.json"] == bundle["job.json"]
+
+
+def test_rendering_touches_nothing(make_spec, tmp_path):
+    spec = make_spec()
+    render_local(spec, plan(spec), run_id="r", run_dir=tmp_path / "r", base_dir=tmp_path)
+    assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_every_target_has_a_renderer(make_spec):
+    for name in TARGETS:
+        spec = make_spec()
+        renderer = target_named(name).load_renderer()
+        assert "job.json" in renderer(spec, plan(spec), **PLACES)

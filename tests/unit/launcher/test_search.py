@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from launcher.errors import UserError
+from launcher.planning.search import num_rounds, plan
+from launcher.spec import JobSpec
+from launcher.spec_rules import layout_findings, schedule_runs
+
+TEXT = """\
+name: a
+model: {num_layers: 12, dim: 96, num_heads: 24, num_kv_heads: 12, ffn_dim: 96, vocab_size: 480}
+cluster: {gpu: cpu}
+train: {seq_len: 96, steps: 1}
+data: {path: x}
+"""
+
+
+@st.composite
+def specs(draw):
+    per_node = draw(st.sampled_from([1, 2, 4, 8]))
+    degrees = {axis: draw(st.sampled_from([1, 1, 2, 3, 4])) for axis in ("tp", "cp", "pp")}
+    interleave = draw(st.sampled_from([1, 1, 2]))
+    replica = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    unit = math.lcm(replica, per_node) // per_node
+    nodes = unit * draw(st.integers(1, 5))
+    sets = [f"layout.{axis}={degree}" for axis, degree in degrees.items()]
+    sets += [
+        "layout.allow_tp_across_nodes=true",
+        f"cluster.nodes={nodes}",
+        f"cluster.gpus_per_node={per_node}",
+        f"elastic.min_nodes={draw(st.integers(1, nodes))}",
+        f"train.global_batch={draw(st.integers(12, 60)) * 4}",
+        f"train.micro_batch={draw(st.sampled_from([1, 2]))}",
+        f"layout.dp_replicate={draw(st.sampled_from([1, 1, 2, 4]))}",
+        f"layout.interleave={interleave}",
+        f"layout.schedule={'interleaved' if interleave > 1 else '1f1b'}",
+    ]
+    try:
+        return JobSpec.from_text(TEXT, sets=sets)
+    except UserError:
+        assume(False)
+
+
+@given(specs())
+def test_every_rung_is_legal_and_fills_its_nodes(spec):
+    facts, planned = spec.facts, plan(spec)
+    sizes = [rung.num_nodes for rung in planned.ladder.rungs]
+    assert sizes[0] == spec.cluster.nodes
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes[-1] >= spec.min_nodes
+    for rung in planned.ladder.rungs:
+        layout = rung.layout
+        assert layout.world_size == rung.num_nodes * spec.cluster.gpus_per_node
+        assert {finding.code for finding in layout_findings(facts, layout)} <= {"HF111"}
+        assert layout.order == spec.layout.order
+
+
+@given(specs())
+def test_the_global_batch_is_the_same_on_every_rung(spec):
+    batches = spec.facts.num_micro_batches
+    for rung in plan(spec).ladder.rungs:
+        assert rung.micro_batches * rung.layout.dp >= batches
+        assert batches >= rung.layout.dp, "a dp rank without any micro-batch of its own"
+        if rung.layout.pp == 1 or spec.layout.schedule == "1f1b":
+            assert (rung.micro_batches - 1) * rung.layout.dp < batches
+        else:
+            assert schedule_runs("interleaved", rung.layout.pp, rung.micro_batches)
+
+
+@given(specs())
+def test_replicas_go_first_then_pp_then_cp_then_tp(spec):
+    top = spec.full_layout
+    replica = top.tp * top.cp * top.pp
+    for rung in plan(spec).ladder.rungs:
+        layout = rung.layout
+        if rung.num_nodes * spec.cluster.gpus_per_node >= replica:
+            assert (layout.tp, layout.cp, layout.pp) == (top.tp, top.cp, top.pp)
+        if layout.cp < top.cp:
+            assert layout.pp == 1
+        if layout.tp < top.tp:
+            assert (layout.pp, layout.cp) == (1, 1)
+
+
+@given(specs())
+def test_no_whole_replica_is_left_idle(spec):
+    planned = plan(spec)
+    top, per_node = spec.full_layout, spec.cluster.gpus_per_node
+    replica = top.tp * top.cp * top.pp
+    rungs = {rung.num_nodes for rung in planned.ladder.rungs}
+    for nodes in range(spec.min_nodes, spec.cluster.nodes):
+        if nodes * per_node % replica == 0:
+            assert nodes in rungs
+
+
+@given(specs())
+def test_hsdp_keeps_what_it_can(spec):
+    wanted = spec.layout.dp_replicate
+    for rung in plan(spec).ladder.rungs:
+        replicate, dp = rung.layout.dp_replicate, rung.layout.dp
+        assert replicate <= wanted
+        assert not any(dp % degree == 0 for degree in range(replicate + 1, min(wanted, dp) + 1))
+
+
+@given(specs(), st.integers(0, 30))
+def test_the_plan_depends_on_the_spec_alone(spec, nodes):
+    first, second = plan(spec), plan(JobSpec.from_text(spec.text, sets=spec.sets))
+    assert first.ladder == second.ladder
+    if nodes >= first.ladder.min_nodes:
+        assert first.ladder.rung_for(nodes) == second.ladder.rung_for(nodes)
+
+
+def test_the_405b_ladder_gives_up_one_replica(make_spec):
+    spec = make_spec(
+        "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16}", "cluster.nodes=2048",
+        "train.seq_len=131072", "train.global_batch=128", "elastic.min_nodes=1792",
+    )  # fmt: skip
+    rungs = plan(spec).ladder.rungs
+    assert [(rung.num_nodes, str(rung.layout), rung.micro_batches) for rung in rungs] == [
+        (2048, "dp8-pp16-cp16-tp8", 16),
+        (1792, "dp7-pp16-cp16-tp8", 19),
+    ]
+
+
+def test_by_default_one_replica_is_the_last_rung(make_spec):
+    planned = plan(make_spec("layout={tp: 8, pp: 2}", "train.global_batch=64"))
+    assert [rung.num_nodes for rung in planned.ladder.rungs] == [4, 2]
+
+
+def test_nodes_that_fill_no_replica_are_spares(make_spec):
+    planned = plan(make_spec("layout={tp: 8, pp: 2}", "elastic.min_nodes=1"))
+    assert [(r.num_nodes, str(r.layout)) for r in planned.ladder.rungs] == [
+        (4, "dp2-pp2-cp1-tp8"),
+        (2, "dp1-pp2-cp1-tp8"),
+        (1, "dp1-pp1-cp1-tp8"),
+    ]
+    assert planned.ladder.rung_for(3).num_nodes == 2
+
+
+def test_min_nodes_that_no_rung_reaches_is_a_warning(make_spec):
+    planned = plan(make_spec("layout={tp: 8, pp: 2}", "elastic.min_nodes=3"))
+    assert planned.ladder.min_nodes == 4
+    (warning,) = planned.warnings
+    assert warning.code == "HF151"
+    assert "fewer than 4 nodes cannot be used, though min_nodes is 3" in warning.message
+
+
+def test_the_interleaved_schedule_is_padded_on_lower_rungs(make_spec):
+    spec = make_spec(
+        "layout={tp: 4, pp: 2, schedule: interleaved, interleave: 2}", "train.global_batch=64"
+    )
+    rounds = {rung.layout.dp: rung.micro_batches for rung in plan(spec).ladder.rungs}
+    assert rounds == {4: 16, 3: 22, 2: 32, 1: 64}
+    assert num_rounds(spec.facts, spec.full_layout) == 16

@@ -1,0 +1,273 @@
+# ruff: noqa: E501  tables of messages, a row each
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.models import PRESETS
+from launcher.errors import UserError
+from launcher.spec import SECTIONS, JobSpec, job_schema, load_spec
+
+
+def test_a_legal_job_has_defaults_and_a_solved_dp(make_spec):
+    spec = make_spec()
+    assert str(spec.full_layout) == "dp4-pp1-cp1-tp8"
+    assert spec.shape == PRESETS["llama3-8b"]
+    assert spec.checkpoint.every_s == 600
+    assert spec.min_nodes == 1
+    assert spec.device == "cuda"
+    assert spec.warnings == ()
+
+
+def test_all_keys_of_the_design_are_accepted(job_text):
+    text = job_text.replace("layout: {tp: 8, dp: auto}", "") + (
+        "layout: {tp: 2, cp: 2, pp: 2, dp: auto, order: [tp, cp, pp, dp], dp_replicate: 2,\n"
+        "         schedule: interleaved, interleave: 2}\n"
+        "checkpoint: {dir: /c, every_s: 600, keep: 3, memory_every_steps: 1}\n"
+        "elastic: {min_nodes: 2, max_restarts: 100, window_s: 86400, hang_ceiling_s: 300}\n"
+        "code: {dir: ., exclude: [.git, data]}\n"
+        "env: {venv: /shared/envs/train}\n"
+        "network: {interface: auto, ports: 29400-29499}\n"
+        "command: null\n"
+        "slurm: {partition: train, account: llm, time: 2-00:00:00}\n"
+        "kubernetes: {namespace: train, image: registry.local/holdfast:1.0}\n"
+    )
+    spec = JobSpec.from_text(text)
+    assert spec.layout.interleave == 2
+    assert spec.code.exclude == (".git", "data")
+    assert spec.slurm.time == "2-00:00:00"
+    assert spec.full_layout.dp_replicate == 2
+
+
+def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
+    text = (
+        "name: My_Job\n"
+        "model: llama3-8b\n"
+        "layout:\n  tp: 16\n  ordr: [tp]\n"
+        "cluster: {nodes: 4, gpus_per_node: 16, gpu: H100}\n"
+        "train:\n  seq_len: '8192'\n  global_batch: 1e6\n  steps: -1\n  lr: 3\n"
+        "data: [x]\n"
+        "elastic: {min_nodes: 9}\n"
+    )
+    lines = mistakes("train.optimizer.lr=.nan", text=text)
+    assert [line.split(" ")[0:2] for line in lines] == [
+        ["job.yaml:1:", "HF015"],
+        ["job.yaml:4:", "HF103"],
+        ["job.yaml:5:", "HF010"],
+        ["job.yaml:6:", "HF122"],
+        ["job.yaml:8:", "HF012"],
+        ["job.yaml:9:", "HF012"],
+        ["job.yaml:10:", "HF013"],
+        ["job.yaml:11:", "HF010"],
+        ["job.yaml:12:", "HF012"],
+        ["job.yaml:13:", "HF120"],
+        ["--set", "train.optimizer.lr=.nan:"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ("layout.ordr=1", "HF010 layout.ordr: unknown key; did you mean layout.order?"),
+        ("train.lr=1", "HF010 train.lr: unknown key here; did you mean train.optimizer.lr?"),
+        ("zzz=1", "HF010 zzz: unknown key; a job file has name, model"),
+        ("train.steps=1e6", "HF012 train.steps: expected a whole number, found the number 1000000.0; write 1000000"),
+        ("train.steps='50'", "HF012 train.steps: expected a whole number, found the text '50'; write 50 without"),
+        ("train.steps=true", "HF012 train.steps: expected a whole number, found the truth value true"),
+        ("train.steps=", "HF012 train.steps: expected a whole number, found nothing (null)"),
+        ("train.steps=-1", "HF013 train.steps: expected at least 1, found the number -1"),
+        ("train.steps=0", "HF013 train.steps: expected at least 1"),
+        ("train.steps=" + "9" * 60, "HF013 train.steps: expected at most 1,000,000,000,000, found a huge"),
+        ("train.optimizer.lr=.nan", "HF013 train.optimizer.lr: expected a finite number"),
+        ("train.optimizer.lr=.inf", "HF013 train.optimizer.lr: expected a finite number"),
+        ("train.optimizer.lr=0", "HF013 train.optimizer.lr: expected more than 0"),
+        ("train.compile=yes", "HF012 train.compile: expected true or false, found the text 'yes'; YAML 1.2"),
+        ("train.precision=fp16", "HF014 train.precision: expected bf16 or fp32, found the text 'fp16'"),
+        ("train=5", "HF012 train: expected a section (a mapping of keys), found the number 5"),
+        ("layout.dp=all", "HF012 layout.dp: expected a whole number or auto, found the text 'all'"),
+        ("layout.dp=true", "HF012 layout.dp"),
+        ("layout.order=[tp, tp, pp, dp]", "HF117 layout.order: [tp, tp, pp, dp] must name"),
+        ("layout.order=tp", "HF012 layout.order: expected a list, found the text 'tp'; write [a, b]"),
+        ("layout.order=[1, cp, pp, dp]", "HF012 layout.order[0]: expected a text, found the number 1"),
+        ("layout.schedule=zbv", "HF115 layout.schedule: zbv: with FSDP2 the zero-bubble schedules"),
+        ("layout.schedule=ZeroBubble", "HF115"),
+        ("layout.schedule=InterleavedZeroBubble", "HF115"),
+        ("layout.schedule=dualpipev", "HF115"),
+        ("layout.schedule=gpipe", "HF014 layout.schedule: expected 1f1b or interleaved"),
+        ("layout.schedule=interleaved", "HF118 layout.schedule: interleaved needs interleave: 2"),
+        ("layout.interleave=2", "HF118 layout.interleave: 2 stages per rank need schedule: interleaved"),
+        ("name=Llama_3 8B", "as llama-3-8b"),
+        ("name=123", "HF012 name: expected a text, found the number 123"),
+        ("model=llama3-9b", "HF020 model: llama3-9b is unknown; did you mean llama3-8b?"),
+        ("model=x/config.json", "HF021 model: x/config.json: files such as"),
+        ("model=5", "HF012 model: expected a text, found the number 5"),
+        ("model={num_layers: 2, num_heads: 8, ffn_dim: 128, vocab_size: 512}", "HF011 model.dim: is missing: Model width."),
+        ("data.path=", "HF012 data.path: expected a text, found nothing (null)"),
+        ("data.path='  '", "HF015 data.path: expected some text, found none"),
+        ('data.path="a\\nb"', "HF015 data.path: line breaks and control characters"),
+        ("network.ports=80-90", "HF015 network.ports: expected low-high within 1024-65535"),
+        ("network.ports=29499-29400", "HF015 network.ports"),
+        ("network.cidr=10.0.0.0/99", "HF015 network.cidr: expected a network such as 10.0.0.0/8"),
+        ("network={cidr: 10.0.0.0/8, interface: eth0}", "HF016 network.cidr"),
+        ("env={venv: /a, image: b}", "HF016 env.image: venv and image exclude each other"),
+        ("command='train.py --x {zp}'", "HF015 command: {zp} is unknown; {tp} {pp} {cp} {dp} are"),
+        ("command=\"train.py 'x\"", "HF015 command: No closing quotation"),
+        ("slurm.time=tomorrow", "HF015 slurm.time: expected sbatch's"),
+        ("cluster.gpu=H100", "HF122 cluster.gpu: H100 is unknown; use H100-80GB-SXM, H100-80GB-PCIe"),
+        ("elastic.min_nodes=9", "HF120 elastic.min_nodes: 9 is more than the 4 nodes of the cluster; use 4"),
+        ("elastic.dead_after_s=0.5", "HF123 elastic.dead_after_s: 0.5 s of silence"),
+    ],
+)  # fmt: skip
+def test_one_mistake_one_line(mistakes, sets, message):
+    (line,) = mistakes(sets)
+    assert message in line
+    assert line.startswith(f"--set {sets}: HF")
+
+
+@pytest.mark.parametrize("key", ["name", "model", "cluster", "train", "data"])
+def test_a_missing_section_is_named_and_the_rest_still_checked(job_text, mistakes, key):
+    lines = job_text.splitlines()
+    kept = [line for line in lines if not line.startswith(key)]
+    if key in ("train", "data"):
+        kept = [line for line in kept if not line.startswith("  ")]
+    found = mistakes("layout.zzz=1", text="\n".join(kept))
+    assert any(line.startswith(f"job.yaml:1: HF011 {key}: is missing") for line in found)
+    assert any("HF010 layout.zzz" in line for line in found)
+
+
+def test_a_missing_key_is_named_at_its_section(mistakes, job_text):
+    (line,) = mistakes(text=job_text.replace("  seq_len: 8192\n", ""))
+    assert line == "job.yaml:5: HF011 train.seq_len: is missing: Tokens per sequence."
+
+
+def test_wrong_values_are_not_blamed_for_what_follows_from_them(mistakes):
+    # Without a valid number of nodes nothing can be said about the world size.
+    assert len(mistakes("cluster.nodes=many", "layout.dp=3")) == 1
+
+
+def test_an_empty_section_is_one_with_defaults(make_spec, job_text):
+    spec = make_spec(text=job_text + "slurm:\ncheckpoint:\n")
+    assert spec.checkpoint.keep == 3
+
+
+def test_a_model_by_its_dimensions(make_spec):
+    dims = "{num_layers: 2, dim: 64, num_heads: 8, ffn_dim: 128, vocab_size: 512}"
+    spec = make_spec(f"model={dims}", "layout.tp=4")
+    assert spec.shape.num_kv_heads == 8
+    assert spec.shape.head_size == 8
+    assert spec.model_name == "the model"
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        (
+            "num_heads: 8, num_kv_heads: 3",
+            "HF023 model.num_kv_heads: 3 does not divide the 8 heads",
+        ),
+        ("num_heads: 7", "HF023 model.num_heads: 7 does not divide dim 64"),
+        ("num_heads: 64", "HF023 model.head_dim: heads of 1 are odd"),
+        ("num_heads: 8, vocab_sise: 3", "did you mean model.vocab_size?"),
+    ],
+)
+def test_dimensions_that_contradict_each_other(mistakes, dims, message):
+    model = f"model={{num_layers: 2, dim: 64, ffn_dim: 128, vocab_size: 512, {dims}}}"
+    assert any(message in line for line in mistakes(model, "layout.tp=1"))
+
+
+def test_the_byte_tokenizer_needs_256_tokens(mistakes):
+    model = "{num_layers: 2, dim: 64, num_heads: 8, ffn_dim: 128, vocab_size: 100}"
+    assert (
+        "HF024 model.vocab_size: 100 is too small" in mistakes(f"model={model}", "layout.tp=1")[0]
+    )
+
+
+def test_a_command_line_is_split_as_a_shell_would_but_never_run_by_one(make_spec):
+    assert make_spec("command=train.py --tp {tp} 'a b; rm'").command == (
+        "train.py", "--tp", "{tp}", "a b; rm",
+    )  # fmt: skip
+
+
+def test_warnings_do_not_stop_a_job(make_spec):
+    spec = make_spec(
+        "train.optimizer.warmup_steps=500", "train.seq_len=16384", "train.global_batch=66"
+    )
+    assert [warning.code for warning in spec.warnings] == ["HF152", "HF153", "HF154"]
+    assert "warning: HF152" in str(spec.warnings[0])
+
+
+def test_load_spec_reads_a_config_json_beside_the_job_file(tmp_path, job_text):
+    config = {
+        "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 128, "vocab_size": 512,
+    }  # fmt: skip
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "job.yaml").write_text(job_text)
+    for name in ("model/config.json", "model/", str(tmp_path / "model/config.json")):
+        assert load_spec(tmp_path / "job.yaml", [f"model={name}"]).shape.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: None, "HF001 cannot be read: No such file or directory; check the path"),
+        (lambda p: p.mkdir(), "HF001 cannot be read: Is a directory"),
+        (lambda p: p.write_bytes(b"a: \xff\n"), "HF002 byte 3 is not UTF-8"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, make, message):
+    path = tmp_path / "job.yaml"
+    make(path)
+    with pytest.raises(UserError) as caught:
+        load_spec(path)
+    assert f"{path}: {message}" in str(caught.value)
+
+
+def test_a_missing_config_json_is_reported_with_the_other_mistakes(tmp_path, job_text):
+    (tmp_path / "job.yaml").write_text(job_text)
+    with pytest.raises(UserError) as caught:
+        load_spec(tmp_path / "job.yaml", ["model=gone/config.json", "train.zzz=1"])
+    assert [problem.code for problem in caught.value.problems] == ["HF021", "HF010"]
+
+
+_keys = st.sampled_from(
+    [f"{name}.{key}".lstrip(".") for name, model in SECTIONS.items() for key in model.model_fields]
+)
+_values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-10, 10**20),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@given(st.lists(st.tuples(_keys, _values), max_size=4))
+def test_any_values_give_a_spec_or_problems_with_a_place(pairs):
+    text = json.dumps({"name": "a", "model": "tiny", "data": {"path": "x"}})
+    sets = [f"{key}={json.dumps(value)}" for key, value in pairs]
+    spec, problems = None, []
+    try:
+        spec = JobSpec.from_text(text, "job.yaml", sets)
+    except UserError as error:
+        problems = error.problems
+    assert all(problem.where.file and problem.message for problem in problems)
+    assert problems or spec.full_layout.world_size == spec.facts.num_gpus
+
+
+def test_the_schema_describes_every_key():
+    schema = job_schema()
+    json.dumps(schema)
+    for definition in [schema, *schema["$defs"].values()]:
+        for key, field in definition["properties"].items():
+            # A section whose description is that of its own definition is only referred to.
+            assert "description" in field or "$ref" in field, (
+                f"{definition['title']}.{key} has no description"
+            )
+    assert set(schema["required"]) == {"name", "model", "cluster", "train", "data"}

@@ -1,0 +1,139 @@
+# ruff: noqa: E501  tables of messages, a row each
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.layout import AXES, ParallelLayout
+from launcher.spec import JobSpec
+from launcher.spec_rules import choices, crosses_nodes, divisors, nearest_nodes, schedule_runs
+
+TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, vocab_size: 512}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["layout.dp=2"], "HF101 layout.dp: dp 2 x tp 8 x pp 1 x cp 1 = 16 ranks, but 4 nodes x 8 are 32 GPUs; use dp: 4 (or dp: auto) or cluster.nodes: 2"),
+        (["layout.dp=7", "layout.tp=1", "layout.pp=3"], "= 21 ranks, but 4 nodes x 8 are 32 GPUs; use cluster.nodes: 3 or 6 with dp: auto"),
+        (["layout.pp=3"], "HF116 layout.dp: auto has no solution: one replica of tp 8 x cp 1 x pp 3 = 24 ranks does not divide the 32 GPUs of 4 nodes; use cluster.nodes: 3 or 6"),
+        (["layout.tp=16", "layout.allow_tp_across_nodes=true"], "HF103 layout.tp: 16 does not divide the 8 KV heads of llama3-8b; use 8, 4, 2 or 1"),
+        (["layout.tp=8", "cluster={nodes: 8, gpus_per_node: 4, gpu: B200}"], "HF104 layout.tp: tensor-parallel groups of 8 reach beyond 4 GPUs"),
+        (["layout.tp=4", "layout.order=[dp, tp, cp, pp]"], "HF104"),
+        (["layout={cp: 8}", "train.seq_len=1000"], "HF105 layout.cp: seq_len 1000 does not divide into 2*cp = 16 zigzag halves; use seq_len 992, or cp 5, 4, 2 or 1"),
+        (["train.seq_len=1001"], "HF106 layout.tp: 8 does not divide seq_len 1001 (sequence parallel); use seq_len 1000"),
+        (["layout.cp=4", "train.seq_len=1000"], "HF106 layout.tp: 8 does not divide the 250 tokens of each cp rank"),
+        (["layout={pp: 16}", f"model={TINY}"], "HF109 layout.pp: 16 is more than the 4 layers of the model; use pp 4 or less"),
+        (["layout={pp: 2, schedule: interleaved, interleave: 4}", f"model={TINY}"], "HF109 layout.pp: 2 x interleave 4 = 8 stages is more than the 4 layers"),
+        (["layout={pp: 4}", "train.global_batch=16"], "HF110 train.global_batch: 16 sequences are 2 micro-batches per dp rank, fewer than the 4 pipeline stages; use at least 32, or pp 2 or less"),
+        (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=48"], "HF111 train.global_batch: the interleaved schedule runs a multiple of pp 4 micro-batches per dp rank, not 6; use 32 or 64 sequences"),
+        (["train.micro_batch=3"], "HF112 train.global_batch: 64 sequences are no whole number of micro-batches of 3; use 63, or micro_batch 2 or 1"),
+        (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 sequences are 16 micro-batches of 1, fewer than dp 32; use at least 32, or a layout with dp 16 or less"),
+        (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 does not divide dp 4; use 2 or 1"),
+    ],
+)  # fmt: skip
+def test_each_rule_has_its_code_values_and_way_out(mistakes, sets, message):
+    (line,) = mistakes(*sets)
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("model", "codes"),
+    [
+        ("num_heads: 6, num_kv_heads: 2, ffn_dim: 96, vocab_size: 512", ["HF102", "HF103"]),
+        ("num_heads: 8, num_kv_heads: 4, ffn_dim: 96, vocab_size: 510", ["HF107"]),
+        ("num_heads: 8, num_kv_heads: 4, ffn_dim: 90, vocab_size: 512", ["HF108"]),
+    ],
+)
+def test_dimensions_that_tp_must_divide(mistakes, model, codes):
+    text = f"model={{num_layers: 2, dim: 48, {model}}}"
+    found = mistakes(text, "layout.tp=4", "cluster={nodes: 1, gpus_per_node: 8, gpu: B200}")
+    assert [next(word for word in line.split() if word.startswith("HF")) for line in found] == codes
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_the_ways_out_of_sequence_rules_are_ways_out(mistakes, make_spec, cp):
+    sets = [f"layout.cp={cp}", "layout.tp=8"]
+    (line,) = mistakes(*sets, "train.seq_len=1004")
+    offered = line.split("use seq_len ")[1].split(",")[0]
+    make_spec(*sets, f"train.seq_len={offered}", "train.global_batch=256")
+
+
+def test_the_famous_405b_line_is_half_of_the_gpus(mistakes):
+    (line,) = mistakes(
+        "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16, dp: 4}", "cluster.nodes=2048",
+        "train.seq_len=131072", "train.global_batch=128",
+    )  # fmt: skip
+    assert "8,192" in line
+    assert "16,384" in line
+    assert "use dp: 8" in line
+
+
+def test_tp_across_nodes_is_a_warning_once_allowed(make_spec):
+    cluster = "cluster={nodes: 8, gpus_per_node: 4, gpu: B200}"
+    spec = make_spec(cluster, "layout.allow_tp_across_nodes=true")
+    assert [warning.code for warning in spec.warnings] == ["HF150"]
+
+
+def test_an_nvlink_domain_of_several_nodes_counts_as_one(make_spec):
+    spec = make_spec("cluster={nodes: 8, gpus_per_node: 4, gpu: GB200}")
+    assert spec.facts.domain == 72
+    assert spec.warnings == ()
+
+
+layouts = st.builds(
+    ParallelLayout,
+    dp=st.integers(1, 4),
+    tp=st.integers(1, 4),
+    pp=st.integers(1, 3),
+    cp=st.integers(1, 3),
+    order=st.permutations(AXES).map(tuple),
+)
+
+
+def facts_of(nodes, per_node):
+    return JobSpec.from_text(
+        f"{{name: a, model: tiny, cluster: {{nodes: {nodes}, gpus_per_node: {per_node}, gpu: cpu}}, "
+        f"train: {{seq_len: 8, global_batch: {nodes * per_node}, steps: 1}}, data: {{path: x}}}}"
+    ).facts
+
+
+@given(layouts, st.integers(1, 8))
+def test_a_tp_group_that_leaves_its_node_is_always_found(layout, per_node):
+    crossing = any(
+        len({rank // per_node for rank in layout.ranks_along("tp", start)}) > 1
+        for start in range(layout.world_size)
+    )
+    found = crosses_nodes(facts_of(1, per_node), layout)
+    # Where tp lies inside by luck (degrees that do not fill a node evenly) refusing is
+    # right too: another number of replicas would cross.
+    inner = layout.order[: layout.order.index("tp")]
+    span = layout.tp * math.prod(getattr(layout, axis) for axis in inner)
+    assert found == crossing or (found and per_node % span != 0)
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_all_of_them(number):
+    assert divisors(number) == [d for d in range(number, 0, -1) if number % d == 0]
+
+
+def test_choices_read_as_a_sentence():
+    assert choices([8, 4, 1]) == "8, 4 or 1"
+    assert choices([8]) == "8"
+
+
+@given(st.integers(1, 512))
+def test_nearest_nodes_hold_whole_replicas(replica):
+    found = nearest_nodes(facts_of(32, 8), replica)
+    assert found
+    assert all(nodes * 8 % replica == 0 for nodes in found)
+
+
+def test_what_the_schedules_run():
+    assert schedule_runs("1f1b", 4, 5)
+    assert not schedule_runs("1f1b", 4, 3)
+    assert schedule_runs("interleaved", 4, 8)
+    assert not schedule_runs("interleaved", 4, 9)

@@ -1,0 +1,130 @@
+# ruff: noqa: E501  tables of messages, a row each
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import UserError
+from launcher.spec_source import describe, read_source
+
+
+def refusal(text, sets=()):
+    with pytest.raises(UserError) as caught:
+        read_source(text, "job.yaml", sets)
+    return str(caught.value)
+
+
+def test_values_are_those_of_yaml_1_2():
+    source = read_source(
+        "a: 1\nb: 1e-5\nc: yes\nd: 2-00:00:00\ne: 2020-01-01\nf: 0o17\ng: 0x10\nh: 012\n"
+        "i: 1_000\nj: ~\nk: true\nl: '3'\nm: .inf\n",
+        "job.yaml",
+    )
+    assert source.data == {
+        "a": 1, "b": 1e-5, "c": "yes", "d": "2-00:00:00", "e": "2020-01-01", "f": 15, "g": 16,
+        "h": 12, "i": 1000, "j": None, "k": True, "l": "3", "m": math.inf,
+    }  # fmt: skip
+    assert source.problems == []
+
+
+def test_every_key_knows_its_line():
+    source = read_source("a: 1\nb:\n  c: {d: 2,\n      e: 3}\n  f: [1,\n      2]\n", "job.yaml")
+    lines = {".".join(map(str, path)): line for path, line in source.lines.items()}
+    assert lines == {
+        "a": 1,
+        "b": 2,
+        "b.c": 3,
+        "b.c.d": 3,
+        "b.c.e": 4,
+        "b.f": 5,
+        "b.f.0": 5,
+        "b.f.1": 6,
+    }
+    assert source.where(("b", "c", "missing")).line == 3
+    assert source.where(("missing",)).line == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "job.yaml: HF004 the file is empty"),
+        ("# nothing\n", "HF004"),
+        ("- 1\n", "job.yaml:1: HF005 expected a mapping of sections (`name: my-run` ...), found a list"),
+        ("hello\n", "found the text 'hello'"),
+        ("a:\n\tb: 1\n", "job.yaml:2: HF003 a tab is used for indentation; YAML wants spaces"),
+        ("a: [\n", "HF003 not YAML"),
+        ("a: b: c\n", "job.yaml:1: HF003 not YAML: mapping values are not allowed here"),
+        ("a: \x00\n", "HF003 character 0 is not allowed"),
+        ("a: 1\n---\nb: 1\n", "HF007 a second document starts here"),
+        ("a: " + "[" * 5000, "HF003 nested too deeply"),
+        ("a: &x [*x]\n", "HF007 a[0]: aliases that contain themselves"),
+        ("a" * ((1 << 20) + 1), "HF002"),
+    ],
+)  # fmt: skip
+def test_what_is_no_job_file_says_so(text, message):
+    assert message in refusal(text)
+
+
+def test_aliases_do_not_unfold_without_end():
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    for i in range(1, 9):
+        bomb += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n"
+    assert "HF007" in refusal(bomb)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\na: 2\n", "job.yaml:2: HF006 a: is there twice, first in line 1; keep one"),
+        ("a: !!python/object:os.system x\n", "HF007 a: the tag tag:yaml.org,2002:python/object"),
+        ("a: !foo {b: 1}\n", "HF007 a: the tag !foo is not allowed"),
+        ("a: {<<: {b: 1}}\n", "HF007 a: only plain keys are allowed here"),
+        ("? [a, b]\n: 2\n", "HF007"),
+        ("a: " + "9" * 5000 + "\n", "HF013 a: '9999"),
+    ],
+)
+def test_smaller_mistakes_are_kept_for_the_report(text, problem):
+    (found,) = read_source(text, "job.yaml").problems
+    assert problem in str(found)
+
+
+def test_sets_override_add_and_win_in_order():
+    source = read_source("a: {b: 1}\n", "job.yaml", ["a.b=2", "c.d=[1, x]", "a.b=3", "e="])
+    assert source.data == {"a": {"b": 3}, "c": {"d": [1, "x"]}, "e": None}
+    assert str(source.where(("a", "b")).file) == "--set a.b=3"
+    assert source.where(("c", "d")).line is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a.b", "--set a.b: HF008 expected section.key=value"),
+        ("=1", "HF008 expected section.key=value"),
+        ("a..b=1", "HF008 expected section.key=value"),
+        ("a.b.c=1", "HF008 a.b is the number 1, not a section"),
+        ("a.b=[", "HF008 the value cannot be read"),
+        ("a.b=!x 1", "HF008 the value cannot be read"),
+    ],
+)
+def test_sets_that_cannot_be_applied(text, problem):
+    (found,) = read_source("a: {b: 1}\n", "job.yaml", [text]).problems
+    assert problem in str(found)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text):
+    data, problems = None, []
+    try:
+        data = read_source(text, "job.yaml").data
+    except UserError as error:
+        problems = error.problems
+    assert problems or isinstance(data, dict)
+
+
+def test_describe_stays_short():
+    assert len(describe("x" * 1000)) < 80
+    assert describe(10**100) == "a huge number"
+    assert describe(True) == "the truth value true"
