@@ -16,6 +16,7 @@ from elastic_trainer.events import Event
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
+from launcher.live import live_problems
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.faults import Fault, parse_faults
 from launcher.ops.local_run import Interrupts, LocalRun
@@ -24,6 +25,9 @@ from launcher.ops.record import LauncherLog, RunRecord
 from launcher.ops.summary import summarise
 from launcher.ops.timeline import layouts_of
 from launcher.ops.verdict import Verdict, judge
+from launcher.planning.search import plan
+from launcher.render.local import render_local
+from launcher.spec import load_spec
 
 SUMMARY = "summary.json"
 MAX_NODES = 64
@@ -75,10 +79,6 @@ def prepare_new(
     Raises:
         UserError: anything wrong with the above; nothing is left behind.
     """
-    from launcher.planning.search import plan
-    from launcher.render.local import render_local
-    from launcher.spec import load_spec
-
     spec = load_spec(job, sets)
     if spec.device != "cpu":
         raise UserError(
@@ -86,16 +86,17 @@ def prepare_new(
             f"cluster.gpu: {spec.cluster.gpu} nodes cannot be emulated on this machine; "
             "use gpu: cpu (as in --set cluster.gpu=cpu), or submit the job to a real cluster",
         )
+    folder = job.absolute().parent
+    problems = live_problems(spec, folder)
+    if problems:
+        raise UserError.many(problems)
     run_id = f"{spec.name}-{stamp}"
     directory = (run_dir or Path("runs") / run_id).absolute()
-    bundle = render_local(
-        spec, plan(spec), run_id=run_id, run_dir=directory, base_dir=job.absolute().parent
-    )
+    bundle = render_local(spec, plan(spec), run_id=run_id, run_dir=directory, base_dir=folder)
     rendered = TrainConfig.from_json(bundle[run_dirs.JOB_JSON])
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     parsed = _faults(narrowed, num_nodes, faults)
-    check_data(rendered)
     existed = directory.exists()
     run_dirs.create(directory, bundle)
     try:
@@ -210,23 +211,15 @@ def audit_ledger(
 
 
 def check_data(config: TrainConfig) -> None:
-    """Check that the corpus and the tokenizer can be read.
+    """Check that the corpus and the tokenizer of an earlier run are still there.
 
     Raises:
-        UserError: HF201 not there, HF202 not readable, HF203 no file in the folder.
+        UserError: HF201 one is not.
     """
-    places = [("data.path", Path(config.data.path))]
-    if config.data.tokenizer != "bytes":
-        places.append(("data.tokenizer", Path(config.data.tokenizer)))
-    for key, path in places:
-        if not path.exists():
-            raise UserError("HF201", f"{key}: {path} does not exist; create it, or mend the path")
-        if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-            raise UserError("HF202", f"{key}: {path} cannot be read; grant the permission")
-        if path.is_dir() and not any(path.iterdir()):
-            raise UserError(
-                "HF203", f"{key}: {path} is empty; point it at a file or folder of data"
-            )
+    places = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    for key, name in places.items():
+        if name != "bytes" and not Path(name).exists():
+            raise UserError("HF201", f"{key}: {name} does not exist any more; put it back")
 
 
 def closing_lines(outcome: Outcome) -> str:

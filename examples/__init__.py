@@ -1,0 +1,1 @@
+"""Example jobs, and the demonstration behind `make demo`."""

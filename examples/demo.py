@@ -1,0 +1,308 @@
+"""`make demo`: a training run loses nodes, reshards, goes on, and learns the same.
+
+1. Trains a small Llama on the standard library's sources over four emulated
+   nodes; one node dies, then the coordinator's, then one comes back.
+2. Repeats, with one process from the same state, the steps after each of these.
+3. Trains the same undisturbed three times, on 4, 3 and 2 nodes.
+4. Says whether all agree (examples/agreement.py), and draws everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.events import Event
+from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
+from launcher.errors import HoldfastError
+from launcher.ops import timeline
+from launcher.ops.local_job import Outcome, Prepared, execute, prepare_new
+from launcher.ops.local_run import Interrupts
+from launcher.ops.progress import LiveView, PlainView, Progress, View
+from launcher.ops.report import report_data, seconds_text
+from launcher.ops.report_files import write_report
+from launcher.ops.run_dir import create
+from launcher.ops.verdict import CLI_DONE
+
+JOB = Path(__file__).with_name("demo.yaml")
+CORPUS_BYTES = 4_000_000
+FAULTS = ("kill-node:2@33", "kill-coordinator@64", "return-node@87")
+UNDISTURBED_NODES = (4, 3, 2)
+"""Different layouts add the same numbers in different orders."""
+
+
+class DemoError(Exception):
+    """A part of the demonstration did not end as it should."""
+
+
+@dataclass
+class Stage:
+    """Where the demonstration keeps its runs, and how it shows them."""
+
+    folder: Path
+    console: Console
+
+    def view(self) -> View:
+        """Return a fresh view: redrawn on a terminal, lines elsewhere."""
+        if self.console.is_terminal:
+            return LiveView(self.console)
+        return PlainView(self.console.file, every_s=2.0)
+
+    def say(self, text: str) -> None:
+        """Print a heading."""
+        self.console.print(f"\n[bold]{text}[/bold]")
+
+
+class UntilStep:
+    """A view that asks for the end once `step` is done, twice: no need to save."""
+
+    def __init__(self, step: int, interrupts: Interrupts) -> None:
+        self._step, self._interrupts = step, interrupts
+
+    def __enter__(self) -> Self:
+        """Draw nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Draw nothing."""
+
+    def update(self, progress: Progress, lines: list[str]) -> None:  # noqa: ARG002
+        """Look whether it is enough."""
+        if progress.step >= self._step and progress.state == "training":
+            self._interrupts.count = 2
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+
+def write_corpus(path: Path) -> int:
+    """Write the standard library's sources to `path`, the first CORPUS_BYTES; return the size."""
+    text = bytearray()
+    for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += source.read_bytes()
+        if len(text) >= CORPUS_BYTES:
+            break
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(text[:CORPUS_BYTES]))
+    return min(len(text), CORPUS_BYTES)
+
+
+def train(stage: Stage, name: str, corpus: Path, *, nodes: int, faults: Sequence[str]) -> Outcome:
+    """Run the demo's job on `nodes` nodes to its end.
+
+    Raises:
+        DemoError: it did not finish.
+    """
+    prepared = prepare_new(
+        JOB,
+        nodes=nodes,
+        faults=faults,
+        sets=[f"data.path={corpus}"],
+        run_dir=stage.folder / name,
+        stamp=name,
+    )
+    outcome = execute(prepared, interrupts=Interrupts(), view=stage.view())
+    if outcome.verdict.cli_code != CLI_DONE:
+        raise DemoError(f"the run {outcome.run_dir} did not finish:\n{outcome.verdict.text}")
+    return outcome
+
+
+def curve_of(events: Sequence[Event]) -> dict[int, float]:
+    """Return step -> loss of the steps that count."""
+    counted = timeline.lineage(timeline.epochs(events))
+    return {done.step: done.loss for done in counted if done.loss is not None}
+
+
+def transitions(outcome: Outcome) -> list[tuple[str, int]]:
+    """Return (what changed, step whose state the new epoch started from)."""
+    spans = timeline.epochs(outcome.events)
+    found = []
+    for before, after in itertools.pairwise(spans):
+        if after.resume_step is None or len(after.steps) < NEAR_STEPS:
+            continue  # ended before it could be compared
+        what = f"{len(before.members)} → {len(after.members)} nodes"
+        found.append((what, after.resume_step))
+    return found
+
+
+def commit_of(run_dir: Path, step: int) -> Commit:
+    """Return the checkpoint of `step`.
+
+    Raises:
+        DemoError: there is none.
+    """
+    state = FileBoard(run_dir / "board").get_state()
+    commits = BoardState.decode(state[0]).commits if state else ()
+    for commit in commits:
+        if commit.step == step:
+            return commit
+    raise DemoError(f"{run_dir} has no checkpoint of step {step}")
+
+
+def one_process(stage: Stage, source: Outcome, step: int) -> dict[int, float]:
+    """Return the losses of one process that goes on from `source`'s state of `step`."""
+    commit = commit_of(source.run_dir, step)
+    text = (source.run_dir / "job.rendered.json").read_text(encoding="utf-8")
+    config = TrainConfig.from_json(text)
+    run_dir = stage.folder / f"one-process-from-{step}"
+    checkpoints = run_dir / "checkpoints"
+    config = dataclasses.replace(
+        config,
+        run_id=f"{config.run_id}-from-{step}",
+        ladder=dataclasses.replace(config.ladder, rungs=config.ladder.rungs[-1:]),
+        checkpoint=dataclasses.replace(config.checkpoint, dir=str(checkpoints), every_steps=None),
+    )
+    create(run_dir, {"job.json": config.to_json()})
+    shutil.copytree(Path(source_checkpoints(text)) / commit.dir, checkpoints / commit.dir)
+    state = BoardState(epoch=commit.epoch, commits=(commit,))
+    FileBoard(run_dir / "board").set_state(state.encode(), None)
+    interrupts = Interrupts()
+    outcome = execute(
+        Prepared(run_dir=run_dir, rendered=config, narrowed=config, num_nodes=1, faults=()),
+        interrupts=interrupts,
+        view=UntilStep(step + NEAR_STEPS, interrupts),
+    )
+    return curve_of(outcome.events)
+
+
+def source_checkpoints(job_json: str) -> str:
+    """Return the checkpoint directory that a job.json names."""
+    return TrainConfig.from_json(job_json).checkpoint.dir
+
+
+def show_what_happened(console: Console, outcome: Outcome) -> None:
+    """Print failures and layouts of the disturbed run."""
+    summary = outcome.summary
+    table = Table("failure", "node", "after step", "detected", "recovered", "steps redone")
+    for failure in summary["failures"]:
+        table.add_row(
+            failure["injected"] or failure["kind"],
+            failure["node"],
+            str(failure["step"]),
+            seconds_text(failure["detected_s"]),
+            seconds_text(failure["recovered_s"]),
+            str(failure["steps_redone"]),
+        )
+    for growth in summary["growths"]:
+        joined = " ".join(growth["joined"])
+        pause = seconds_text(growth["pause_s"])
+        table.add_row("(node joined)", joined, str(growth["step"]), "", pause, "0")
+    console.print(table)
+    table = Table("steps", "layout", "nodes")
+    for entry in summary["layouts"]:
+        steps = f"{entry['from_step']} to {entry['to_step']}"
+        table.add_row(steps, entry["layout"], " ".join(entry["nodes"]))
+    console.print(table)
+    console.print(
+        f"samples lost {summary['samples_lost']}, repeated {summary['samples_repeated']}; "
+        f"final loss {summary['final_loss']:.4f}; goodput {summary['goodput']:.0%} "
+        f"of {summary['wall_s']:.1f} s"
+    )
+
+
+def agreement_text(nears: Sequence[Near], whole: Far) -> str:
+    """Return the agreement in words."""
+    lines = [
+        (
+            f"{NEAR_STEPS} steps after each transition, against one process from the same state "
+            f"(at most {NEAR_TOLERANCE:g} relative):"
+        )
+    ]
+    for item in nears:
+        verdict = "agrees" if item.ok else "DISAGREES"
+        lines.append(
+            f"  {item.what}, from step {item.step}: {item.num_steps} steps, "
+            f"largest difference {item.worst:.1e}: {verdict}"
+        )
+    listed = ", ".join(str(nodes) for nodes in UNDISTURBED_NODES)
+    lines += [
+        f"whole curve, {whole.num_steps} steps, against undisturbed runs on {listed} nodes:",
+        f"  those differ from each other by up to {whole.spread:.1e}",
+        f"  the disturbed run differs from the nearest of them by up to {whole.deviation:.1e}: "
+        + ("agrees" if whole.ok else "DISAGREES"),
+    ]
+    return "\n".join(lines)
+
+
+def demo(stage: Stage) -> bool:
+    """Run everything; return whether all agrees.
+
+    Raises:
+        DemoError: a run did not end as it should.
+    """
+    began = time.monotonic()
+    corpus = stage.folder / "corpus" / "stdlib.txt"
+    size = write_corpus(corpus)
+    stage.say(f"Training on 4 emulated nodes ({size / 1e6:.1f} MB of text), with faults:")
+    stage.console.print("  " + "  ".join(FAULTS))
+    disturbed = train(stage, "disturbed", corpus, nodes=4, faults=FAULTS)
+    stage.say("What happened")
+    show_what_happened(stage.console, disturbed)
+
+    run = curve_of(disturbed.events)
+    nears = []
+    for what, step in transitions(disturbed):
+        stage.say(f"One process from the state of step {step} ({what})")
+        nears.append(near(what, step, run, one_process(stage, disturbed, step)))
+
+    undisturbed: dict[str, Curve] = {}
+    for nodes in UNDISTURBED_NODES:
+        stage.say(f"The same training, undisturbed, on {nodes} nodes")
+        outcome = train(stage, f"undisturbed-{nodes}", corpus, nodes=nodes, faults=())
+        undisturbed[f"undisturbed, {nodes} nodes"] = curve_of(outcome.events)
+    whole = far(run, list(undisturbed.values()))
+
+    stage.say("Agreement")
+    text = agreement_text(nears, whole)
+    stage.console.print(text, highlight=False)
+    draw(stage, disturbed, undisturbed, text)
+    stage.console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/dim]")
+    complete = len(nears) >= len(FAULTS) and disturbed.summary["samples_lost"] in (0, None)
+    return complete and whole.ok and all(item.ok for item in nears)
+
+
+def draw(stage: Stage, disturbed: Outcome, undisturbed: dict[str, Curve], agreement: str) -> None:
+    """Write report.html and report.png, and say where they are."""
+    data = report_data(
+        disturbed.events,
+        disturbed.summary,
+        title="Holdfast demo: four nodes, two lost, one back",
+        extra={label: sorted(curve.items()) for label, curve in undisturbed.items()},
+        notes=[("Agreement with undisturbed training", agreement)],
+    )
+    for name in ("report.html", "report.png"):
+        write_report(data, stage.folder / name)
+        stage.console.print(f"picture: {stage.folder / name}", highlight=False, soft_wrap=True)
+
+
+def main() -> int:
+    """Run the demonstration in ./demo/<time>; return 0 when everything agrees."""
+    folder = Path("demo").absolute() / time.strftime("%Y%m%d-%H%M%S")
+    stage = Stage(folder, Console())
+    try:
+        agrees = demo(stage)
+    except (DemoError, HoldfastError) as error:
+        stage.console.print(f"[red]the demo failed:[/red] {error}", highlight=False)
+        return 1
+    if not agrees:
+        stage.console.print("[red]the runs do not agree[/red]")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
