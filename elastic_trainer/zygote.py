@@ -282,11 +282,12 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
 
 def _exec(request: dict[str, Any]) -> NoReturn:
     target, args = request["target"], request["args"]
+    safe = ["-P"] if sys.flags.safe_path else []
     argv = {
         "command": [target, *args],
         "script": [sys.executable, "-u", target, *args],
         "module": [sys.executable, "-u", "-m", target, *args],
-        "main": [sys.executable, "-u", "-m", target, *args],
+        "main": [sys.executable, *safe, "-u", "-m", target, *args],
     }[request["kind"]]
     sys.stderr.flush()
     os.execvpe(argv[0], argv, os.environ)  # noqa: S606  an argument list of the job's own
@@ -301,6 +302,7 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         return _exit_code(sys.modules[target].main())
     try:
         if request["kind"] == "module":
+            sys.path.insert(0, request["cwd"])
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             sys.path.insert(0, str(Path(target).resolve().parent))

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.ends import failure_of, log_exit, process_failure
+from elastic_trainer.agent.ends import describe, failure_of, log_exit, process_failure
 from elastic_trainer.agent.environment import group_rank_of, worker_environment
 from elastic_trainer.agent.hang import HangWatch
 from elastic_trainer.agent.notices import (
@@ -185,7 +185,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             only_beating=not config.watch_all,
         )
         self._epoch = _Epoch(formed, watch, begin)
-        self._describe(formed, launches)
+        describe(self._group, formed, me, launches)
         self._workers.launch(formed.epoch, launches)
 
     def _launch_of(self, formed: EpochFormed, local_rank: int) -> Launch:
@@ -211,18 +211,6 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             heartbeat=heartbeat,
             error_file=error_file,
         )
-
-    def _describe(self, formed: EpochFormed, launches: list[Launch]) -> None:
-        """Keep torchelastic's view of the workers true."""
-        group, world_size = self._group, self._config.workers * len(formed.members)
-        group.group_rank = group_rank_of(formed, self._config.me)
-        group.group_world_size = len(formed.members)
-        group.master_addr, group.master_port = formed.store_address, formed.store_port
-        group.state = WorkerState.HEALTHY
-        for worker, launch in zip(group.workers, launches, strict=True):
-            worker.id = None
-            worker.global_rank = worker.role_rank = launch.rank
-            worker.world_size = worker.role_world_size = world_size
 
     # -- workers --------------------------------------------------------------------------
 
@@ -268,13 +256,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._on_good_end(epoch, exited)
             return
         self._failures[exited.rank] = process_failure(exited)
-        report = WorkersFailed(
-            epoch=epoch.formed.epoch,
-            local_rank=exited.local_rank,
-            rank=exited.rank,
-            step=exited.beat.step,
-            failure=failure,
-        )
+        report = self._failed(epoch, exited.local_rank, exited.beat.step, failure)
         if failure.kind is Kind.COLLATERAL and self._workers.alive:
             # The cause may be another worker here, whose end comes a moment later.
             if epoch.held is None:
@@ -298,6 +280,16 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
 
+    def _failed(self, epoch: _Epoch, local_rank: int, step: int, failure: Failure) -> WorkersFailed:
+        first = group_rank_of(epoch.formed, self._config.me) * self._config.workers
+        return WorkersFailed(
+            epoch=epoch.formed.epoch,
+            local_rank=local_rank,
+            rank=first + local_rank,
+            step=step,
+            failure=failure,
+        )
+
     def _fail(self, epoch: _Epoch, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
         if epoch.failed:
@@ -311,16 +303,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch = self._epoch
         if epoch is not None:
             detail = f"the zygote died ({lost.detail}) and its workers with it"
-            self._fail(
-                epoch,
-                WorkersFailed(
-                    epoch=epoch.formed.epoch,
-                    local_rank=0,
-                    rank=group_rank_of(epoch.formed, self._config.me) * self._config.workers,
-                    step=epoch.step,
-                    failure=Failure(kind=Kind.KILLED, action=Action.RESTART, detail=detail),
-                ),
-            )
+            failure = Failure(kind=Kind.KILLED, action=Action.RESTART, detail=detail)
+            self._fail(epoch, self._failed(epoch, 0, epoch.step, failure))
         self._leave_if_unreapable(lost.unreapable)
         self._zygotes_lost += 1
         if self._zygotes_lost > 1:
@@ -376,17 +360,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 f"no progress for {worst.idle_s:.1f} s in {worst.section.name.lower()} "
                 f"after step {worst.step}; the ceiling is {worst.ceiling_s:g} s"
             )
-            rank = group_rank_of(epoch.formed, self._config.me) * self._config.workers
-            self._fail(
-                epoch,
-                WorkersFailed(
-                    epoch=epoch.formed.epoch,
-                    local_rank=worst.local_rank,
-                    rank=rank + worst.local_rank,
-                    step=worst.step,
-                    failure=Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail),
-                ),
-            )
+            failure = Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail)
+            self._fail(epoch, self._failed(epoch, worst.local_rank, worst.step, failure))
 
     def _now_running(self, epoch: _Epoch) -> None:
         if epoch.running:

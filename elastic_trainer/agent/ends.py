@@ -1,10 +1,13 @@
-"""What the end of a worker means, told to the record and to torchelastic."""
+"""Workers as the record and torchelastic see them: their places, and what their ends mean."""
 
 from __future__ import annotations
 
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.workers import WorkerExited, has_run
+from elastic_trainer.agent.environment import ROLE, group_rank_of
+from elastic_trainer.agent.notices import EpochFormed, Member
+from elastic_trainer.agent.workers import Launch, WorkerExited, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 
@@ -57,3 +60,29 @@ def process_failure(exited: WorkerExited) -> ProcessFailure:
         failure.error_file_data = exited.record
         failure.message = str(exited.record.get("message", ""))
     return failure
+
+
+def worker_spec(workers: int, target: str, max_restarts: int) -> WorkerSpec:
+    """Return torchelastic's description of this node's workers.
+
+    It has no rendezvous handler: membership tells this agent of epochs by notices.
+    """
+    return WorkerSpec(
+        role=ROLE,
+        local_world_size=workers,
+        rdzv_handler=None,
+        entrypoint=target,
+        max_restarts=max_restarts,
+    )
+
+
+def describe(group: WorkerGroup, formed: EpochFormed, me: Member, launches: list[Launch]) -> None:
+    """Make torchelastic's view of this node's workers that of a new epoch."""
+    group.group_rank = group_rank_of(formed, me)
+    group.group_world_size = len(formed.members)
+    group.master_addr, group.master_port = formed.store_address, formed.store_port
+    group.state = WorkerState.HEALTHY
+    for worker, launch in zip(group.workers, launches, strict=True):
+        worker.id = None  # its process id, once it has one
+        worker.global_rank = worker.role_rank = launch.rank
+        worker.world_size = worker.role_world_size = len(launches) * len(formed.members)

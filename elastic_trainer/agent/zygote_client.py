@@ -34,7 +34,9 @@ class ZygoteClient:
         assert threading.current_thread() is threading.main_thread(), "start from the main thread"
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-u", "-m", "elastic_trainer.zygote"]
+            # -P passes on: no module of the working directory shadows a library.
+            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
+            command += ["-m", "elastic_trainer.zygote"]
             command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [*command, "--preload", preload],

@@ -99,7 +99,7 @@ class ScriptedMembership:
     def _play(self) -> None:
         try:
             self._script(self)
-        except BaseException as error:  # raised again in the test's thread
+        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
             self.error = error
         self.say(JobStopped(code=0 if self.error is None else 1, reason="the script ends"))
 

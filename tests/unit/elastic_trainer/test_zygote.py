@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from elastic_trainer.agent.workers import (
     make_scratch,
 )
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.zygote import DEFAULT_PRELOAD
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[2]
@@ -310,6 +312,21 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
     assert ended.code == 0, (tmp_path / "logs" / "0.log").read_text()
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()[1:]
     assert lines == ["['--flag', 'a b']", "late thread", "at exit"]
+
+
+def test_the_real_trainer_can_be_forked(tmp_path: Path) -> None:
+    """Importing it starts no thread; without a run directory it ends by itself."""
+    if importlib.util.find_spec(DEFAULT_PRELOAD) is None:
+        pytest.skip(f"{DEFAULT_PRELOAD} is not there")
+    env = {k: v for k, v in base_env().items() if k != "HOLDFAST_RUN_DIR"}
+    workers = Workers(Task(kind="main", target=DEFAULT_PRELOAD, cwd=str(tmp_path)), env=env)
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        started, ended = run_one(workers)
+    finally:
+        workers.close()
+    assert (started.how, started.why) == ("zygote", None)
+    assert ended.code not in {0, None}
 
 
 def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:

@@ -1,0 +1,167 @@
+"""`holdfast-agent`: builds one node's agent from its orders and runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.agent.client import MembershipClient
+from elastic_trainer.agent.effects import Settings
+from elastic_trainer.agent.environment import base_environment, local_address
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.notices import Member
+from elastic_trainer.agent.options import Options, OptionsError, parse
+from elastic_trainer.agent.settings import AgentConfig
+from elastic_trainer.agent.store import EpochStore, parse_ports
+from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.waker import Waker
+from elastic_trainer.agent.workers import Workers, make_scratch
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent and return its exit code.
+
+    As a program (`argv` None) it ends at once then: a thread that waits for storage which
+    never answers must not hold the node.
+    """
+    try:
+        code = run(parse(argv, os.environ))
+    except OptionsError as error:
+        sys.stderr.write(f"holdfast-agent: error: {error}\n")
+        code = EXIT_DO_NOT_RESTART
+    except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
+        traceback.print_exc()
+        code = 1
+    if argv is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def run(options: Options) -> int:
+    """Run the agent until the job stops.
+
+    Returns:
+        The exit code: 0, 91, 92, 93, 94, or 1.
+
+    Raises:
+        OptionsError: HF504, the network section does not fit this node.
+    """
+    network = options.network
+    try:
+        ports = parse_ports(network.ports)
+        address = options.local_addr or local_address(
+            interface=network.interface, cidr=network.cidr
+        )
+    except ValueError as error:
+        raise OptionsError("HF504", str(error)) from error
+    with contextlib.ExitStack() as stack:
+        env = base_environment(
+            os.environ, workers=options.workers, address=address, run_dir=options.run_dir
+        )
+        # First of all: it imports while this process does.
+        workers = Workers(options.task, env=env)
+        stack.callback(workers.close)
+        scratch = make_scratch(options.run_id, options.node)
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
+        stack.callback(log.close)
+        waker = Waker()
+        stack.callback(waker.close)
+        store = EpochStore(address, ports)
+        stack.callback(store.close)
+        reactor = Reactor()
+        reactor.start()
+        stack.callback(reactor.stop)
+        me, client = build_client(
+            options, address, ports, reactor=reactor, store=store, log=log, notify=waker.wake
+        )
+        # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
+        from elastic_trainer.agent.agent import HoldfastAgent
+        from elastic_trainer.agent.ends import worker_spec
+
+        agent = HoldfastAgent(
+            _agent_config(options, me, scratch),
+            worker_spec(options.workers, options.task.target, options.elastic.max_restarts),
+            workers=workers,
+            membership=client,
+            waker=waker,
+            log=log,
+        )
+        agent.run()
+    return agent.exit_code
+
+
+def _agent_config(options: Options, me: Member, scratch: Path) -> AgentConfig:
+    return AgentConfig(
+        me=me,
+        run_id=options.run_id,
+        workers=options.workers,
+        scratch=scratch,
+        log_dir=options.record_dir / "logs" / str(options.attempt) / options.node,
+        max_restarts=options.elastic.max_restarts,
+        hang_ceiling_s=options.elastic.hang_ceiling_s,
+        start_ceiling_s=options.elastic.start_ceiling_s,
+        watch_all=options.task.kind == "main",
+    )
+
+
+def build_client(
+    options: Options,
+    address: str,
+    ports: range,
+    *,
+    reactor: Reactor,
+    store: EpochStore,
+    log: EventLog,
+    notify: Callable[[], None],
+) -> tuple[Member, MembershipClient]:
+    """Listen for peers and return who this node is, and its place in the job."""
+    endpoint = Endpoint(reactor, address, ports)
+    elastic = options.elastic
+    me = Member(
+        agent_id=f"{options.node}-{os.getpid()}-{os.urandom(4).hex()}",
+        node=options.node,
+        address=address,
+        port=endpoint.port,
+        workers=options.workers,
+    )
+    settings = Settings(
+        rung_nodes=options.rung_nodes,
+        expected_nodes=options.rung_nodes[0],
+        join_timeout_s=elastic.join_timeout_s,
+        heartbeat_s=elastic.heartbeat_s,
+        dead_after_s=elastic.dead_after_s,
+        max_restarts=elastic.max_restarts,
+        window_s=elastic.window_s,
+        node_failures=elastic.node_failures,
+    )
+
+    def log_event(event: str, epoch: int | None, fields: dict[str, Any]) -> None:
+        log.emit(event, epoch=epoch, **fields)
+
+    client = MembershipClient(
+        me=me,
+        job=options.job,
+        settings=settings,
+        board=FileBoard(options.board_dir),
+        endpoint=endpoint,
+        reactor=reactor,
+        open_store=store.open,
+        log=log_event,
+        notify=notify,
+    )
+    return me, client
+
+
+if __name__ == "__main__":
+    main()

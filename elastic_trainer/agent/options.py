@@ -1,0 +1,266 @@
+"""The agent's command line and what it comes to; `torchrun`'s names where they mean the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_trainer.agent.store import parse_ports
+from elastic_trainer.agent.workers import Task
+from elastic_trainer.config import ElasticSection, NetworkSection, TrainConfig
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.zygote import DEFAULT_PRELOAD
+
+CONF_NUMBERS = (
+    "join_timeout_s",
+    "heartbeat_s",
+    "dead_after_s",
+    "hang_ceiling_s",
+    "start_ceiling_s",
+    "window_s",
+    "node_failures",
+)
+"""Keys of --rdzv-conf that are numbers of job.json's section `elastic`."""
+CONF_TEXTS = ("interface", "cidr", "ports")
+"""Those of its section `network`."""
+
+EXAMPLE = """
+exit codes: 0 done, 91 saved and left on request, 92 too few nodes, 93 do not restart,
+94 restart budget used up, 1 the agent itself failed
+
+examples:
+  holdfast-agent --run-dir /shared/runs/llama3 --node $(hostname)
+  holdfast-agent --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint /shared/job7 train.py
+"""
+
+
+class OptionsError(Exception):
+    """The user's mistake on the command line or in job.json: exit code 93."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code} {message}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One agent's orders, wherever they came from."""
+
+    node: str
+    run_id: str
+    job: str
+    """Id of this submission, the same on every node of it."""
+    attempt: int
+    run_dir: Path | None
+    """None outside a rendered run: workers then get no HOLDFAST_RUN_DIR."""
+    record_dir: Path
+    """Where `events/` and `logs/` are."""
+    board_dir: Path
+    local_addr: str | None
+    workers: int
+    rung_nodes: tuple[int, ...]
+    """From most to fewest."""
+    task: Task
+    elastic: ElasticSection = field(default_factory=ElasticSection)
+    network: NetworkSection = field(default_factory=NetworkSection)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Exit with the code that tells schedulers not to try again."""
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_DO_NOT_RESTART, f"{self.prog}: error: HF501 {message}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; --help ends with examples."""
+    parser = _Parser(
+        prog="holdfast-agent",
+        description="Run one node's part of a job: join, start workers, live through failures.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    ours = parser.add_argument_group("run directory")
+    ours.add_argument("--run-dir", type=Path, help="rendered run; everything else is in job.json")
+    ours.add_argument("--node", default=socket.gethostname(), help="name of this node")
+    ours.add_argument(
+        "--job", help="id of this submission; default: $HOLDFAST_JOB or $SLURM_JOB_ID"
+    )
+    ours.add_argument("--attempt", type=int, default=0, help="counts submissions, for logs/")
+    ours.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
+    like = parser.add_argument_group("as in torchrun")
+
+    def add(name: str, **kwargs: object) -> None:
+        names = [f"--{name}", f"--{name.replace('-', '_')}"] if "-" in name else [f"--{name}"]
+        like.add_argument(*names, **kwargs)  # type: ignore[arg-type]
+
+    add("nnodes", help="nodes, MIN:MAX or one number")
+    add("nproc-per-node", help="workers per node: a number, gpu, cpu or auto")
+    add("rdzv-id", help="id of the run")
+    add("rdzv-backend", default="holdfast", choices=["holdfast"], help="holdfast")
+    add("rdzv-endpoint", type=Path, help="directory on shared storage, for the board")
+    add("rdzv-conf", default="", help=f"k=v,… of {', '.join(CONF_NUMBERS + CONF_TEXTS)}")
+    add("local-addr", help="numeric address of this node")
+    add("node-rank", help="accepted and not used: ranks come with the epoch")
+    add("max-restarts", type=int, help="job-wide within the window (torchrun: per agent)")
+    add("log-dir", type=Path, help="default: the endpoint's directory")
+    add("no-python", action="store_true", help="the script is an executable")
+    like.add_argument("-m", "--module", action="store_true", help="the script is a module")
+    parser.add_argument("script", nargs="?", help="training script; default: the built-in trainer")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
+    """Read the command line, and job.json when it names a run.
+
+    Raises:
+        OptionsError: HF501 the command line, HF502 job.json cannot be used, HF503 the script.
+        SystemExit: argparse's own complaints (93) and --help (0).
+    """
+    args = make_parser().parse_args(argv)
+    return _of_run(args, env) if args.run_dir else _of_flags(args, env)
+
+
+def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
+    given = ("nnodes", "nproc_per_node", "rdzv_id", "rdzv_endpoint", "max_restarts", "log_dir")
+    both = [f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None]
+    if both or args.rdzv_conf:
+        listed = ", ".join(both or ["--rdzv-conf"])
+        raise OptionsError("HF501", f"{listed}: job.json in --run-dir says that; leave it out")
+    run_dir = args.run_dir.resolve()
+    path = run_dir / "job.json"
+    try:
+        config = TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionsError("HF502", f"{path}: {error.strerror}; is it a rendered run?") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
+    return Options(
+        node=args.node,
+        run_id=config.run_id,
+        job=_job(args, env),
+        attempt=args.attempt,
+        run_dir=run_dir,
+        record_dir=run_dir,
+        board_dir=run_dir / "board",
+        local_addr=args.local_addr,
+        workers=config.gpus_per_node,
+        rung_nodes=tuple(rung.num_nodes for rung in config.ladder.rungs),
+        task=_task(args),
+        elastic=config.elastic,
+        network=config.network,
+    )
+
+
+def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
+    if args.rdzv_endpoint is None:
+        raise OptionsError("HF501", "give --run-dir RUN, or --rdzv-endpoint DIR and a script")
+    low, high = _nnodes(args.nnodes or "1")
+    conf = _rdzv_conf(args.rdzv_conf)
+    elastic: dict[str, float] = {key: float(conf[key]) for key in CONF_NUMBERS if key in conf}
+    if "node_failures" in elastic:
+        elastic["node_failures"] = int(elastic["node_failures"])
+    if args.max_restarts is not None:
+        elastic["max_restarts"] = args.max_restarts
+    run_id = args.rdzv_id or "none"
+    endpoint = args.rdzv_endpoint.resolve()
+    return Options(
+        node=args.node,
+        run_id=run_id,
+        job=args.job or env.get("HOLDFAST_JOB") or run_id,
+        attempt=args.attempt,
+        run_dir=None,
+        record_dir=args.log_dir.resolve() if args.log_dir else endpoint,
+        board_dir=endpoint / "board",
+        local_addr=args.local_addr,
+        workers=_nproc(args.nproc_per_node or "1"),
+        rung_nodes=tuple(range(high, low - 1, -1)),
+        task=_task(args),
+        elastic=ElasticSection(**{"min_nodes": low, **elastic}),  # type: ignore[arg-type]
+        network=NetworkSection(**{key: conf[key] for key in CONF_TEXTS if key in conf}),
+    )
+
+
+def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
+    job = args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID")
+    if not job:
+        # One made up here would differ from the other nodes'.
+        raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
+    return str(job)
+
+
+def _task(args: argparse.Namespace) -> Task:
+    cwd, rest = str(Path.cwd()), tuple(args.args)
+    if args.script is None:
+        return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=cwd)
+    if args.no_python and args.module:
+        raise OptionsError("HF501", "--no-python and --module exclude each other")
+    if args.no_python:
+        if shutil.which(args.script) is None:
+            raise OptionsError("HF503", f"{args.script} is no executable on this node's PATH")
+        return Task(kind="command", target=args.script, args=rest, cwd=cwd)
+    if args.module:
+        kind = "main" if args.script == DEFAULT_PRELOAD else "module"
+        return Task(kind=kind, target=args.script, args=rest, fresh=args.fresh, cwd=cwd)
+    if not Path(args.script).is_file():
+        raise OptionsError("HF503", f"there is no script {args.script} (working directory {cwd})")
+    script = str(Path(args.script).resolve())
+    return Task(kind="script", target=script, args=rest, fresh=args.fresh, cwd=cwd)
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    try:
+        bounds = int(low), int(high if colon else low)
+    except ValueError:
+        bounds = (0, 0)
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise OptionsError("HF501", f"--nnodes {text}: expected MIN:MAX, as 2:4, or one number")
+    return bounds
+
+
+def _nproc(text: str) -> int:
+    if text in {"gpu", "auto"}:
+        # Asking the driver through torch would make a context.
+        gpus = Path("/proc/driver/nvidia/gpus")
+        found = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+        if found or text == "gpu":
+            if not found:
+                raise OptionsError("HF501", "--nproc-per-node gpu: no NVIDIA GPU on this node")
+            return found
+    if text in {"cpu", "auto"}:
+        return os.cpu_count() or 1
+    if not text.isdigit() or int(text) < 1:
+        raise OptionsError("HF501", f"--nproc-per-node {text}: a number, gpu, cpu or auto")
+    return int(text)
+
+
+def _rdzv_conf(text: str) -> dict[str, str]:
+    conf = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = pair.partition("=")
+        if not equals or key not in CONF_NUMBERS + CONF_TEXTS:
+            known = ", ".join(CONF_NUMBERS + CONF_TEXTS)
+            raise OptionsError("HF501", f"--rdzv-conf {pair}: expected k=v with k of {known}")
+        if key in CONF_NUMBERS:
+            try:
+                good = float(value) > 0
+            except ValueError:
+                good = False
+            if not good:
+                raise OptionsError("HF501", f"--rdzv-conf {pair}: expected a positive number")
+        conf[key] = value
+    try:
+        parse_ports(conf.get("ports"))
+    except ValueError as error:
+        raise OptionsError("HF501", f"--rdzv-conf {error}") from error
+    return conf

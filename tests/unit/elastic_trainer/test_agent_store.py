@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from elastic_trainer.agent.environment import (
+    base_environment,
+    interface_addresses,
+    interface_of,
+    local_address,
+)
+from elastic_trainer.agent.store import EpochStore, parse_ports
+
+WAIT = timedelta(seconds=10)
+
+
+def refuses(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) != 0
+
+
+def test_every_epoch_has_a_fresh_store_on_the_nodes_own_address() -> None:
+    store = EpochStore("127.0.0.5")
+    try:
+        address, port = store.open(1)
+        assert address == "127.0.0.5"
+        client = TCPStore(address, port, is_master=False, timeout=WAIT)
+        client.set("epoch", "1")
+        assert refuses("127.0.0.1", port), "it listens elsewhere too"
+        del client
+        _, second = store.open(2)
+        assert refuses(address, port), "the first one still serves"
+        client = TCPStore(address, second, is_master=False, timeout=WAIT)
+        assert not client.check(["epoch"])
+        del client
+    finally:
+        store.close()
+    assert refuses(address, second)
+
+
+def test_ports_of_the_range_are_tried_in_turn() -> None:
+    with socket.create_server(("127.0.0.6", 0)) as first:
+        low = int(first.getsockname()[1])
+        ports = range(low, low + 3)
+        store = EpochStore("127.0.0.6", ports)
+        try:
+            used = [store.open(epoch)[1] for epoch in range(3)]
+        finally:
+            store.close()
+        assert used == [low + 1, low + 2, low + 1]
+        alone = EpochStore("127.0.0.6", range(low, low + 1))
+        with pytest.raises(OSError, match="in use"):
+            alone.open(0)
+
+
+def test_a_range_without_a_free_port_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.7", 0)) as first:
+        low = int(first.getsockname()[1])
+        with socket.create_server(("127.0.0.7", low + 1)):
+            store = EpochStore("127.0.0.7", range(low, low + 2))
+            with pytest.raises(OSError, match=rf"no free port in {low}-{low + 1} .*network\.ports"):
+                store.open(0)
+
+
+@pytest.mark.parametrize("text", ["", "a-b", "10-9", "0-5", "1-70000", "1-2-3"])
+def test_bad_ranges_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="29400-29499"):
+        parse_ports(text)
+
+
+def test_good_ranges() -> None:
+    assert parse_ports(None) == range(1)
+    assert parse_ports("29400-29402") == range(29400, 29403)
+    assert parse_ports("29400") == range(29400, 29401)
+
+
+def test_addresses_are_found_by_interface_and_network() -> None:
+    assert interface_addresses()["lo"] == "127.0.0.1"
+    assert interface_of("127.0.0.9") == "lo"
+    assert interface_of("203.0.113.77") is None
+    assert local_address(interface="lo") == "127.0.0.1"
+    assert local_address(cidr="127.0.0.0/8") == "127.0.0.1"
+    assert local_address().count(".") == 3
+    with pytest.raises(ValueError, match=r"network\.cidr: .* 203\.0\.113\.0/24; it has .*lo=127"):
+        local_address(cidr="203.0.113.0/24")
+
+
+def test_the_base_environment_keeps_what_the_user_set() -> None:
+    env = base_environment(
+        {"OMP_NUM_THREADS": "4", "NCCL_SOCKET_IFNAME": "ib0"},
+        workers=2,
+        address="127.0.0.3",
+        run_dir=None,
+    )
+    assert env["OMP_NUM_THREADS"] == "4"
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
+    assert "HOLDFAST_RUN_DIR" not in env
+    assert base_environment({}, workers=2, address="203.0.113.1", run_dir=None) == {
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
