@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
+from elastic_trainer.ledger_audit import LedgerAudit, audit
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
@@ -189,7 +190,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
     summary = summarise(
         record.events,
         config=config,
-        audit=audit_ledger(directory, config, record.events),
+        audit=audit_ledger(directory, config),
         code=verdict.code,
     )
     write_summary(directory, summary)
@@ -203,11 +204,23 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     fresh.replace(run_dir / SUMMARY)
 
 
-def audit_ledger(
-    run_dir: Path, config: TrainConfig, events: Sequence[Event]
-) -> Mapping[str, Any] | None:
-    """Return the account of samples; None where no ledger was written."""
-    return None
+def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
+    """Return the ledger's account of samples; None where no ledger was written.
+
+    Complete lines only: a run that goes on may be writing its last one.
+    """
+    files = sorted((run_dir / "ledger").glob("*.jsonl"))
+    if not files:
+        return None
+    lines = (
+        [
+            line
+            for line in path.read_text(encoding="ascii").splitlines(keepends=True)
+            if line[-1:] == "\n"
+        ]
+        for path in files
+    )
+    return audit(lines, global_batch=config.train.global_batch)
 
 
 def check_data(config: TrainConfig) -> None:

@@ -356,7 +356,8 @@ section {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px;
   padding: 18px 20px; margin: 16px 0; }}
 svg {{ display: block; width: 100%; height: auto; }}
 .tiles {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(178px, 1fr)); gap: 10px; }}
-.tiles div {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px; padding: 10px 14px; }}
+.tiles div {{ background: #fff; border: 1px solid #e4e7eb; border-radius: 8px;
+  padding: 10px 14px; }}
 .tiles b {{ display: block; font-size: 19px; }} .tiles span {{ color: {MUTED}; font-size: 13px; }}
 .legend {{ margin: 8px 0 0; font-size: 13px; color: {MUTED}; }}
 .legend span {{ display: inline-block; margin-right: 18px; white-space: nowrap; }}

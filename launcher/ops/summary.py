@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
+from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.ops import timeline
 from launcher.ops.timeline import EpochSpan, StepDone
 
@@ -18,7 +19,7 @@ def summarise(
     events: Sequence[Event],
     *,
     config: TrainConfig | None = None,
-    audit: Mapping[str, Any] | None = None,
+    audit: LedgerAudit | None = None,
     code: int | None = None,
 ) -> dict[str, Any]:
     """Return what summary.json holds.
@@ -38,8 +39,8 @@ def summarise(
     Args:
         events: the record, in order of time.
         config: the run's job.json, for the name and the number of steps asked for.
-        audit: the ledger's account, with `lost` and `repeated` numbers of samples;
-            None: there is no ledger, and both are null.
+        audit: the ledger's account of samples; None: there is no ledger, and both
+            numbers are null.
         code: exit code of the run; None while it is running.
     """
     spans = timeline.epochs(events, timeline.layouts_of(config))
@@ -64,8 +65,8 @@ def summarise(
         "layouts": layout_ranges(spans, counted),
         "failures": [_failure(failure, origin) for failure in failures],
         "growths": growths(spans, failures),
-        "samples_lost": _number(audit, "lost"),
-        "samples_repeated": _number(audit, "repeated"),
+        "samples_lost": audit.lost if audit else None,
+        "samples_repeated": audit.repeated if audit else None,
         "restarts": _restarts(spans, events),
         "attempts": sum(event.event == "run.started" for event in events),
         "nodes_at_end": list(spans[-1].members) if spans else [],
@@ -207,10 +208,6 @@ def _steps_of(events: Sequence[Event], name: str) -> list[int]:
 
 def _first(events: Sequence[Event], name: str) -> Event | None:
     return next((event for event in events if event.event == name), None)
-
-
-def _number(audit: Mapping[str, Any] | None, key: str) -> int | None:
-    return None if audit is None else int(audit[key])
 
 
 def _ratio(part: float, whole: float, digits: int) -> float | None:

@@ -299,15 +299,22 @@ def _measure(
         failure.next_epoch = after.epoch
         if span.steps and after.resume_step is not None:
             failure.steps_redone = max(0, span.last_step - after.resume_step)
-        failure.phases = _phases(events, failure, first.t)
+        failure.phases = _phases(events, failure, after, first.t)
         if failure.detected_s is None:
             failure.detected_s = failure.phases.get("detect")
         break
     return failure
 
 
-def _phases(events: Sequence[Event], failure: Failure, recovered_t: float) -> dict[str, float]:
-    """Return seconds by phase; where several nodes timed one, the longest."""
+def _phases(
+    events: Sequence[Event], failure: Failure, after: EpochSpan, recovered_t: float
+) -> dict[str, float]:
+    """Return seconds by phase; where several nodes timed one, the longest.
+
+    `detect` and `form_epoch` span several nodes, so no one of them can time them:
+    unless an event says better they are the time from the fault to its first
+    evidence, and from there to the new epoch, less what else is known of that time.
+    """
     slowest: dict[str, float] = {}
     for event in events:
         if event.event != "recovery.phase":
@@ -319,5 +326,9 @@ def _phases(events: Sequence[Event], failure: Failure, recovered_t: float) -> di
         )
         if ours and isinstance(seconds, int | float):
             slowest[phase] = max(slowest.get(phase, 0.0), float(seconds))
-    known = {phase: slowest.pop(phase) for phase in PHASES if phase in slowest}
-    return {**known, **slowest}
+    if failure.detected_s is not None:
+        slowest.setdefault("detect", failure.detected_s)
+    known = sum(slowest.get(phase, 0.0) for phase in _ENDING_PHASES)
+    slowest.setdefault("form_epoch", max(0.0, after.formed_t - failure.t - known))
+    ordered = {phase: slowest.pop(phase) for phase in PHASES if phase in slowest}
+    return {**ordered, **slowest}

@@ -27,4 +27,5 @@ def test_every_event_has_its_row_and_no_other():
 
 def test_phases_are_listed_in_order():
     text = TEXT.split("## Phases")[1]
-    assert [name for name in re.findall(r"`(\w+)`", text) if name in PHASES] == list(PHASES)
+    named = [name for name in re.findall(r"`(\w+)`", text) if name in PHASES]
+    assert named[: len(PHASES)] == list(PHASES)

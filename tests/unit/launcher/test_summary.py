@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, storm
 
+from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.ops import timeline
 from launcher.ops.summary import summarise
 
@@ -37,7 +38,9 @@ def test_an_undisturbed_run():
 
 
 def test_failures_of_the_storm():
-    summary = summarise(storm().events, audit={"lost": 0, "repeated": 2}, code=0)
+    summary = summarise(
+        storm().events, audit=LedgerAudit(120, lost=0, repeated=2, steps_redone=2), code=0
+    )
     node, coordinator = summary["failures"]
     assert (node["kind"], node["node"], node["step"], node["injected"]) == (
         "node_lost",
@@ -51,6 +54,7 @@ def test_failures_of_the_storm():
     assert node["steps_redone"] == 2
     assert node["phases"]["model"] == 0.3  # the slowest node's
     assert node["phases"]["detect"] == 0.02
+    assert sum(node["phases"].values()) <= node["recovered_s"] + 1e-3
     assert node["other_s"] == pytest.approx(node["recovered_s"] - sum(node["phases"].values()))
     assert coordinator["node"] == "node0"
     assert coordinator["steps_redone"] == 0

@@ -1,0 +1,191 @@
+"""`holdfast run` end to end: real agents, real workers, real faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
+JOB = """\
+name: tiny
+model: {num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 1, ffn_dim: 64, vocab_size: 256}
+layout: {dp: auto}
+cluster: {nodes: 3, gpus_per_node: 1, gpu: cpu}
+train:
+  seq_len: 32
+  global_batch: 6
+  steps: 24
+  precision: fp32
+  recompute: none
+  optimizer: {lr: 1.0e-2}
+data: {path: text.txt, format: text, tokenizer: bytes}
+checkpoint: {every_s: null, every_steps: 5, keep: 3}
+elastic: {min_nodes: 1, hang_ceiling_s: 20, start_ceiling_s: 50, join_timeout_s: 40}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path / "job.yaml"
+
+
+def arguments(job, run_dir, *more):
+    return [*HOLDFAST, "run", str(job), "--run-dir", str(run_dir), "--json", *more]
+
+
+def holdfast(*args, timeout=55):
+    return subprocess.run(
+        args, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def summary_of(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def leftovers(run_dir):
+    """Processes that name the run directory in their environment or command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(run_dir).encode() in text and path.name != str(os.getpid()):
+            found.append(path.name)
+    return found
+
+
+def wait_for_step(run_dir, step, process, seconds=40):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for path in (run_dir / "events").glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                event = json.loads(line)
+                if event["event"] == "step.completed" and event["step"] >= step:
+                    return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached in time")
+
+
+def test_a_node_and_the_coordinator_die_and_one_comes_back(job, tmp_path):
+    run_dir = tmp_path / "run"
+    result = holdfast(
+        *arguments(job, run_dir, "--fault", "kill-node:2@6"),
+        *("--fault", "kill-coordinator@12", "--fault", "return-node@17"),
+    )
+    summary = summary_of(result)
+    assert summary["state"] == "finished"
+    assert summary["steps"] == 24
+    assert [f["injected"] for f in summary["failures"]] == ["kill-node", "kill-coordinator"]
+    assert all(f["recovered_s"] > 0 and f["detected_s"] >= 0 for f in summary["failures"])
+    assert [len(entry["nodes"]) for entry in summary["layouts"]][:3] == [3, 2, 1]
+    assert summary["layouts"][0]["from_step"] == 1
+    assert summary["layouts"][-1]["to_step"] == 24
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert leftovers(run_dir) == []
+
+    report = holdfast(*HOLDFAST, "report", str(run_dir))
+    assert report.returncode == 0, report.stderr
+    assert "<svg" in (run_dir / "report.html").read_text()
+
+
+def test_a_worker_dies(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--fault", "kill-worker:1@8", "--nodes", "2")
+    summary = summary_of(holdfast(*args))
+    (failure,) = summary["failures"]
+    assert (failure["kind"], failure["rank"]) == ("killed", 1)
+    assert [len(entry["nodes"]) for entry in summary["layouts"]] == [2, 2]
+    assert leftovers(run_dir) == []
+
+
+def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--set", "train.steps=400", "--nodes", "2")
+    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        wait_for_step(run_dir, 7, process)
+        second = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
+        assert second.returncode == 2
+        assert "has a live job already" in second.stderr
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "saved at step" in err
+    assert f"holdfast run --resume {run_dir}" in err
+    saved = int(err.split("saved at step ")[1].split(";")[0])
+    assert saved >= 7
+    assert leftovers(run_dir) == []
+
+    config = run_dir / "job.rendered.json"  # a shorter run, so that the test ends
+    config.write_text(config.read_text().replace('"steps": 400', f'"steps": {saved + 5}'))
+    done = holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "3", "--json")
+    summary = summary_of(done)
+    assert summary["attempts"] == 2
+    assert summary["steps"] == saved + 5
+    assert summary["steps_redone"] == 0
+    again = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout
+
+
+def test_a_killed_launcher_leaves_nothing_and_the_run_can_go_on(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--nodes", "2", "--set", "train.steps=60")
+    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        wait_for_step(run_dir, 11, process)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 10
+        while leftovers(run_dir):
+            assert time.monotonic() < deadline, leftovers(run_dir)
+            time.sleep(0.02)
+    summary = summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json"))
+    assert summary["steps"] == 60
+    assert leftovers(run_dir) == []
+
+
+def test_all_nodes_die(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--nodes", "1", "--fault", "kill-node:0@3")
+    result = holdfast(*args)
+    assert result.returncode == 1
+    assert "every agent is gone" in result.stderr
+    assert json.loads(result.stdout)["state"] == "failed"
+    assert leftovers(run_dir) == []
+
+
+def test_a_parked_job_says_so_and_goes_on_with_the_returned_node(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--set", "elastic.min_nodes=3")
+    result = holdfast(*args, "--fault", "kill-node:1@4", "--fault", "return-node@20")
+    summary = summary_of(result)
+    assert "parked" in result.stderr
+    assert summary["steps"] == 24
+
+
+def test_the_users_mistakes_cost_nothing(job, tmp_path):
+    for more in (
+        ["--set", "data.path=gone.txt"],
+        ["--nodes", "2", "--fault", "kill-node:2@3"],
+        ["--nodes", "1", "--set", "elastic.min_nodes=2"],
+        ["--set", "train.global_batch=2"],
+        ["--set", "checkpoint.dir=/dev/null/x"],
+    ):
+        result = holdfast(*arguments(job, tmp_path / "run", *more))
+        assert result.returncode == 2, (more, result.stderr)
+        assert json.loads(result.stdout)["problems"][0]["message"]
+        assert not (tmp_path / "run").exists()
