@@ -29,9 +29,8 @@ class EventLog:
         wall: Callable[[], float] = time.time,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        path = run_dir / "events" / f"{writer}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._path = run_dir / "events" / f"{writer}.jsonl"
+        self._fd: int | None = None
         self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
         self.epoch = epoch
         self.failed = 0
@@ -51,10 +50,16 @@ class EventLog:
             fields=fields,
         ).encode()
         try:
+            if self._fd is None:  # at the first event: most workers never write one
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o644)
             os.write(self._fd, line.encode())
         except OSError:
             self.failed += 1
 
     def close(self) -> None:
-        """Close the file; later emits would fail."""
-        os.close(self._fd)
+        """Close the file; a later emit opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

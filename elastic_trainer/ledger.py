@@ -1,0 +1,43 @@
+"""The ledger: which samples each step really consumed, written from what forward got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TextIO
+
+
+class LedgerWriter:
+    """One file per epoch and dp rank: `ledger/e<epoch>-dp<rank>.jsonl`.
+
+    The first line says where the epoch resumed; each following one is a step and the
+    samples, as [start, stop) ranges, that this rank fed to forward with weight one.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, epoch: int, dp_rank: int, resume_step: int, layout: str
+    ) -> None:
+        path = run_dir / "ledger" / f"e{epoch:06d}-dp{dp_rank:05d}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="ascii", buffering=1)
+        self._put({"epoch": epoch, "resume_step": resume_step, "layout": layout})
+        self._samples: list[list[int]] = []
+
+    def fed(self, samples: range) -> None:
+        """Note the samples of one micro-batch that went into forward."""
+        if self._samples and self._samples[-1][1] == samples.start:
+            self._samples[-1][1] = samples.stop
+        else:
+            self._samples.append([samples.start, samples.stop])
+
+    def end_step(self, step: int) -> None:
+        """Write the line of `step`; called once the optimizer has used its gradient."""
+        self._put({"step": step, "samples": self._samples})
+        self._samples = []
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _put(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -1,0 +1,145 @@
+"""A Llama-family decoder. Knows nothing of parallelism, devices or checkpoints.
+
+Shapes: B sequences, T tokens, D width, H heads, K KV heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_trainer.models import ModelShape
+
+
+def rope_frequencies(shape: ModelShape) -> Tensor:
+    """Return the E/2 angular frequencies, with Llama 3.1's long-context scaling.
+
+    Source: RoFormer (arXiv 2104.09864) and the scaling published with Llama 3.1:
+    wavelengths beyond the old context are stretched by the factor, short ones are
+    left alone, those between are interpolated.
+    """
+    exponents = torch.arange(0, shape.head_size, 2, dtype=torch.float64) / shape.head_size
+    frequencies = shape.rope_theta**-exponents
+    if shape.rope_scaling_factor == 1.0:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low, high = shape.rope_low_freq_factor, shape.rope_high_freq_factor
+    smooth = (shape.rope_original_context / wavelengths - low) / (high - low)
+    scaled = frequencies / shape.rope_scaling_factor
+    return torch.lerp(scaled, frequencies, smooth.clamp(0.0, 1.0))
+
+
+def rope_table(shape: ModelShape, seq_len: int, device: torch.device | str) -> Tensor:
+    """Return cosines and sines, shape (2, T, E/2), fp32."""
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), rope_frequencies(shape))
+    return torch.stack([angles.cos(), angles.sin()]).float().to(device)
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate x (B, H, T, E) by `rope` (2, T, E/2); halves, as Hugging Face Llama does."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rope[0], rope[1]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped KV heads (arXiv 2305.13245)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.head_size = shape.head_size
+        q_dim, kv_dim = shape.num_heads * self.head_size, shape.num_kv_heads * self.head_size
+        self.wq = nn.Linear(shape.dim, q_dim, bias=False)
+        self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(q_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        # Head counts come from the tensors, so that a sharded projection works as it is.
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        y: Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        return y
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+        self.w2 = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return y
+
+
+class Block(nn.Module):
+    """One decoder layer, pre-norm."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.ffn = FeedForward(shape)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        x = x + self.attention(self.attention_norm(x), rope)
+        y: Tensor = x + self.ffn(self.ffn_norm(x))
+        return y
+
+
+class Llama(nn.Module):
+    """Tokens (B, T) to logits (B, T, V)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, rope: Tensor) -> Tensor:
+        """Map tokens (B, T) to logits (B, T, V); `rope` from `rope_table`."""
+        x = self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x, rope)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def initial_value(name: str, size: torch.Size, shape: ModelShape, seed: int) -> Tensor:
+    """Return the whole initial tensor of the parameter `name`, fp32 on the CPU.
+
+    A function of (seed, name) alone, so every layout starts from the same values.
+    Normal with deviation 0.02, divided by sqrt(2 L) where a branch joins the
+    residual stream (GPT-2's scheme); norms are one.
+    """
+    if "norm" in name:
+        return torch.ones(size)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    deviation = 0.02
+    if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
+        deviation /= math.sqrt(2 * shape.num_layers)
+    return torch.empty(size).normal_(0.0, deviation, generator=generator)

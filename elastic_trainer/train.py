@@ -1,0 +1,59 @@
+"""Worker entry point: runs the trainer, and turns its end into an exit code and an error file.
+
+A zygote imports this module before it forks, so everything that a step needs is
+imported here, at the top or through the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from elastic_trainer.checkpoint.errors import CheckpointError
+from elastic_trainer.data import DataError
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.mesh import UnsupportedLayoutError
+from elastic_trainer.trainer import run_worker
+
+USER_ERRORS = (CheckpointError, DataError, UnsupportedLayoutError)
+"""A restart cannot help: exit 93."""
+
+
+def main() -> int:
+    """Train; return the process's exit code."""
+    try:
+        return run_worker()
+    except USER_ERRORS as error:
+        write_error_file(error)
+        sys.stderr.write(f"{error}\n")
+        return EXIT_DO_NOT_RESTART
+    except BaseException as error:
+        # CheckpointException is a BaseException: every end leaves its error file.
+        write_error_file(error)
+        traceback.print_exc()
+        return 1
+
+
+def write_error_file(error: BaseException) -> None:
+    """Write torchelastic's error file, where the agent has asked for one."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    record = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time())),
+            },
+        }
+    }
+    Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

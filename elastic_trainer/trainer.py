@@ -1,0 +1,332 @@
+"""The trainer of one epoch of membership: set-up in steps, and the loop.
+
+A trainer never handles a lost peer: it is killed, and the next epoch's trainers
+restore and go on. So there is one way in (`Trainer.run`) and three ways out: done,
+saved on request, or an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.data import open_corpus
+from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.ledger import LedgerWriter
+from elastic_trainer.mesh import build_mesh
+from elastic_trainer.metrics import utilisation
+from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
+from elastic_trainer.parallelize import materialise, parallelize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """Who this worker is; torchrun's environment and ours, read once."""
+
+    run_dir: Path
+    rank: int
+    local_rank: int
+    world_size: int
+    epoch: int
+    rung_nodes: int
+    node: str
+    heartbeat: Path
+    store: tuple[str, int]
+
+    @classmethod
+    def from_environment(cls, env: dict[str, str]) -> WorkerContext:
+        """Read it from `env`, which an agent has set."""
+        return cls(
+            run_dir=Path(env["HOLDFAST_RUN_DIR"]),
+            rank=int(env["RANK"]),
+            local_rank=int(env["LOCAL_RANK"]),
+            world_size=int(env["WORLD_SIZE"]),
+            epoch=int(env["HOLDFAST_EPOCH"]),
+            rung_nodes=int(env["HOLDFAST_RUNG"]),
+            node=env["HOLDFAST_NODE"],
+            heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
+            store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks agree on after a step."""
+
+    loss: float
+    """Mean over the tokens of the global batch."""
+    requests: Request
+
+
+class SaveRefusedError(Exception):
+    """State could not be saved when leaving: the newest earlier checkpoint counts."""
+
+
+class Trainer:
+    """Trains from the newest checkpoint to the last step, or to a request to stop."""
+
+    def __init__(self, config: TrainConfig, who: WorkerContext) -> None:
+        self.config, self.who = config, who
+        self.rung = config.rung_of(who.rung_nodes)
+        self.layout = self.rung.layout
+        self.heartbeat = Heartbeat(who.heartbeat)
+        self.events = EventLog(
+            who.run_dir,
+            f"worker-{who.node}-{who.local_rank}",
+            node=who.node,
+            rank=who.rank,
+            epoch=who.epoch,
+        )
+        self.device = torch.device(
+            f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
+        )
+        self.step = 0
+
+    def run(self) -> int:
+        """Set up, train, and return the exit code."""
+        with self._phase("process_group"):
+            self._init_process_group()
+        with self._phase("model"):
+            self._build_model()
+        with self._phase("restore"):
+            self._restore()
+        self._open_data()
+        try:
+            return self._loop()
+        finally:
+            self.checkpoints.close()
+            self.ledger.close()
+
+    # --- set-up ------------------------------------------------------------------------
+
+    def _init_process_group(self) -> None:
+        who, on_cuda = self.who, self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=self.config.elastic.start_ceiling_s)
+        store = dist.TCPStore(*who.store, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=store,
+            rank=who.rank,
+            world_size=who.world_size,
+            timeout=timeout,
+        )
+
+    def _build_model(self) -> None:
+        train, shape = self.config.train, self.config.model
+        self.mesh = build_mesh(self.layout, self.device.type)
+        with torch.device("meta"):
+            self.model = Llama(shape)
+        parallelize(
+            self.model,
+            self.mesh,
+            precision=train.precision,
+            recompute=train.recompute,
+            compile_blocks=train.compile,
+        )
+        materialise(self.model, self.device, train.seed)
+        self.rope = rope_table(shape, train.seq_len, self.device)
+        self.optimizer = build_optimizer(self.model, train.optimizer)
+
+    def _restore(self) -> None:
+        self.heartbeat.beat(section=Section.RESTORING)
+        board = FileBoard(self.who.run_dir / "board")
+        self.checkpoints = CheckpointManager(
+            self.config, board, self.events, self.who.epoch, self.device
+        )
+        self.step = self.checkpoints.restore(self.model, self.optimizer)
+
+    def _open_data(self) -> None:
+        config, who = self.config, self.who
+        self.dp_rank = self.layout.coordinate(who.rank)["dp"]
+        self.corpus = open_corpus(
+            config.data,
+            seq_len=config.train.seq_len,
+            seed=config.train.seed,
+            vocab_size=config.model.vocab_size,
+            cache_dir=who.run_dir / "cache",
+        )
+        self.ledger = LedgerWriter(
+            who.run_dir,
+            epoch=who.epoch,
+            dp_rank=self.dp_rank,
+            resume_step=self.step,
+            layout=str(self.layout),
+        )
+        self._emit("trainer.started", layout=str(self.layout), resume_step=self.step)
+
+    # --- the loop --------------------------------------------------------------------------
+
+    def _loop(self) -> int:
+        steps, first = self.config.train.steps, True
+        self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
+        while self.step < steps:
+            begun = time.monotonic()
+            result, grad_norm, lr = self._train_step(self.step + 1)
+            self.step += 1
+            self.ledger.end_step(self.step)
+            seconds = time.monotonic() - begun
+            self._report_step(result, grad_norm, lr, seconds, first=first)
+            first = False
+            self.checkpoints.poll()
+            if self.step == steps:
+                break
+            if result.requests & (Request.STOP | Request.GROW):
+                return self._leave(result.requests)
+            if Request.SAVE in result.requests:
+                self.heartbeat.clear(Request.SAVE)
+                self._save(wait=False)
+        self._save(wait=True)
+        self.heartbeat.beat(section=Section.FINISHED)
+        self._emit("trainer.finished", step=self.step)
+        return EXIT_DONE
+
+    def _train_step(self, step: int) -> tuple[StepResult, float, float]:
+        """Run forward, backward and the optimizer for `step`."""
+        train = self.config.train
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for samples in micro_batch_samples(
+            step,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            dp=self.layout.dp,
+            dp_rank=self.dp_rank,
+        ):
+            loss_sum += self._micro_batch(samples, step)
+            self.heartbeat.beat()
+        grad_norm = clip_gradients(self.model, train.optimizer.clip_norm)
+        result = self._agree(loss_sum, step)
+        lr = learning_rate(step, steps=train.steps, config=train.optimizer)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result, grad_norm.item(), lr
+
+    def _micro_batch(self, samples: range | None, step: int) -> Tensor:
+        """Return the sum of token losses; gradients are added up in the model.
+
+        None is a micro-batch of weight zero: any tokens will do.
+        """
+        train = self.config.train
+        if samples is not None:
+            self.ledger.fed(samples)
+        first = (step - 1) * train.global_batch
+        used = samples if samples is not None else range(first, first + train.micro_batch)
+        inputs, targets = (t.to(self.device) for t in self.corpus.samples(used))
+        logits = self.model(inputs, self.rope)
+        loss_sum = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        weight = 0.0 if samples is None else 1.0
+        # FSDP averages gradients over dp: scaled so, they are those of one process.
+        scale = weight * self.layout.dp / (train.global_batch * train.seq_len)
+        (loss_sum * scale).backward()
+        return loss_sum.detach().double() * weight
+
+    def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
+        """Add up losses and requests over all ranks: a request holds once any rank has it."""
+        train, asked = self.config.train, self.heartbeat.asked()
+        if self.who.rank == 0 and self.checkpoints.due(step, time.monotonic()):
+            asked |= Request.SAVE
+        flags = [float(bool(asked & flag)) for flag in Request]
+        both = torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(flags)])
+        dist.all_reduce(both)
+        loss, *votes = both.tolist()
+        agreed = Request.NONE
+        for flag, vote in zip(Request, votes, strict=True):
+            agreed |= flag if vote else Request.NONE
+        return StepResult(loss / (train.global_batch * train.seq_len), agreed)
+
+    def _report_step(
+        self, result: StepResult, grad_norm: float, lr: float, seconds: float, *, first: bool
+    ) -> None:
+        train = self.config.train
+        self.heartbeat.beat(step=self.step, section=Section.STEP)
+        if self.who.rank != 0:
+            return
+        tokens = train.global_batch * train.seq_len
+        extra = {}
+        if self.device.type == "cuda":
+            extra["mfu"] = utilisation(
+                tokens / seconds,
+                shape=self.config.model,
+                seq_len=train.seq_len,
+                world_size=self.who.world_size,
+                device_name=torch.cuda.get_device_name(self.device),
+            )
+        self._emit(
+            "step.completed",
+            step=self.step,
+            loss=result.loss,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            step_s=round(seconds, 6),
+            lr=lr,
+            **extra,
+        )
+        if first:
+            self._emit("recovery.phase", phase="first_step", seconds=round(seconds, 6))
+
+    def _save(self, *, wait: bool) -> bool:
+        self.heartbeat.beat(section=Section.SAVING)
+        saved = self.checkpoints.save(self.model, self.optimizer, self.step, wait=wait)
+        self.heartbeat.beat(section=Section.STEP)
+        if wait and not saved:
+            raise SaveRefusedError(
+                f"the state of step {self.step} could not be saved: see checkpoint.failed in the "
+                "events; the newest earlier checkpoint counts"
+            )
+        return saved
+
+    def _leave(self, requests: Request) -> int:
+        why = "stop" if Request.STOP in requests else "growth"
+        self._emit("trainer.stopping", step=self.step, why=why)
+        self._save(wait=True)
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
+
+    # --- the record --------------------------------------------------------------------------
+
+    def _emit(self, event: str, *, step: int | None = None, **fields: object) -> None:
+        if self.who.rank == 0:
+            self.events.emit(event, step=step, **fields)
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self.heartbeat.beat()
+        self._emit("recovery.phase", phase=phase, seconds=round(time.monotonic() - begun, 6))
+
+
+def load_config(run_dir: Path) -> TrainConfig:
+    """Read RUN/job.json."""
+    return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
+
+
+def run_worker() -> int:
+    """Train as the environment says and return the exit code."""
+    who = WorkerContext.from_environment(dict(os.environ))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    return Trainer(load_config(who.run_dir), who).run()
