@@ -20,7 +20,8 @@ def main() -> int:
     report = os.environ.get("CHILD_REPORT")
     if report:
         signals = {str(n): str(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)}
-        Path(f"{report}.{os.environ['RANK']}").write_text(
+        unfinished = Path(f"{report}-{os.getpid()}")
+        unfinished.write_text(
             json.dumps(
                 {
                     "begun": begun,
@@ -36,6 +37,7 @@ def main() -> int:
                 }
             )
         )
+        unfinished.rename(f"{report}.{os.environ['RANK']}")  # readers see all of it or nothing
     act = os.environ.get(f"CHILD_ACT_{os.environ['RANK']}", os.environ.get("CHILD_ACT", "exit 0"))
     return _act(*act.split(maxsplit=1))
 
