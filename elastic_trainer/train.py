@@ -1,7 +1,7 @@
 """Worker entry point: runs the trainer, and turns its end into an exit code and an error file.
 
 A zygote imports this module before it forks, so everything that a step needs is
-imported here, at the top or through the trainer.
+imported here: through the trainer, or by `preload`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.data import DataError
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.mesh import UnsupportedLayoutError
+from elastic_trainer.preload import preload
 from elastic_trainer.trainer import run_worker
+
+preload()
 
 USER_ERRORS = (CheckpointError, DataError, UnsupportedLayoutError)
 """A restart cannot help: exit 93."""
