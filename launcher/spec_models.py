@@ -210,7 +210,7 @@ class Layout(Section):
 class Cluster(Section):
     """The machines a job asks for."""
 
-    nodes: Annotated[int, Field(ge=1, le=10**6)] = Field(description="Nodes that train.")
+    nodes: Annotated[int, Field(ge=1, le=10**5)] = Field(description="Nodes that train.")
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
         8, description="Workers per node: one for each GPU (or CPU process)."
     )

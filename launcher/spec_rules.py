@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
@@ -143,7 +144,8 @@ def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
 
 
 def _fitting_cp(seq_len: int, cp: int) -> list[int]:
-    return [d for d in range(cp, 0, -1) if d == 1 or seq_len % (2 * d) == 0][:4]
+    fitting = (d for d in range(cp, 0, -1) if d == 1 or seq_len % (2 * d) == 0)
+    return list(islice(fitting, 4))
 
 
 def tables_divide(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:

@@ -74,12 +74,25 @@ def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
     yield replica
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
-        for degree in range(getattr(replica, axis) - 1, 0, -1):
+        for degree in _smaller_degrees(facts, axis, getattr(replica, axis)):
             smaller = _with(replica, axis, degree)
             if smaller.world_size < last and _usable(facts, smaller):
                 yield smaller
                 last = smaller.world_size
         replica = _with(replica, axis, 1)
+
+
+def _smaller_degrees(facts: Facts, axis: str, degree: int) -> list[int]:
+    """Return the degrees below `degree` that may be legal, largest first.
+
+    What the rules would refuse anyway is left out early: there may be thousands.
+    """
+    degrees = range(min(degree - 1, facts.num_gpus), 0, -1)
+    if axis == "cp":
+        return [d for d in degrees if d == 1 or facts.seq_len % (2 * d) == 0]
+    if axis == "tp":
+        return [d for d in degrees if facts.shape.num_kv_heads % d == 0]
+    return list(degrees)
 
 
 def _with(layout: ParallelLayout, axis: str, degree: int) -> ParallelLayout:
