@@ -1,9 +1,9 @@
 # Everything runs from .venv, made on first use.
 PY := .venv/bin/python
-.PHONY: demo test lint bench chaos docs clean
+.PHONY: demo test lint bench chaos docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
-	test -x $(PY) || python3 -m venv .venv
+	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
 	$(PY) -m pip install --quiet --upgrade 'pip>=23'
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
@@ -27,6 +27,17 @@ bench: .venv/ready
 
 chaos: .venv/ready
 	$(PY) -m pytest tests -m slow
+
+docs: .venv/ready
+	$(PY) -m launcher.cli.docs > docs/cli.md
+	$(PY) -m launcher.cli.docs errors > docs/errors.md
+
+format: .venv/ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+wheel: .venv/ready
+	$(PY) -m build --wheel
 
 clean:
 	rm -rf .venv build dist *.egg-info
