@@ -13,13 +13,16 @@ from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, Sav
 
 T = TypeVar("T")
 
-OURS = (CheckpointError, DamagedError, SaveFailedError)
 FAILURES = (Exception, CheckpointException)
 """What a step can fail with; DCP's exception is a BaseException and slips through `Exception`."""
 
 
 class StepFailedError(Exception):
     """A step failed on some rank and was given up by all; none is still in it."""
+
+
+OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
+"""Errors whose text says it all."""
 
 
 def describe(error: BaseException) -> str:

@@ -7,6 +7,7 @@ tensors are saved: hyper-parameters are functions of the config and the step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -85,11 +86,21 @@ def create_optimizer_state(
             for key in keys.get(names[id(param)], ()):
                 size, dtype = sizes[f"{prefix}{names[id(param)]}.{key}"]
                 if size == param.shape:
-                    value = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                    value = _zeros_like(param, dtype)
                 else:
                     device = param.device if on_device else torch.device("cpu")
                     value = torch.zeros(size, dtype=dtype, device=device)
                 optimizer.state[param][key] = value
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros placed like `param`, past DTensor's dispatch and its first-call cost."""
+    if not isinstance(param, DTensor):
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    local = torch.zeros_like(param.to_local().detach(), dtype=dtype)
+    spec = param._spec  # noqa: SLF001  from_local would compute it again
+    meta = spec.tensor_meta._replace(dtype=dtype)
+    return DTensor(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 class Stager:

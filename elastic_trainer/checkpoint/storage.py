@@ -38,21 +38,24 @@ class CheckpointStorage:
         Raises:
             CheckpointError: HF204, naming the directory and the way out.
         """
+        reason = None
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.root, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             if probe:
                 path = self.root / f".probe-{uuid.uuid4().hex}"
                 path.touch()
                 path.unlink()
+            elif not os.access(self.root, os.W_OK | os.X_OK):
+                reason = "no permission, or mounted read-only"
         except OSError as error:
+            reason = error.strerror
+        if reason is not None:
             raise CheckpointError(
                 "HF204",
-                f"checkpoint.dir: {self.root} cannot be written ({error.strerror}): grant the "
+                f"checkpoint.dir: {self.root} cannot be written ({reason}): grant the "
                 "permission, mount it writable, or set checkpoint.dir to another directory on "
                 "shared storage",
-            ) from error
+            )
 
     def make(self, step: int, epoch: int) -> str:
         """Make a directory that did not exist and return its name.

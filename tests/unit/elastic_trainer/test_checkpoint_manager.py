@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from elastic_trainer.agent.board import BoardState, update
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint import manager as manager_module
+from elastic_trainer.checkpoint.errors import CheckpointError
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    TrainConfig,
+    TrainSection,
+)
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.events import Event
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """A one-rank run in a directory."""
+
+    def __init__(self, root, *, board=None, at=lambda _: None, width=3, batch=12, **checkpoint):
+        torch.manual_seed(0)
+        self.root = root
+        self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.board = board or FileBoard(root / "board")
+        section = {"dir": str(root / "checkpoints"), "every_s": None, **checkpoint}
+        config = TrainConfig(
+            name="t",
+            run_id="run-1",
+            model_name="tiny",
+            model=ModelShape(
+                num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8
+            ),
+            ladder=Ladder((Rung(num_nodes=1, layout=ParallelLayout(), micro_batches=1),)),
+            gpus_per_node=1,
+            device="cpu",
+            train=TrainSection(seq_len=8, global_batch=batch, steps=10),
+            data=DataSection(path="/nowhere"),
+            checkpoint=CheckpointSection(**section),
+            elastic=ElasticSection(start_ceiling_s=20.0),
+        )
+        self.log = EventLog(root, "worker-0")
+        self.manager = CheckpointManager(config, self.board, self.log, 0, CPU, at=at)
+
+    def step(self):
+        self.model(torch.ones(2, 4)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, step, *, wait=True):
+        return self.manager.save(self.model, self.optimizer, step, wait=wait)
+
+    def restore(self):
+        return self.manager.restore(self.model, self.optimizer)
+
+    def events(self, name):
+        lines = (self.root / "events" / "worker-0.jsonl").read_text().splitlines()
+        return [e for e in map(Event.decode, lines) if e.event == name]
+
+    def commits(self):
+        current = FileBoard(self.root / "board").get_state()
+        return [c.step for c in BoardState.decode(current[0]).commits] if current else []
+
+
+def test_save_and_restore_with_events_and_generator(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    torch.rand(5)
+    expected = torch.get_rng_state()
+    assert run.save(1)
+    torch.rand(5)
+    fresh = Run(tmp_path)
+    assert fresh.restore() == 1
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert torch.equal(fresh.model[0].weight, run.model[0].weight)
+    names = ("checkpoint.started", "checkpoint.committed", "step.committed", "checkpoint.restored")
+    assert [len(run.events(name)) for name in names] == [1, 1, 1, 1]
+    committed = run.events("checkpoint.committed")[0].fields
+    assert committed["dir"] == "step-000000001-e000000"
+    assert committed["save_s"] > committed["stage_s"] >= 0
+
+
+def test_nothing_to_restore_is_step_zero(tmp_path):
+    assert Run(tmp_path).restore() == 0
+
+
+def test_torch_reads_our_checkpoints(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(1)
+    (directory,) = (tmp_path / "checkpoints").iterdir()
+    target = {"model": {k: torch.zeros_like(v) for k, v in run.model.state_dict().items()}}
+    dcp.load(target, checkpoint_id=directory)
+    assert all(torch.equal(v, run.model.state_dict()[k]) for k, v in target["model"].items())
+
+
+def test_due_by_steps_and_by_seconds(tmp_path):
+    manager = Run(tmp_path, every_s=60.0, every_steps=10).manager
+    assert not manager.due(1, 100.0)  # starts the clock
+    assert not manager.due(2, 159.0)
+    assert manager.due(3, 160.0)
+    assert not manager.due(4, 161.0)
+    assert manager.due(10, 170.0)
+    assert not manager.due(11, 229.0)
+    assert manager.due(12, 230.0)
+    never = Run(tmp_path).manager
+    assert not any(never.due(step, 1e9 * step) for step in range(1, 9))
+
+
+def test_poll_tells_of_a_commit_once(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(1, wait=False)
+    deadline = time.monotonic() + 20
+    while (step := run.manager.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert step == 1
+    assert run.manager.poll() is None
+
+
+def test_unwritable_directory_is_the_users_to_mend(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"HF204 checkpoint.dir: .*/file/ck cannot be") as got:
+        Run(tmp_path, dir=str(tmp_path / "file" / "ck"))
+    assert got.value.exit_code == 93
+
+
+def test_other_batch_is_refused(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(2)
+    with pytest.raises(CheckpointError, match=r"HF303 .* set global_batch back to 12"):
+        Run(tmp_path, batch=16).restore()
+
+
+def test_other_model_is_refused_by_name(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(1)
+    with pytest.raises(CheckpointError, match=r"HF301 .*Size mismatch .*model\.0\.weight"):
+        Run(tmp_path, width=5).restore()
+
+
+class FlakyBoard:
+    """A board whose swap fails `before` or `after` it happens, or that is gone for good."""
+
+    def __init__(self, board, when):
+        self.board, self.when = board, when
+        self.name = board.name
+
+    def get_state(self):
+        if self.when == "gone":
+            raise OSError(5, "Input/output error")
+        return self.board.get_state()
+
+    def set_state(self, state, token=None):
+        if self.when == "after":
+            self.board.set_state(state, token)
+        if self.when:
+            raise OSError(5, "Input/output error")
+        return self.board.set_state(state, token)
+
+
+@pytest.mark.parametrize(("when", "steps"), [("before", []), ("after", [1]), ("gone", [])])
+def test_board_that_fails_during_the_commit(tmp_path, when, steps):
+    board = FlakyBoard(FileBoard(tmp_path / "board"), when)
+    run = Run(tmp_path, board=board)
+    run.step()
+    assert run.save(1) is bool(steps)
+    assert run.commits() == steps
+    # Where nobody can tell whether it counts, the data stays until a later commit can.
+    assert (tmp_path / "checkpoints" / "step-000000001-e000000" / "manifest.json").exists()
+    failed = run.events("checkpoint.failed")
+    assert bool(failed) is not bool(steps)
+    assert all("the board cannot be reached" in e.fields["reason"] for e in failed)
+    board.when = None
+    assert run.save(2)
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert [name[:14] for name in left] == [f"step-{s:09d}" for s in (*steps, 2)]
+
+
+def test_board_that_cannot_be_read_at_restore(tmp_path):
+    board = FlakyBoard(FileBoard(tmp_path / "board"), "gone")
+    with pytest.raises(CheckpointError, match="HF302 the board cannot be read"):
+        Run(tmp_path, board=board).restore()
+
+
+def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.step()
+
+    def broken(*_):
+        raise AssertionError("boom")
+
+    monkeypatch.setattr(manager_module, "write_checkpoint", broken)
+    assert not run.save(1)
+    assert not run.save(2)
+    first, second = run.events("checkpoint.failed")
+    assert "AssertionError: boom" in first.fields["reason"]
+    assert "no more saves in this epoch" in second.fields["reason"]
+
+
+def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager_module, "_CLOSE_WAIT_S", 0.1)
+    gate = threading.Event()
+    run = Run(tmp_path, at=lambda point: gate.wait(20) and None)
+    run.step()
+    assert run.save(1, wait=False)
+    thread = run.manager._pending.thread
+    started = time.monotonic()
+    run.manager.close()
+    assert time.monotonic() - started < 5
+    assert "ended before the save" in run.events("checkpoint.failed")[0].fields["reason"]
+    gate.set()
+    thread.join(20)
+    assert run.events("checkpoint.committed") == []  # nothing is written after close
+
+
+def test_old_attempt_is_never_written_into(tmp_path):
+    old = tmp_path / "checkpoints" / "step-000000001-e000000"
+    old.mkdir(parents=True)
+    (old / ".metadata").write_text("old")
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(1)
+    assert run.events("checkpoint.committed")[0].fields["dir"] == f"{old.name}-a2"
+    assert not old.exists()  # it was only data
+    assert Run(tmp_path).restore() == 1
+
+
+def test_commits_of_others_on_the_board_stay(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    update(run.board, lambda state: dataclasses.replace(state, finished=True))
+    assert run.save(1)
+    assert BoardState.decode(run.board.get_state()[0]).finished
