@@ -79,8 +79,8 @@ def run_one(workers: Workers) -> tuple[WorkerStarted, WorkerExited]:
     return started, ended
 
 
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+def until(true: Callable[[], object], what: str, *, deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
