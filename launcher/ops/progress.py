@@ -23,6 +23,8 @@ from launcher.ops.timeline import node_names, worker_rank
 
 _RATE_STEPS = 20
 """tokens/s is taken over this many steps."""
+_MAX_LINE = 150
+"""Characters of one event line; errors of libraries can be long, the logs have all of them."""
 
 
 class Progress:
@@ -56,6 +58,7 @@ class Progress:
         self.recent: deque[str] = deque(maxlen=6)
         self._rate: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         self._origin: float | None = None
+        self._said = ""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -76,7 +79,8 @@ class Progress:
                 event = replace(event, fields={**event.fields, "layout": layout})  # noqa: PLW2901
             self._take(event)
             text = describe(event)
-            if text is not None:
+            if text is not None and text != self._said:
+                self._said = text
                 line = f"{event.t_unix - self._origin:7.1f} s  {text}"
                 lines.append(line)
                 self.recent.append(line)
@@ -132,7 +136,11 @@ class Progress:
 def describe(event: Event) -> str | None:
     """Return one line for people about `event`; None for routine ones."""
     tell = _TELL.get(event.event)
-    return None if tell is None else tell(event)
+    text = None if tell is None else tell(event)
+    if text is None:
+        return None
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MAX_LINE else flat[: _MAX_LINE - 1] + "…"
 
 
 def _epoch_formed(event: Event) -> str:

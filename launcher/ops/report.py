@@ -6,6 +6,7 @@ without scripts or external assets. `report_png.py` draws the same as a PNG.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -17,7 +18,9 @@ from launcher.ops.svg import INK, MUTED, Canvas, Scale
 from launcher.ops.timeline import PHASES
 
 LOSS, REDONE, FAIL, GROW = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d"
-EXTRA = ("#d97706", "#0f766e", "#9333ea", "#64748b")
+EXTRA = ("#f5a742", "#0f766e", "#9333ea", "#64748b")
+EXTRA_WIDTH = (6.0, 1.2, 1.2, 1.2)
+"""The first one is drawn broad, so that it shows below a curve that agrees with it."""
 BANDS = ("#eaf2fd", "#fdf1e3", "#e8f6ec", "#f3ecfb", "#fdeaea", "#e6f6f7")
 PHASE_COLOURS = dict(
     zip(
@@ -110,6 +113,9 @@ def html_report(data: ReportData) -> str:
         _tiles(data.summary),
         _section("Loss, with layouts and failures", loss_chart(data) + _loss_legend(data)),
     ]
+    if data.extra:
+        heading = "How far this run is from the others"
+        sections.append(_section(heading, difference_chart(data) + _extra_legend(data)))
     if data.progress:
         sections.append(_section("Steps over time", progress_chart(data)))
     if any(failure["phases"] for failure in data.summary["failures"]):
@@ -152,10 +158,10 @@ def loss_chart(data: ReportData) -> str:
         if right - left > 9 * len(name):
             canvas.text((left + right) / 2, y.start - 8, name, size=11, fill=MUTED, anchor="middle")
     canvas.axes(x, y, x_title="step", y_title="training loss (nats per token)")
-    for index, (label, curve) in enumerate(data.extra.items()):
-        assert label
+    for index, curve in enumerate(data.extra.values()):
         points = [(x(step), y(loss)) for step, loss in thin(curve)]
-        canvas.polyline(points, EXTRA[index % len(EXTRA)], width=3.2 if not index else 1.4)
+        which = index % len(EXTRA)
+        canvas.polyline(points, EXTRA[which], width=EXTRA_WIDTH[which])
     for curve in data.redone:
         canvas.polyline([(x(step), y(loss)) for step, loss in thin(curve)], REDONE, dash="3 3")
     canvas.polyline([(x(step), y(loss)) for step, loss in thin(data.loss)], LOSS, width=1.6)
@@ -175,6 +181,31 @@ def _mark_events(canvas: Canvas, summary: Mapping[str, Any], x: Scale, y: Scale)
         height = y.end - 14 - 20 * min(row, 1)
         canvas.line(at, height + 9, at, y.start, colour, width=1.2, dash="5 3")
         canvas.badge(at, height, text, colour)
+
+
+def differences(run: Curve, other: Curve) -> list[tuple[int, float]]:
+    """Return (step, relative distance of the losses) for the steps that both have."""
+    there = dict(other)
+    return [(k, abs(loss - there[k]) / abs(there[k])) for k, loss in run if there.get(k)]
+
+
+def difference_chart(data: ReportData) -> str:
+    """Return the relative distance to the other runs over steps as SVG, on a log axis."""
+    canvas = Canvas(960, 260, "relative distance of the losses to the other runs")
+    curves = [differences(data.loss, curve) for curve in data.extra.values()]
+    values = [distance for curve in curves for _, distance in curve if distance > 0]
+    last = max((step for curve in curves for step, _ in curve), default=1)
+    top = math.ceil(math.log10(max(values, default=1e-6)))
+    low = min(top - 2, math.floor(math.log10(max(min(values, default=1e-9), 1e-9))))
+    x, y = Scale(0, last, 70, 940), Scale(low, top, 210, 20)
+    canvas.axes(x, y, x_title="step", y_title="relative distance", log=True)
+    for index, curve in enumerate(curves):
+        colour = EXTRA[index % len(EXTRA)]
+        points = [(x(k), y(max(math.log10(d), low) if d else low)) for k, d in thin(curve)]
+        canvas.polyline(points, colour, width=1.6)
+    for failure in data.summary["failures"]:
+        canvas.line(x(failure["step"]), y.end, x(failure["step"]), y.start, FAIL, dash="5 3")
+    return canvas.render()
 
 
 def progress_chart(data: ReportData) -> str:
@@ -252,6 +283,10 @@ def _legend(items: Sequence[tuple[str, str]]) -> str:
         f'<span><i style="background:{colour}"></i>{escape(text)}</span>' for colour, text in items
     )
     return f'<p class="legend">{keys}</p>'
+
+
+def _extra_legend(data: ReportData) -> str:
+    return _legend([(EXTRA[i % len(EXTRA)], f"to {label}") for i, label in enumerate(data.extra)])
 
 
 def _loss_legend(data: ReportData) -> str:

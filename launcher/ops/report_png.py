@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from launcher.ops.report import (
     EXTRA,
+    EXTRA_WIDTH,
     FAIL,
     GROW,
     LOSS,
@@ -58,7 +59,7 @@ def _draw_loss(axes: Any, data: ReportData) -> None:
         axes.plot(
             *_columns(curve),
             color=EXTRA[index % len(EXTRA)],
-            lw=2.6 if not index else 1,
+            lw=EXTRA_WIDTH[index % len(EXTRA)] * 0.8,
             label=label,
         )
     for index, curve in enumerate(data.redone):

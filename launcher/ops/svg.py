@@ -135,13 +135,16 @@ class Canvas:
         self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="{fill}"/>')
         self.text(x, y + 4, text, size=11, fill=PAPER, anchor="middle", weight="bold")
 
-    def axes(self, x: Scale, y: Scale, *, x_title: str, y_title: str) -> None:
-        """Add grid, tick labels and titles for a plot that spans the two scales."""
-        for value in ticks(y.low, y.high):
+    def axes(self, x: Scale, y: Scale, *, x_title: str, y_title: str, log: bool = False) -> None:
+        """Add grid, tick labels and titles for a plot that spans the two scales.
+
+        With `log` the y scale holds decimal logarithms and is labelled by powers of ten.
+        """
+        powers = [float(power) for power in range(math.ceil(y.low), math.floor(y.high) + 1)]
+        for value in powers if log else ticks(y.low, y.high):
+            label = f"1e{int(value)}" if log else short_number(value)
             self.line(x.start, y(value), x.end, y(value), GRID)
-            self.text(
-                x.start - 8, y(value) + 4, short_number(value), size=11, fill=MUTED, anchor="end"
-            )
+            self.text(x.start - 8, y(value) + 4, label, size=11, fill=MUTED, anchor="end")
         for value in ticks(x.low, x.high, 10):
             self.line(x(value), y.start, x(value), y.start + 5, MUTED)
             self.text(

@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
+from elastic_trainer.failures import Kind
 
 PHASES = (
     "detect",
@@ -184,42 +185,61 @@ def lineage(spans: Sequence[EpochSpan]) -> list[StepDone]:
 def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failure]:
     """Return the failures in order of time.
 
-    For each epoch the evidence up to the next one is gathered by node: injected
-    faults, `member.lost`, `worker.hung`, `worker.exit`. Workers that failed only
-    because a peer did are not failures. A node that was not a member when it
-    went cost nothing: its recovery took 0 s.
+    For each epoch the evidence about it is gathered by node: injected faults,
+    `member.lost`, `worker.hung`, `worker.exit`. Workers that failed only because
+    a peer did are signs that something is wrong, but no failures. A node that
+    was not a member when it went cost nothing: its recovery took 0 s.
     """
+    evidence: list[list[Event]] = [[] for _ in spans]
+    for event in events:
+        if event.event in _EVIDENCE and spans:
+            evidence[_home(event, spans)].append(event)
     out: list[Failure] = []
     for index, span in enumerate(spans):
-        evidence = [event for event in events if _belongs(event, spans, index)]
-        out.extend(
-            _measure(found, span, spans[index + 1 :], events) for found in _victims(evidence, span)
-        )
+        later = spans[index + 1 :]
+        ended_t = later[0].formed_t if later else float("inf")
+        for failure in _victims(evidence[index], span, ended_t):
+            _measure(failure, span, later, events)
+            out.append(failure)
     out.sort(key=lambda failure: failure.t)
     return out
 
 
 _EVIDENCE = {"fault.injected", "member.lost", "worker.hung", "worker.exit", "epoch.aborted"}
 _MAKES_FAILURE = {
-    "kill-node": "node_lost",
-    "kill-coordinator": "node_lost",
-    "kill-worker": "killed",
+    "kill-node": Kind.NODE_LOST,
+    "kill-coordinator": Kind.NODE_LOST,
+    "kill-worker": Kind.KILLED,
+    "pause-node": "",  # one only if somebody notices
 }
-_WEIGHT = {"node_lost": 3, "hang": 2, "out_of_memory": 2, "node_fault": 2, "killed": 1}
+_WEIGHT = {
+    Kind.NODE_LOST: 3,
+    Kind.HANG: 2,
+    Kind.OUT_OF_MEMORY: 2,
+    Kind.NODE_FAULT: 2,
+    Kind.KILLED: 1,
+    "": -1,
+}
 
 
-def _belongs(event: Event, spans: Sequence[EpochSpan], index: int) -> bool:
-    """Whether `event` is evidence about `spans[index]`: by its epoch, else by its time."""
-    if event.event not in _EVIDENCE:
-        return False
+def _home(event: Event, spans: Sequence[EpochSpan]) -> int:
+    """Return the index of the epoch that `event` is evidence about: its own, else by time.
+
+    A node may be missed only when the next epoch, formed without it because its
+    peers' workers failed, has begun: that is news of the last epoch that had it.
+    """
+    index = max(bisect_right([span.formed_t for span in spans], event.t_unix) - 1, 0)
     if event.epoch is not None and event.event != "fault.injected":
-        return event.epoch == spans[index].epoch
-    by_time = bisect_right([span.formed_t for span in spans], event.t_unix) - 1
-    return max(by_time, 0) == index
+        index = next((i for i, span in enumerate(spans) if span.epoch == event.epoch), index)
+    if event.event == "member.lost":
+        member = event.fields.get("member")
+        had = (i for i in range(index, -1, -1) if member in (*spans[i].members, *spans[i].spares))
+        return next(had, index)
+    return index
 
 
-def _victims(evidence: Sequence[Event], span: EpochSpan) -> list[Failure]:
-    """Merge the evidence about one epoch into one Failure per node."""
+def _victims(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> list[Failure]:
+    """Merge the evidence about one epoch, which ended at `ended_t`, into one Failure per node."""
     blamed: set[str] = set()
     for event in evidence:
         if event.event == "epoch.aborted":
@@ -229,14 +249,23 @@ def _victims(evidence: Sequence[Event], span: EpochSpan) -> list[Failure]:
         failure = _failure_of(event, span, blamed)
         if failure is None:
             continue
-        known = found.get(failure.node)
-        if known is None:
-            found[failure.node] = failure
-        elif failure.injected is None:
+        known = found.setdefault(failure.node, failure)
+        if known is not failure and failure.injected is None:
             _merge(known, failure)
-    return [
-        failure for failure in found.values() if failure.detected_s is not None or failure.injected
-    ]
+    out = [failure for failure in found.values() if failure.kind]
+    signs = [event for event in evidence if _is_sign(event)]
+    if not out:
+        out = _unexplained(signs, span)
+    for failure in out:
+        _date(failure, [sign.t_unix for sign in signs], ended_t)
+    return out
+
+
+def _is_sign(event: Event) -> bool:
+    """Whether `event` shows that somebody noticed something."""
+    if event.event == "worker.exit":
+        return bool(event.fields.get("kind"))
+    return event.event != "fault.injected"
 
 
 def _failure_of(event: Event, span: EpochSpan, blamed: set[str]) -> Failure | None:
@@ -246,31 +275,57 @@ def _failure_of(event: Event, span: EpochSpan, blamed: set[str]) -> Failure | No
         node=event.node,
         rank=worker_rank(event),
         epoch=span.epoch,
-        step=max(
-            (s.step for s in span.steps.values() if s.t <= event.t_unix),
-            default=span.resume_step or 0,
-        ),
+        step=_step_at(span, event.t_unix),
         t=event.t_unix,
         detail=str(fields.get("detail") or fields.get("reason") or ""),
     )
     match event.event:
         case "fault.injected":
             failure.injected = str(fields.get("action"))
-            failure.kind = _MAKES_FAILURE.get(failure.injected, "")
-            return failure if failure.kind else None
+            failure.kind = str(_MAKES_FAILURE.get(failure.injected, ""))
+            return failure if failure.injected in _MAKES_FAILURE else None
         case "member.lost":
-            failure.kind, failure.node, failure.rank = "node_lost", fields.get("member"), None
+            failure.kind, failure.rank = str(Kind.NODE_LOST), None
+            failure.node = fields.get("member")
         case "worker.hung":
-            failure.kind = "hang"
+            failure.kind = str(Kind.HANG)
             failure.detail = f"no progress in {fields.get('section')} for {fields.get('idle_s')} s"
         case "worker.exit":
             failure.kind = str(fields.get("kind") or "")
-            if failure.kind in ("", "collateral") or (blamed and event.node not in blamed):
+            if failure.kind in ("", Kind.COLLATERAL) or (blamed and event.node not in blamed):
                 return None
         case _:
             return None
     failure.detected_s = 0.0
     return failure
+
+
+def _unexplained(signs: Sequence[Event], span: EpochSpan) -> list[Failure]:
+    """Return the failure behind an epoch that was aborted while nobody else was to blame."""
+    for sign in signs:
+        if sign.event != "epoch.aborted":
+            continue
+        node = next(iter(node_names(sign.fields.get("victims"))), None)
+        kind = next((str(s.fields["kind"]) for s in signs if s.event == "worker.exit"), "unknown")
+        return [
+            Failure(
+                kind=kind,
+                node=node,
+                rank=None,
+                epoch=span.epoch,
+                step=_step_at(span, sign.t_unix),
+                t=sign.t_unix,
+                detail=str(sign.fields.get("reason") or ""),
+                detected_s=0.0,
+            )
+        ]
+    return []
+
+
+def _step_at(span: EpochSpan, t: float) -> int:
+    """Return the newest step completed by `t`."""
+    done = (done.step for done in span.steps.values() if done.t <= t)
+    return max(done, default=span.resume_step or 0)
 
 
 def _merge(known: Failure, later: Failure) -> None:
@@ -282,28 +337,36 @@ def _merge(known: Failure, later: Failure) -> None:
     known.detail = known.detail or later.detail
 
 
+def _date(failure: Failure, signs: Sequence[float], ended_t: float) -> None:
+    """Set when the failure was detected: by its own evidence, unless others acted before it."""
+    own_t = float("inf") if failure.detected_s is None else failure.t + failure.detected_s
+    if own_t <= ended_t:
+        return
+    since = failure.t if failure.injected else 0.0
+    first = min((t for t in signs if t >= since), default=own_t)
+    if failure.injected:
+        failure.detected_s = None if first == float("inf") else first - failure.t
+    else:
+        failure.t, failure.detected_s = first, 0.0
+
+
 def _measure(
     failure: Failure, span: EpochSpan, later: Sequence[EpochSpan], events: Sequence[Event]
-) -> Failure:
+) -> None:
     """Fill in what the run made of `failure`."""
-    involved = failure.node is None or not span.members or failure.node in span.members
-    if not involved:
+    if failure.node is not None and span.members and failure.node not in span.members:
         failure.detected_s = failure.detected_s or 0.0
         failure.recovered_s = 0.0
-        return failure
-    for after in later:
-        if not after.steps:
-            continue
-        first = min(after.steps.values(), key=lambda done: done.t)
-        failure.recovered_s = first.t - failure.t
-        failure.next_epoch = after.epoch
-        if span.steps and after.resume_step is not None:
-            failure.steps_redone = max(0, span.last_step - after.resume_step)
-        failure.phases = _phases(events, failure, after, first.t)
-        if failure.detected_s is None:
-            failure.detected_s = failure.phases.get("detect")
-        break
-    return failure
+        return
+    after = next((after for after in later if after.steps), None)
+    if after is None:
+        return
+    first = min(after.steps.values(), key=lambda done: done.t)
+    failure.recovered_s = first.t - failure.t
+    failure.next_epoch = after.epoch
+    if span.steps and after.resume_step is not None:
+        failure.steps_redone = max(0, span.last_step - after.resume_step)
+    failure.phases = _phases(events, failure, after, first.t)
 
 
 def _phases(

@@ -14,7 +14,14 @@ from synthetic_record import Stream, storm
 from elastic_trainer.events import EVENTS, Event
 from launcher.errors import UserError
 from launcher.ops.progress import PlainView, Progress, describe, plain_line, render_block
-from launcher.ops.report import html_report, loss_chart, report_data, short_layout
+from launcher.ops.report import (
+    difference_chart,
+    differences,
+    html_report,
+    loss_chart,
+    report_data,
+    short_layout,
+)
 from launcher.ops.report_files import write_report
 from launcher.ops.summary import summarise
 from launcher.ops.svg import Scale, ticks
@@ -28,7 +35,7 @@ def data_of(stream, **more):
 def test_the_page_is_self_contained_and_well_formed():
     data = data_of(storm(), extra={"undisturbed <b>": [(1, 5.0), (120, 2.0)]}, notes=[("N", "<x>")])
     page = html_report(data)
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4  # loss, distance, steps over time, phases
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(svg)  # noqa: S314  our own text
     assert "http" not in page
@@ -91,6 +98,14 @@ def test_ticks_are_few_rising_and_inside(low, span, about):
     assert found == sorted(set(found))
     slack = span * 1e-6 + 1e-9
     assert all(low - slack <= value <= high + slack for value in found)
+
+
+def test_differences_need_both_curves():
+    run, other = [(1, 2.0), (2, 3.0), (3, 4.0)], [(2, 2.0), (3, 4.0), (4, 1.0)]
+    assert differences(run, other) == [(2, 0.5), (3, 0.0)]
+    data = data_of(storm())
+    data.extra = {"the same": data.loss}  # distances of zero have no logarithm
+    ET.fromstring(difference_chart(data))  # noqa: S314  our own text
 
 
 def test_long_curves_are_thinned():

@@ -108,6 +108,55 @@ def test_a_killed_worker_is_one_failure_and_its_peers_none():
     assert failure["detected_s"] == pytest.approx(0.01)
 
 
+def test_a_node_missed_only_when_the_next_epoch_runs_is_one_failure():
+    """Peers' workers fail first; the node's own connection is given up after a second try."""
+    stream = Stream().start().form(NODES, resume=0).steps(10)
+    stream.add("fault.injected", node="node2", step=10, epoch=1, action="kill-node", target="node2")
+    stream.t += 0.03
+    stream.add(
+        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
+    )
+    stream.t += 0.01
+    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    stream.form(["node0", "node1", "node3"], resume=8)
+    stream.add("member.lost", epoch=2, node="node0", member="node2", reason="did not come back")
+    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    assert (failure["node"], failure["kind"], failure["epoch"]) == ("node2", "node_lost", 1)
+    assert failure["detected_s"] == pytest.approx(0.03)
+    assert failure["steps_redone"] == 2
+    by_hand = [event for event in stream.events if event.event != "fault.injected"]
+    (failure,) = summarise(by_hand, code=0)["failures"]
+    assert (failure["node"], failure["kind"], failure["epoch"]) == ("node2", "node_lost", 1)
+    assert failure["detected_s"] == 0.0
+    assert failure["recovered_s"] > 0.8
+
+
+def test_an_abort_nobody_is_to_blame_for_is_a_failure_still():
+    stream = Stream().start().form(NODES, resume=0).steps(10)
+    stream.add(
+        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
+    )
+    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    stream.form(NODES, resume=8)
+    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    assert (failure["kind"], failure["node"]) == ("collateral", "node3")
+
+
+def test_a_pause_is_a_failure_only_if_somebody_notices():
+    def paused():
+        stream = Stream().start().form(NODES, resume=0).steps(10)
+        stream.add("fault.injected", node="node2", step=10, action="pause-node", target="node2")
+        stream.t += 5.0
+        return stream
+
+    assert summarise(paused().steps(20).events)["failures"] == []
+    stream = paused()
+    stream.add("member.lost", epoch=1, node="node0", member="node2", reason="silent")
+    stream.form(["node0", "node1", "node3"], resume=10).steps(20)
+    (failure,) = summarise(stream.events)["failures"]
+    assert (failure["kind"], failure["detected_s"]) == ("node_lost", 5.0)
+
+
 def test_two_nodes_lost_at_once_share_one_recovery():
     stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2").kill_node("node3")
     stream.form(["node0", "node1"], resume=8).steps(12)
