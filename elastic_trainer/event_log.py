@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ class EventLog:
     ) -> None:
         self._path = run_dir / "events" / f"{writer}.jsonl"
         self._fd: int | None = None
+        self._lock = threading.Lock()
         self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
         self.epoch = epoch
         self.failed = 0
@@ -49,6 +51,10 @@ class EventLog:
             step=step,
             fields=fields,
         ).encode()
+        with self._lock:
+            self._append(line)
+
+    def _append(self, line: str) -> None:
         try:
             if self._fd is None:  # at the first event: most workers never write one
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -103,6 +103,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._zygotes_lost = 0
         self._signals: list[int] = []
         self._stops_asked = 0
+        self._joined = False
         self._result: JobStopped | None = None
         self._failures: dict[int, ProcessFailure] = {}
 
@@ -123,8 +124,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port)
         with self._handling_signals():
             try:
-                self._membership.start()
                 while self._result is None:
+                    self._join_once_warm()
                     self._turn()
             finally:
                 # Also after an error of ours: a node must not go on without its agent.
@@ -139,6 +140,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         return RunResult(state=state, failures=self._failures if failed else {})
 
     # -- the loop -------------------------------------------------------------------------
+
+    def _join_once_warm(self) -> None:
+        """Join when workers can be forked: a node that joins cold makes all others wait."""
+        if not self._joined and (self._workers.ready or self._stops_asked):
+            self._joined = True
+            self._membership.start()
 
     def _turn(self) -> None:
         """Wait for something to happen, at most one tick, and serve it."""

@@ -147,6 +147,11 @@ class Workers:
         return self._zygote.pid
 
     @property
+    def ready(self) -> bool:
+        """Whether the zygote has imported what it could, so that a launch begins at once."""
+        return self._ready
+
+    @property
     def alive(self) -> int:
         """How many workers were launched and are not known to have ended."""
         return len(self._epoch.workers)
