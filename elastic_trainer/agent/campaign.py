@@ -11,17 +11,18 @@ from dataclasses import replace
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.follower import RETRY_S, Seeker, follow_winner, lease_of
+from elastic_trainer.agent.follower import RETRY_S, follow_winner
+from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import Elect, Message, Vote, Won
 from elastic_trainer.agent.notices import Member, Report
-from elastic_trainer.agent.roles import Done, Role
+from elastic_trainer.agent.roles import End, Lead, Reports, Role, Seek, Turn
 from elastic_trainer.failures import EXIT_DONE
 
 
 class Campaign(Role):
     """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
 
-    def __init__(self, ctx: Context, reports: tuple[Report, ...] = ()) -> None:
+    def __init__(self, ctx: Context, reports: Reports = ()) -> None:
         super().__init__(ctx)
         self._reports = list(reports)
         self._dialed: dict[Conn, Member] = {}
@@ -37,7 +38,7 @@ class Campaign(Role):
         line = [m.agent_id for m in ctx.everyone if m.agent_id != ctx.coordinator]
         self._place = line.index(ctx.me.agent_id)
 
-    def start(self) -> Role | None:
+    def start(self) -> Turn | None:
         """Campaign now when first in line, later otherwise."""
         ctx = self.ctx
         ctx.timers.clear()
@@ -50,7 +51,7 @@ class Campaign(Role):
         """Yes, unless the question is about another coordinator."""
         return term == self.ctx.term
 
-    def received(self, conn: Conn, message: Message) -> Role | None:
+    def received(self, conn: Conn, message: Message) -> Turn | None:
         """Count votes, yield to earlier candidates, join a winner."""
         ctx = self.ctx
         match message:
@@ -74,7 +75,7 @@ class Campaign(Role):
         line = [m.agent_id for m in self.ctx.everyone]
         return candidate in line[: line.index(self.ctx.me.agent_id)]
 
-    def opened(self, conn: Conn) -> Role | None:
+    def opened(self, conn: Conn) -> Turn | None:
         """Ask for the vote."""
         if conn in self._dialed:
             self._ask(conn)
@@ -84,7 +85,7 @@ class Campaign(Role):
         ctx = self.ctx
         ctx.send(conn, Elect(candidate=ctx.me.agent_id, job=ctx.job, term=ctx.term))
 
-    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
         """A member that cannot be reached has no vote."""
         member = self._dialed.pop(conn, None)
         if member is not None:
@@ -93,7 +94,7 @@ class Campaign(Role):
             return self._try_to_win()
         return None
 
-    def _try_to_win(self) -> Role | None:
+    def _try_to_win(self) -> Turn | None:
         """Go for the board when the rule allows it."""
         if not self._running or self._swapping:
             return None
@@ -106,7 +107,7 @@ class Campaign(Role):
             self.ctx.outbox.append(ReadBoard())
         return None
 
-    def board_read(self, state: BoardState | None, token: Token | None) -> Role | None:
+    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """Swap if the board still names the coordinator that was lost; else seek the new one."""
         ctx = self.ctx
         if not self._swapping:
@@ -114,37 +115,35 @@ class Campaign(Role):
         state = state or BoardState()
         if state.finished:
             self._close_all()
-            return Done(ctx, EXIT_DONE, "the run has done its last step")
+            return End(EXIT_DONE, "the run has done its last step")
         if state.lease is None or state.lease.term != ctx.term or state.lease.job != ctx.job:
             self._close_all()
-            return Seeker(ctx, tuple(self._reports))
+            return Seek(tuple(self._reports))
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
 
-    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Role | None:
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Coordinate, or look again: a checkpoint commit may have come between."""
-        from elastic_trainer.agent.coordinator import Coordinator  # the two hand over to each other
-
         if not won:
             return self.board_read(state, token)
         ctx = self.ctx
         for conn in self._dialed:
             ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
         expected = {conn: member.agent_id for conn, member in self._dialed.items()}
-        return Coordinator(ctx, state, token, reports=tuple(self._reports), expected=expected)
+        return Lead(state, token, tuple(self._reports), expected)
 
-    def board_failed(self, error: str) -> Role | None:
+    def board_failed(self, error: str) -> Turn | None:
         """Try again in a moment: without the board there is no new epoch."""
         self._swapping = False
         self.ctx.after("ask", RETRY_S)
         return None
 
-    def reported(self, report: Report) -> Role | None:
+    def reported(self, report: Report) -> Turn | None:
         """Keep it for the coordinator to come."""
         self._reports.append(report)
         return None
 
-    def timer(self, name: str) -> Role | None:
+    def timer(self, name: str) -> Turn | None:
         """Start the campaign, ask again, or start over when it led nowhere."""
         ctx = self.ctx
         if name == "ask" and self._running:
@@ -155,7 +154,7 @@ class Campaign(Role):
         if name == "campaign" and not self._swapping:
             if self._running or self._dialed:
                 self._close_all()
-                return Seeker(ctx, tuple(self._reports))
+                return Seek(tuple(self._reports))
             self._running = True
             for member in self._others:
                 self._dialed[ctx.dial(member.address, member.port)] = member

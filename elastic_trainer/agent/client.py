@@ -137,7 +137,7 @@ class MembershipClient:
             self._board_work.shutdown(wait=False, cancel_futures=True)
             self._store_work.shutdown(wait=False, cancel_futures=True)
 
-    def _do(self, effects: list[Effect]) -> None:
+    def _do(self, effects: list[Effect]) -> None:  # noqa: C901  one case per effect
         if self._closed:
             return
         for effect in effects:

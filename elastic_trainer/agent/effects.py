@@ -133,7 +133,7 @@ class Context:
     """All agents of the newest epoch, spares too, in member order: the line of succession."""
     coordinator: str = ""
     """Agent id of the newest epoch's coordinator."""
-    history: History = History()
+    history: History = field(default_factory=History)
     barred: dict[str, str] = field(default_factory=dict)
     """Nodes that may not come back, and why."""
     in_epoch: bool = False

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
+from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import (
     Abort,
     Ask,
@@ -20,19 +21,11 @@ from elastic_trainer.agent.messages import (
     tell,
 )
 from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report
-from elastic_trainer.agent.roles import Done, Role
+from elastic_trainer.agent.roles import End, Follow, Lead, Reports, Role, Seek, Stand, Turn
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE
 from elastic_trainer.heartbeat import Request
 
 RETRY_S = 0.2
-
-
-def lease_of(ctx: Context, term: int) -> Lease:
-    """Return the lease this agent would put on the board."""
-    me = ctx.me
-    return Lease(
-        holder=me.agent_id, node=me.node, job=ctx.job, address=me.address, port=me.port, term=term
-    )
 
 
 class Seeker(Role):
@@ -41,7 +34,7 @@ class Seeker(Role):
     `reports` are reports the local agent made while nobody coordinated.
     """
 
-    def __init__(self, ctx: Context, reports: tuple[Report, ...] = ()) -> None:
+    def __init__(self, ctx: Context, reports: Reports = ()) -> None:
         super().__init__(ctx)
         self._reports = list(reports)
         self._link: Conn | None = None
@@ -50,7 +43,7 @@ class Seeker(Role):
         self._refused = False
         self._claiming = False
 
-    def start(self) -> Role | None:
+    def start(self) -> Turn | None:
         """Read the board."""
         self.ctx.outbox.append(ReadBoard())
         return None
@@ -59,14 +52,16 @@ class Seeker(Role):
         """An agent that once followed `term` and now seeks has lost it."""
         return self.ctx.term == term
 
-    def board_read(self, state: BoardState | None, token: Token | None) -> Role | None:
+    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """Join the holder, take a free lease, or watch a silent holder's beat."""
         ctx = self.ctx
         state = state or BoardState()
+        if state.epoch > ctx.epoch:
+            ctx.abandon_epoch("a newer epoch is on the board")
         if state.finished:
-            return Done(ctx, EXIT_DONE, "the run has already done its last step")
+            return End(EXIT_DONE, "the run has already done its last step")
         if state.ended is not None and state.ended.job == ctx.job:
-            return Done(ctx, state.ended.code, state.ended.reason)
+            return End(state.ended.code, state.ended.reason)
         lease = state.lease
         if lease is None or self._is_stale(lease):
             self._claiming = True
@@ -80,7 +75,7 @@ class Seeker(Role):
             and self._seen.term == lease.term
             and self._seen.beat != lease.beat
         ):
-            return Done(ctx, EXIT_DO_NOT_RESTART, live_job_message(lease))
+            return End(EXIT_DO_NOT_RESTART, live_job_message(lease))
         if self._seen is None or (self._seen.term, self._seen.beat) != (lease.term, lease.beat):
             self._seen, self._seen_since = lease, ctx.now
         if self._link is None:
@@ -97,43 +92,41 @@ class Seeker(Role):
             and self.ctx.now - self._seen_since >= patience
         )
 
-    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Role | None:
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Coordinate when the claim was won, else look again at who has it."""
-        from elastic_trainer.agent.coordinator import Coordinator  # the two hand over to each other
-
         self._claiming = False
         if won:
-            return Coordinator(self.ctx, state, token, reports=tuple(self._reports))
+            return Lead(state, token, tuple(self._reports))
         return self.board_read(state, token)
 
-    def board_failed(self, error: str) -> Role | None:
+    def board_failed(self, error: str) -> Turn | None:
         """Look again in a moment."""
         self._claiming = False
         self.ctx.after("retry", RETRY_S * 2)
         return None
 
-    def opened(self, conn: Conn) -> Role | None:
+    def opened(self, conn: Conn) -> Turn | None:
         """Ask to join."""
         ctx = self.ctx
         if conn == self._link:
             ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
         return None
 
-    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
         """Look at the board again in a moment."""
         if conn == self._link:
             self._link, self._refused = None, refused
             self.ctx.after("retry", RETRY_S)
         return None
 
-    def received(self, conn: Conn, message: Message) -> Role | None:
+    def received(self, conn: Conn, message: Message) -> Turn | None:
         """Follow who welcomes us; obey a definite no."""
         ctx = self.ctx
         match message:
             case Welcome(term=term) if conn == self._link and term >= ctx.term:
-                return Follower(ctx, conn, term, tuple(self._reports))
+                return Follow(conn, term, tuple(self._reports))
             case Reject(code=int() as code, reason=reason) if conn == self._link:
-                return Done(ctx, code, reason)
+                return End(code, reason)
             case Reject() if conn == self._link:
                 ctx.close(conn)
                 return self.closed(conn, refused=False)
@@ -147,12 +140,12 @@ class Seeker(Role):
             self.ctx.close(self._link)
             self._link = None
 
-    def reported(self, report: Report) -> Role | None:
+    def reported(self, report: Report) -> Turn | None:
         """Keep it for the coordinator to come."""
         self._reports.append(report)
         return None
 
-    def timer(self, name: str) -> Role | None:
+    def timer(self, name: str) -> Turn | None:
         """Read the board again; give up a dial that was never welcomed."""
         if name == "welcome" and self._link is not None:
             self._drop_link()
@@ -173,9 +166,7 @@ def live_job_message(lease: Lease) -> str:
 class Follower(Role):
     """A member or spare with one connection, `link`, to the coordinator of `term`."""
 
-    def __init__(
-        self, ctx: Context, link: Conn, term: int, reports: tuple[Report, ...] = ()
-    ) -> None:
+    def __init__(self, ctx: Context, link: Conn, term: int, reports: Reports = ()) -> None:
         super().__init__(ctx)
         self._link: Conn | None = link
         self._redial: Conn | None = None
@@ -183,7 +174,7 @@ class Follower(Role):
         self._heard = ctx.now
         ctx.term = term
 
-    def start(self) -> Role | None:
+    def start(self) -> Turn | None:
         """Send what waited, and keep the heart beating."""
         ctx = self.ctx
         ctx.timers.clear()
@@ -197,7 +188,7 @@ class Follower(Role):
                 self.ctx.send(self._link, tell(report))
             self._unsent.clear()
 
-    def received(self, conn: Conn, message: Message) -> Role | None:
+    def received(self, conn: Conn, message: Message) -> Turn | None:
         """Pass the coordinator's word on to the local agent."""
         ctx = self.ctx
         if conn == self._redial and isinstance(message, Welcome):
@@ -222,9 +213,9 @@ class Follower(Role):
             case Ask(epoch=epoch, request=request):
                 ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
             case Stop(code=code, reason=reason):
-                return Done(ctx, code, reason)
+                return End(code, reason)
             case Reject(code=int() as code, reason=reason):
-                return Done(ctx, code, reason)
+                return End(code, reason)
             case _:
                 return super().received(conn, message)
         return None
@@ -233,13 +224,13 @@ class Follower(Role):
         if formed.epoch > self.ctx.epoch:
             self.ctx.adopt(formed)
 
-    def reported(self, report: Report) -> Role | None:
+    def reported(self, report: Report) -> Turn | None:
         """Send it on, or keep it until the link is back."""
         self._unsent.append(report)
         self._flush()
         return None
 
-    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
         """EOF, after one quick reconnect, is a death."""
         ctx = self.ctx
         if conn == self._redial:
@@ -253,14 +244,14 @@ class Follower(Role):
             ctx.after("reconnect", ctx.settings.reconnect_s)
         return None
 
-    def opened(self, conn: Conn) -> Role | None:
+    def opened(self, conn: Conn) -> Turn | None:
         """Join again over the new connection."""
         ctx = self.ctx
         if conn == self._redial:
             ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
         return None
 
-    def timer(self, name: str) -> Role | None:
+    def timer(self, name: str) -> Turn | None:
         """Beat; a silent coordinator, or one that does not welcome us back, is lost."""
         ctx = self.ctx
         if name == "reconnect":
@@ -278,19 +269,17 @@ class Follower(Role):
             ctx.after("beat", ctx.settings.heartbeat_s)
         return None
 
-    def _lost(self, reason: str) -> Role:
-        from elastic_trainer.agent.campaign import Campaign  # the two hand over to each other
-
+    def _lost(self, reason: str) -> Turn:
         ctx = self.ctx
         coordinator = ctx.coordinator_member
         ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
         if len(ctx.everyone) > 1 and any(m.agent_id == ctx.me.agent_id for m in ctx.everyone):
-            return Campaign(ctx, tuple(self._unsent))
-        return Seeker(ctx, tuple(self._unsent))
+            return Stand(tuple(self._unsent))
+        return Seek(tuple(self._unsent))
 
 
-def follow_winner(ctx: Context, conn: Conn, won: Won, reports: tuple[Report, ...]) -> Follower:
+def follow_winner(ctx: Context, conn: Conn, won: Won, reports: Reports) -> Follow:
     """Join the new coordinator over the connection it called on."""
     ctx.coordinator = won.coordinator
     ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
-    return Follower(ctx, conn, won.term, reports)
+    return Follow(conn, won.term, reports)

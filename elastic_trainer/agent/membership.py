@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic_trainer.agent.board import BoardState, Token
+from elastic_trainer.agent.campaign import Campaign
 from elastic_trainer.agent.coordinator import Coordinator
 from elastic_trainer.agent.effects import Conn, Context, Effect, Settings
-from elastic_trainer.agent.follower import Seeker
+from elastic_trainer.agent.follower import Follower, Seeker
 from elastic_trainer.agent.messages import Message
 from elastic_trainer.agent.notices import Member, Report
-from elastic_trainer.agent.roles import Done, Role
+from elastic_trainer.agent.roles import Done, End, Follow, Lead, Role, Seek, Stand, Turn
 
 
 class Membership:
@@ -86,11 +87,25 @@ class Membership:
         """When `tick` is to be called next; None: never."""
         return min(self.ctx.timers.values(), default=None)
 
-    def _run(self, now: float, handle: Callable[[Role], Role | None]) -> list[Effect]:
+    def _run(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
         self.ctx.now = now
-        successor = handle(self.role)
-        while successor is not None:
-            self.role = successor
-            successor = self.role.start()
+        turn = handle(self.role)
+        while turn is not None:
+            self.role = _role_of(self.ctx, turn)
+            turn = self.role.start()
         effects, self.ctx.outbox = self.ctx.outbox, []
         return effects
+
+
+def _role_of(ctx: Context, turn: Turn) -> Role:
+    match turn:
+        case Seek(reports):
+            return Seeker(ctx, reports)
+        case Follow(link, term, reports):
+            return Follower(ctx, link, term, reports)
+        case Stand(reports):
+            return Campaign(ctx, reports)
+        case Lead(state, token, reports, expected):
+            return Coordinator(ctx, state, token, reports=reports, expected=expected)
+        case End():
+            return Done(ctx, turn)

@@ -1,10 +1,10 @@
 """Plain `torchrun --rdzv-backend holdfast`: our membership behind torchelastic's interface.
 
-torchrun keeps its own agent, which polls and counts restarts by itself; it gains
-fast rendezvous, a store that outlives no node it depends on, and a job that goes on
-when the first node dies. `--rdzv-endpoint` is the board's directory on shared
-storage; a `--rdzv-id` is used once, as with torchrun's own back ends. `--rdzv-conf` takes join_timeout, heartbeat, dead_after (seconds), address and
-ports (low-high).
+torchrun keeps its own agent, which polls and counts restarts by itself; it gains fast
+rendezvous, a store that no single node's death takes away, and a job that goes on when
+the first node dies. `--rdzv-endpoint` is the board's directory on shared storage; a
+`--rdzv-id` is used once, as with torchrun's own back ends. `--rdzv-conf` takes
+join_timeout, heartbeat, dead_after (seconds), address and ports (low-high).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class HoldfastRendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, len(ids), info)
 
     def _leave_epoch(self) -> None:
-        """torchelastic comes back for another round: say why the last one ended."""
+        """Torchelastic comes back for another round: say why the last one ended."""
         self._drain()
         formed, self._formed = self._formed, None
         if formed is None or self._aborted or self._stopped is not None:

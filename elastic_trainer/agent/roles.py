@@ -2,34 +2,84 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context
 from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote
 from elastic_trainer.agent.notices import JobStopped, Report
 
+Reports = tuple[Report, ...]
+"""What the local agent said and no coordinator has heard yet: it goes from role to role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seek:
+    """Turn to the board."""
+
+    reports: Reports = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Take part under the coordinator of `term`, on the other end of `link`."""
+
+    link: Conn
+    term: int
+    reports: Reports = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The coordinator is gone: campaign."""
+
+    reports: Reports = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The board is won. `expected`: members of the last epoch that will join on these links."""
+
+    state: BoardState
+    token: Token
+    reports: Reports = ()
+    expected: dict[Conn, str] | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over for this agent."""
+
+    code: int
+    reason: str
+
+
+Turn = Seek | Follow | Stand | Lead | End
+"""What a handler returns to hand over to another role; `membership.py` makes the role."""
+
 
 class Role:
     """Base of all roles: answers what any agent must answer, ignores the rest.
 
-    A handler that returns a role hands over to it.
+    A handler that returns a turn hands over.
     """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
-    def start(self) -> Role | None:
+    def start(self) -> Turn | None:
         """Called once when the role is taken."""
         return None
 
-    def opened(self, conn: Conn) -> Role | None:
+    def opened(self, conn: Conn) -> Turn | None:
         """A dial succeeded."""
         return None
 
-    def closed(self, conn: Conn, *, refused: bool) -> Role | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
         """A connection ended or a dial failed; `refused`: the host answered, nobody listens."""
         return None
 
-    def received(self, conn: Conn, message: Message) -> Role | None:
+    def received(self, conn: Conn, message: Message) -> Turn | None:
         """Handle a message; other roles override and fall back to this."""
         match message:
             case Join():
@@ -46,27 +96,27 @@ class Role:
         """Whether this agent, too, has lost the coordinator of `term`."""
         return False
 
-    def board_read(self, state: BoardState | None, token: Token | None) -> Role | None:
+    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """Take the answer to ReadBoard."""
         return None
 
-    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Role | None:
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Take the answer to SwapBoard: the newest content, and whether it is ours."""
         return None
 
-    def board_failed(self, error: str) -> Role | None:
+    def board_failed(self, error: str) -> Turn | None:
         """Take a failed board call: its storage does not answer. Roles try again by a timer."""
         return None
 
-    def store_opened(self, epoch: int, address: str, port: int) -> Role | None:
+    def store_opened(self, epoch: int, address: str, port: int) -> Turn | None:
         """Take the answer to OpenStore."""
         return None
 
-    def reported(self, report: Report) -> Role | None:
+    def reported(self, report: Report) -> Turn | None:
         """Take a report of the local agent."""
         return None
 
-    def timer(self, name: str) -> Role | None:
+    def timer(self, name: str) -> Turn | None:
         """Handle a timer that fired."""
         return None
 
@@ -74,12 +124,12 @@ class Role:
 class Done(Role):
     """The job is over for this agent."""
 
-    def __init__(self, ctx: Context, code: int, reason: str) -> None:
+    def __init__(self, ctx: Context, end: End) -> None:
         super().__init__(ctx)
-        self.code, self.reason = code, reason
+        self._end = end
 
-    def start(self) -> Role | None:
+    def start(self) -> Turn | None:
         """Tell the local agent, once."""
         self.ctx.timers.clear()
-        self.ctx.tell(JobStopped(code=self.code, reason=self.reason))
+        self.ctx.tell(JobStopped(code=self._end.code, reason=self._end.reason))
         return None

@@ -144,8 +144,8 @@ def test_a_dead_coordinator_is_succeeded(nodes):
 def test_growth_waits_for_a_boundary(nodes):
     group, formed = form(nodes, 3)
     group[2].die()
-    rest = group[:2] if formed.coordinator != "node2" else group[:2]
-    smaller = [node.wait_for(EpochFormed) for node in rest][0]
+    rest = group[:2]
+    smaller, _ = [node.wait_for(EpochFormed) for node in rest]
     for node in rest:
         node.client.report(WorkersRunning(epoch=smaller.epoch, step=4))
     back = nodes("node2", nodes=3, start=1)
