@@ -40,7 +40,8 @@ from launcher.ops.verdict import CLI_DONE
 
 JOB = Path(__file__).with_name("demo.yaml")
 CORPUS_BYTES = 4_000_000
-FAULTS = ("kill-node:2@33", "kill-coordinator@64", "return-node@87")
+FAULTS = ("kill-node:2@23", "kill-coordinator@44", "return-node@52")
+"""The last one early enough that the node, which must start first, joins well before the end."""
 UNDISTURBED_NODES = (4, 3, 2)
 """Different layouts add the same numbers in different orders."""
 
@@ -101,7 +102,15 @@ def write_corpus(path: Path) -> int:
     return min(len(text), CORPUS_BYTES)
 
 
-def train(stage: Stage, name: str, corpus: Path, *, nodes: int, faults: Sequence[str]) -> Outcome:
+def train(
+    stage: Stage,
+    name: str,
+    corpus: Path,
+    *,
+    nodes: int,
+    faults: Sequence[str] = (),
+    sets: Sequence[str] = (),
+) -> Outcome:
     """Run the demo's job on `nodes` nodes to its end.
 
     Raises:
@@ -111,7 +120,7 @@ def train(stage: Stage, name: str, corpus: Path, *, nodes: int, faults: Sequence
         JOB,
         nodes=nodes,
         faults=faults,
-        sets=[f"data.path={corpus}"],
+        sets=[f"data.path={corpus}", *sets],
         run_dir=stage.folder / name,
         stamp=name,
     )
@@ -132,8 +141,8 @@ def transitions(outcome: Outcome) -> list[tuple[str, int]]:
     spans = timeline.epochs(outcome.events)
     found = []
     for before, after in itertools.pairwise(spans):
-        if after.resume_step is None or len(after.steps) < NEAR_STEPS:
-            continue  # ended before it could be compared
+        if after.resume_step is None:
+            continue  # it ended before it had begun
         what = f"{len(before.members)} → {len(after.members)} nodes"
         found.append((what, after.resume_step))
     return found
@@ -224,6 +233,8 @@ def agreement_text(nears: Sequence[Near], whole: Far) -> str:
     ]
     for item in nears:
         verdict = "agrees" if item.ok else "DISAGREES"
+        if item.num_steps < NEAR_STEPS:
+            verdict = "too few steps followed, cannot be compared"
         lines.append(
             f"  {item.what}, from step {item.step}: {item.num_steps} steps, "
             f"largest difference {item.worst:.1e}: {verdict}"
@@ -262,7 +273,8 @@ def demo(stage: Stage) -> bool:
     undisturbed: dict[str, Curve] = {}
     for nodes in UNDISTURBED_NODES:
         stage.say(f"The same training, undisturbed, on {nodes} nodes")
-        outcome = train(stage, f"undisturbed-{nodes}", corpus, nodes=nodes, faults=())
+        name, rare = f"undisturbed-{nodes}", "checkpoint.every_steps=1000"
+        outcome = train(stage, name, corpus, nodes=nodes, sets=[rare])
         undisturbed[f"undisturbed, {nodes} nodes"] = curve_of(outcome.events)
     whole = far(run, list(undisturbed.values()))
 
@@ -299,9 +311,8 @@ def main() -> int:
         stage.console.print(f"[red]the demo failed:[/red] {error}", highlight=False)
         return 1
     if not agrees:
-        stage.console.print("[red]the runs do not agree[/red]")
-        return 1
-    return 0
+        stage.console.print("[red]not all of this could be shown to agree, see above[/red]")
+    return 0 if agrees else 1
 
 
 if __name__ == "__main__":
