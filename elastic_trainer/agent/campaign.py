@@ -2,7 +2,8 @@
 
 Successors try in member order, each a little later than the one before. A candidate
 takes the board only with more than half of the last members, or once all it reached
-have lost the old coordinator too; the board's swap decides in any case.
+have lost the old coordinator too and its death is sure: its address refuses, or its
+beat on the board stands still. The board's swap decides in any case.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from elastic_trainer.failures import EXIT_DONE
 class Campaign(Role):
     """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
 
-    def __init__(self, ctx: Context, reports: Reports = ()) -> None:
+    def __init__(self, ctx: Context, reports: Reports = (), *, sure: bool) -> None:
         super().__init__(ctx)
         self._reports = list(reports)
+        self._sure = sure
+        self._watched: int | None = None
+        """The lease's beat when a candidate without a majority first looked."""
         self._dialed: dict[Conn, Member] = {}
         self._votes: dict[str, bool] = {}
         """agent_id -> has it lost the coordinator too."""
@@ -94,31 +98,44 @@ class Campaign(Role):
             return self._try_to_win()
         return None
 
+    @property
+    def _has_majority(self) -> bool:
+        return 2 * (1 + sum(self._votes.values())) > len(self.ctx.everyone)
+
     def _try_to_win(self) -> Turn | None:
         """Go for the board when the rule allows it."""
-        if not self._running or self._swapping:
-            return None
-        lost = 1 + sum(self._votes.values())
         all_reached_lost = all(self._votes.values()) and len(self._votes) + len(self._gone) == len(
             self._others
         )
-        if lost * 2 > len(self.ctx.everyone) or all_reached_lost:
+        watching = self._watched is not None and not self._has_majority
+        may = self._running and not self._swapping and not watching
+        if may and (self._has_majority or all_reached_lost):
             self._swapping = True
             self.ctx.outbox.append(ReadBoard())
         return None
 
     def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
-        """Swap if the board still names the coordinator that was lost; else seek the new one."""
+        """Swap if the board still shows what was lost; else seek the coordinator it shows."""
         ctx = self.ctx
         if not self._swapping:
             return None
         state = state or BoardState()
+        lease = state.lease
         if state.finished:
             self._close_all()
             return End(EXIT_DONE, "the run has done its last step")
-        if state.lease is None or state.lease.term != ctx.term or state.lease.job != ctx.job:
+        gone_on = state.epoch > ctx.epoch  # the old coordinator lives, and left us out
+        if lease is None or lease.term != ctx.term or lease.job != ctx.job or gone_on:
             self._close_all()
             return Seek(tuple(self._reports))
+        if not self._has_majority and not self._sure and self._watched != lease.beat:
+            # Cut off with a few, or is it dead? Its beat on the board tells.
+            if self._watched is not None:
+                self._close_all()
+                return Seek(tuple(self._reports))
+            self._watched, self._swapping = lease.beat, False
+            ctx.after("watch", 1.5 * ctx.settings.lease_renew_s)
+            return None
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
 
@@ -151,6 +168,9 @@ class Campaign(Role):
                 if not self._votes.get(member.agent_id, False):
                     self._ask(conn)
             return self._try_to_win()
+        if name == "watch" and not self._swapping:
+            self._swapping = True
+            ctx.outbox.append(ReadBoard())
         if name == "campaign" and not self._swapping:
             if self._running or self._dialed:
                 self._close_all()
@@ -159,7 +179,8 @@ class Campaign(Role):
             for member in self._others:
                 self._dialed[ctx.dial(member.address, member.port)] = member
             # Members that neither answer nor refuse must not hold up the rest for ever.
-            ctx.after("campaign", 4 * ctx.settings.dial_timeout_s)
+            patience = max(4 * ctx.settings.dial_timeout_s, 3 * ctx.settings.lease_renew_s)
+            ctx.after("campaign", patience)
             return self._try_to_win()
         return None
 

@@ -234,7 +234,9 @@ class Follower(Role):
         """EOF, after one quick reconnect, is a death."""
         ctx = self.ctx
         if conn == self._redial:
-            return self._lost("the coordinator's node refuses connections")
+            reason = "its connection ended and its address "
+            reason += "refuses another" if refused else "does not answer"
+            return self._lost(reason, sure=refused)
         if conn == self._link:
             self._link = None
             coordinator = ctx.coordinator_member
@@ -269,12 +271,12 @@ class Follower(Role):
             ctx.after("beat", ctx.settings.heartbeat_s)
         return None
 
-    def _lost(self, reason: str) -> Turn:
+    def _lost(self, reason: str, *, sure: bool = False) -> Turn:
         ctx = self.ctx
         coordinator = ctx.coordinator_member
         ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
         if len(ctx.everyone) > 1 and any(m.agent_id == ctx.me.agent_id for m in ctx.everyone):
-            return Stand(tuple(self._unsent))
+            return Stand(tuple(self._unsent), sure)
         return Seek(tuple(self._unsent))
 
 

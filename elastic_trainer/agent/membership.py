@@ -103,8 +103,8 @@ def _role_of(ctx: Context, turn: Turn) -> Role:
             return Seeker(ctx, reports)
         case Follow(link, term, reports):
             return Follower(ctx, link, term, reports)
-        case Stand(reports):
-            return Campaign(ctx, reports)
+        case Stand(reports, sure):
+            return Campaign(ctx, reports, sure=sure)
         case Lead(state, token, reports, expected):
             return Coordinator(ctx, state, token, reports=reports, expected=expected)
         case End():

@@ -31,9 +31,10 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """The coordinator is gone: campaign."""
+    """The coordinator is gone: campaign. `sure`: its address refused, so its process is dead."""
 
     reports: Reports = ()
+    sure: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,413 @@
+"""A cluster in virtual time: real membership machines, a simulated network, clock and board.
+
+Deterministic: the same faults at the same times give the same run. What no fault may
+break is asserted at every step (`Cluster._check_published`, `_check_told`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from elastic_trainer.agent.board import BoardState
+from elastic_trainer.agent.effects import (
+    Close,
+    Dial,
+    Log,
+    OpenStore,
+    ReadBoard,
+    Send,
+    Settings,
+    SwapBoard,
+    Tell,
+)
+from elastic_trainer.agent.membership import Membership
+from elastic_trainer.agent.messages import Formed, decode, encode
+from elastic_trainer.agent.notices import (
+    AskWorkers,
+    EpochAborted,
+    EpochFormed,
+    JobStopped,
+    Member,
+    Notice,
+    Report,
+    WorkersEnded,
+    WorkersFailed,
+    WorkersRunning,
+)
+from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.heartbeat import Request
+
+WORKERS_START_S = 0.5
+WORKERS_SAVE_S = 0.2
+
+
+@dataclass
+class Link:
+    """A TCP connection; each side has its own number for it."""
+
+    ends: tuple[Node, Node]
+    conns: tuple[int, int]
+    open: bool = True
+    queues: tuple[deque, deque] = field(default_factory=lambda: (deque(), deque()))
+
+
+@dataclass(eq=False)
+class Node:
+    """A machine with one agent, and a script in place of its workers."""
+
+    me: Member
+    machine: Membership
+    offset: float
+    alive: bool = True
+    silent: bool = False
+    """Power is off: nothing answers, not even a refusal."""
+    paused: bool = False
+    links: dict[int, Link] = field(default_factory=dict)
+    accepted: itertools.count = field(default_factory=lambda: itertools.count(1, 2))
+    waiting: deque = field(default_factory=deque)
+    tick_at: float | None = None
+    formed: EpochFormed | None = None
+    working: int | None = None
+    """Epoch whose workers run here."""
+    stopped: JobStopped | None = None
+    notices: list[Notice] = field(default_factory=list)
+    events: list[tuple[float, str, dict]] = field(default_factory=list)
+    step: int = 0
+
+
+class Cluster:
+    """The simulation. Times are virtual seconds."""
+
+    def __init__(self, settings: Settings, *, seed: int = 0, delay_s: float = 0.002) -> None:
+        self.settings, self.delay_s = settings, delay_s
+        self.now = 0.0
+        self.random = random.Random(seed)
+        self.nodes: list[Node] = []
+        self.board: tuple[BoardState, int] | None = None
+        self.board_down_until = 0.0
+        self.lose_replies = False
+        self.cut: set[tuple[str, str]] = set()
+        """(from node, to node): nothing gets through, nothing is refused."""
+        self.epoch_owner: dict[int, str] = {}
+        self.published: dict[int, Formed] = {}
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    # --- the world's controls ----------------------------------------------------------
+
+    def add(self, name: str, *, job: str = "job", offset: float | None = None) -> Node:
+        """Start an agent on the machine `name`."""
+        start = sum(n.me.node == name for n in self.nodes)
+        me = Member(agent_id=f"{name}#{start}", node=name, address=name, port=start, workers=1)
+        offset = self.random.uniform(0, 1000) if offset is None else offset
+        node = Node(me, Membership(me, job, self.settings), offset)
+        self.nodes.append(node)
+        self._feed(node, lambda now: node.machine.start(now))
+        return node
+
+    def kill(self, node: Node, *, silent: bool = False) -> None:
+        """End the process; `silent`: the machine's power goes, so that nobody is told."""
+        if not node.alive:
+            return
+        node.alive, node.silent, node.working = False, silent, None
+        for link in list(node.links.values()):
+            if not silent:
+                self._hang_up(link, by=node)
+
+    def pause(self, node: Node) -> None:
+        """SIGSTOP: the kernel still takes connections and bytes."""
+        node.paused = True
+
+    def resume(self, node: Node) -> None:
+        """SIGCONT: what came meanwhile is read first, then timers fire."""
+        node.paused = False
+        while node.waiting and not node.paused and node.alive:
+            self._feed(node, node.waiting.popleft())
+        self._feed(node, lambda now: node.machine.tick(now))
+
+    def partition(self, group: set[str]) -> None:
+        """Cut the machines of `group` off from all others, both ways."""
+        names = {n.me.node for n in self.nodes}
+        for a in group:
+            for b in names - group:
+                self.cut |= {(a, b), (b, a)}
+
+    def heal(self) -> None:
+        """Undo all cuts, board faults and pauses."""
+        self.cut.clear()
+        self.board_down_until, self.lose_replies = self.now, False
+        for node in self.nodes:
+            if node.paused:
+                self.resume(node)
+
+    def report(self, node: Node, report: Report) -> None:
+        """Have the node's agent report something."""
+        self._feed(node, lambda now: node.machine.reported(report, now))
+
+    def fail_worker(self, node: Node, kind: Kind = Kind.KILLED, detail: str = "SIGKILL") -> None:
+        """End a worker of the node's current epoch badly."""
+        if node.working is not None:
+            epoch, node.working = node.working, None
+            failure = Failure(kind=kind, action=Action.RESTART, detail=detail)
+            self.report(
+                node,
+                WorkersFailed(epoch=epoch, local_rank=0, rank=0, step=node.step, failure=failure),
+            )
+
+    def run(self, until: float, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Let virtual time pass until `until`, or until `stop()`."""
+        while self._heap and self._heap[0][0] <= until and not stop():
+            self.now, _, function = heapq.heappop(self._heap)
+            function()
+        if not stop():
+            self.now = max(self.now, until)
+
+    def run_until(self, condition: Callable[[], bool], within: float) -> float:
+        """Run until `condition`; return the seconds it took, or fail after `within`."""
+        begun = self.now
+        self.run(begun + within, stop=condition)
+        assert condition(), f"not reached within {within} virtual seconds\n{self.describe()}"
+        return self.now - begun
+
+    # --- what tests ask ----------------------------------------------------------------
+
+    @property
+    def up(self) -> list[Node]:
+        """Nodes whose agent lives and has not left."""
+        return [n for n in self.nodes if n.alive and n.stopped is None]
+
+    def settled(self) -> bool:
+        """Whether all living agents share the newest epoch with the rung they can fill."""
+        up = self.up
+        formed = {n.formed.epoch if n.formed else None for n in up}
+        size = self.settings.rung_for(len(up))
+        return (
+            sum(n.machine.is_coordinator for n in up) == 1
+            and len(formed) == 1
+            and None not in formed
+            and up[0].formed.epoch == max(self.published)
+            and len(up[0].formed.members) == size
+            and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
+            == {n.me.agent_id for n in up}
+            and all(n.working == n.formed.epoch for n in up if n.me in n.formed.members)
+        )
+
+    def describe(self) -> str:
+        """Return what each agent thinks, for a failed test."""
+        lines = [f"t={self.now:.3f} board={self.board} cut={sorted(self.cut)}"]
+        for n in self.nodes:
+            state = "up" if n.alive else "dead"
+            lines.append(
+                f"  {n.me.agent_id} {state}{' paused' if n.paused else ''} "
+                f"{type(n.machine.role).__name__} term={n.machine.ctx.term} "
+                f"epoch={n.machine.ctx.epoch} working={n.working} stopped={n.stopped} "
+                f"timers={sorted(n.machine.ctx.timers)}"
+            )
+            lines += [f"      {t:.3f} {e} {f}" for t, e, f in n.events[-4:]]
+        return "\n".join(lines)
+
+    # --- performing effects --------------------------------------------------------------
+
+    def _at(self, when: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (when, next(self._serial), function))
+
+    def _delay(self) -> float:
+        return self.delay_s * self.random.uniform(0.5, 2.0)
+
+    def _feed(self, node: Node, step: Callable[[float], list]) -> None:
+        if not node.alive:
+            return
+        if node.paused:
+            node.waiting.append(step)
+            return
+        for effect in step(self.now + node.offset):
+            self._perform(node, effect)
+        due = node.machine.next_timer()
+        if due is not None:
+            when = max(self.now, due - node.offset)
+            if node.tick_at is None or when < node.tick_at or node.tick_at < self.now:
+                node.tick_at = when
+                self._at(when, lambda: self._tick(node, when))
+
+    def _tick(self, node: Node, when: float) -> None:
+        if node.tick_at == when and node.alive and not node.paused:
+            node.tick_at = None
+            self._feed(node, lambda now: node.machine.tick(now))
+
+    def _perform(self, node: Node, effect: object) -> None:
+        match effect:
+            case Dial(conn, address, port):
+                self._at(self.now + self._delay(), lambda: self._dial(node, conn, address, port))
+            case Send(conns, message):
+                if isinstance(message, Formed):
+                    self._check_published(node, message)
+                payload = encode(message)
+                for conn in conns:
+                    if conn in node.links:
+                        self._send(node, node.links[conn], payload)
+            case Close(conn):
+                if conn in node.links:
+                    self._send(node, node.links.pop(conn), None)
+            case ReadBoard():
+                self._at(self.now + self._delay(), lambda: self._read_board(node))
+            case SwapBoard(state, token):
+                self._at(self.now + self._delay(), lambda: self._swap_board(node, state, token))
+            case OpenStore(epoch):
+                self._at(
+                    self.now + self._delay(),
+                    lambda: self._feed(
+                        node, lambda now: node.machine.store_opened(epoch, node.me.node, 1, now)
+                    ),
+                )
+            case Tell(notice):
+                self._tell(node, notice)
+            case Log(event, _, fields):
+                node.events.append((self.now, event, fields))
+
+    def _is_cut(self, a: Node, b: Node) -> bool:
+        return (a.me.node, b.me.node) in self.cut
+
+    def _dial(self, node: Node, conn: int, address: str, port: int) -> None:
+        target = next((n for n in self.nodes if (n.me.address, n.me.port) == (address, port)), None)
+        assert target is not None, f"{node.me.agent_id} dials {address}:{port}"
+        if target.silent or self._is_cut(node, target) or self._is_cut(target, node):
+            self._at(
+                self.now + self.settings.dial_timeout_s,
+                lambda: self._feed(node, lambda now: node.machine.closed(conn, now)),
+            )
+        elif not target.alive:
+            self._feed(node, lambda now: node.machine.closed(conn, now, refused=True))
+        elif node.alive:
+            link = Link((node, target), (conn, next(target.accepted)))
+            node.links[conn] = target.links[link.conns[1]] = link
+            self._feed(node, lambda now: node.machine.opened(conn, now))
+
+    def _send(self, node: Node, link: Link, payload: bytes | None) -> None:
+        side = 0 if link.ends[0] is node else 1
+        link.queues[side].append(payload)
+        self._at(self.now + self._delay(), lambda: self._deliver(link, side))
+
+    def _deliver(self, link: Link, side: int) -> None:
+        source, target = link.ends[side], link.ends[1 - side]
+        if not link.open or not link.queues[side]:
+            return
+        if not target.alive:
+            return
+        if self._is_cut(source, target):
+            self._at(self.now + 0.1, lambda: self._deliver(link, side))  # as TCP sends again
+            return
+        payload = link.queues[side].popleft()
+        conn = link.conns[1 - side]
+        if payload is None:
+            self._hang_up(link, by=source)
+        elif conn in target.links:
+            message = decode(payload)
+            self._feed(target, lambda now: target.machine.received(conn, message, now))
+
+    def _hang_up(self, link: Link, by: Node) -> None:
+        if not link.open:
+            return
+        side = 0 if link.ends[0] is by else 1
+        other, conn = link.ends[1 - side], link.conns[1 - side]
+        by.links.pop(link.conns[side], None)
+
+        def told() -> None:
+            if self._is_cut(by, other):
+                self._at(self.now + 0.1, told)
+                return
+            link.open = False
+            if other.links.pop(conn, None) is not None:
+                self._feed(other, lambda now: other.machine.closed(conn, now))
+
+        self._at(self.now + self._delay(), told)
+
+    # --- the board -----------------------------------------------------------------------
+
+    def _board_answers(self, node: Node) -> bool:
+        if self.now < self.board_down_until:
+            self._at(
+                self.now + 0.3,
+                lambda: self._feed(node, lambda now: node.machine.board_failed("down", now)),
+            )
+            return False
+        return True
+
+    def _read_board(self, node: Node) -> None:
+        if self._board_answers(node):
+            state, token = self.board or (None, None)
+            self._feed(node, lambda now: node.machine.board_read(state, token, now))
+
+    def _swap_board(self, node: Node, state: BoardState, token: int | None) -> None:
+        if not self._board_answers(node):
+            return
+        won = token == (self.board[1] if self.board else None)
+        if won:
+            old = self.board[0].epoch if self.board else 0
+            assert state.epoch in (old, old + 1), f"epoch {old} -> {state.epoch}"
+            if state.epoch > old:
+                self.epoch_owner[state.epoch] = node.me.agent_id
+            state = BoardState.decode(state.encode())
+            self.board = (state, (token or 0) + 1)
+        newest, new_token = self.board
+        if self.lose_replies and self.random.random() < 0.5:
+            self._feed(node, lambda now: node.machine.board_failed("reply lost", now))
+        else:
+            self._at(
+                self.now + self._delay(),
+                lambda: self._feed(
+                    node, lambda now: node.machine.board_swapped(newest, new_token, now, won=won)
+                ),
+            )
+
+    def commit_checkpoint(self) -> None:
+        """Swap the board as a worker's checkpoint commit does, in between the agents' swaps."""
+        if self.board is not None:
+            self.board = (replace(self.board[0]), self.board[1] + 1)
+
+    # --- invariants, and the script in place of workers ----------------------------------------
+
+    def _check_published(self, node: Node, formed: Formed) -> None:
+        assert self.published.setdefault(formed.epoch, formed) == formed, "published twice"
+        assert self.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
+        assert len(formed.members) in self.settings.rung_nodes
+        assert len({m.node for m in formed.members}) == len(formed.members)
+        assert not {m.node for m in formed.members} & formed.barred.keys()
+
+    def _tell(self, node: Node, notice: Notice) -> None:
+        node.notices.append(notice)
+        match notice:
+            case EpochFormed(epoch=epoch):
+                if epoch not in self.published:  # a coordinator without peers sends nothing
+                    assert self.epoch_owner[epoch] == node.me.agent_id
+                    self.published[epoch] = node.machine.ctx  # type: ignore[assignment]
+                assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
+                node.formed = notice
+                node.working = epoch if node.me in notice.members else None
+                if node.working is not None:
+                    self._later(node, epoch, WORKERS_START_S, WorkersRunning(epoch=epoch, step=1))
+            case EpochAborted():
+                node.working = None
+            case AskWorkers(epoch=epoch, request=request) if request & (
+                Request.STOP | Request.GROW
+            ):
+                ended = WorkersEnded(epoch=epoch, finished=False, step=node.step + 1)
+                self._later(node, epoch, WORKERS_SAVE_S, ended)
+            case JobStopped():
+                node.stopped, node.working = notice, None
+                # The process ends a little later: what it was to send goes out first.
+                self._at(self.now + 0.05, lambda: self.kill(node))
+
+    def _later(self, node: Node, epoch: int, delay: float, report: Report) -> None:
+        def say() -> None:
+            if node.working == epoch and node.alive:
+                if node.paused:
+                    self._at(self.now + 0.1, say)
+                    return
+                self.report(node, report)
+
+        self._at(self.now + delay, say)

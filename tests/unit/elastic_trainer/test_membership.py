@@ -1,0 +1,316 @@
+"""Membership, one behaviour a test, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from membership_sim import Cluster
+
+from elastic_trainer.agent.effects import Settings
+from elastic_trainer.agent.notices import (
+    EpochFormed,
+    NodeLeaving,
+    StopAsked,
+    WorkersEnded,
+)
+from elastic_trainer.failures import Kind
+
+
+def settings(nodes: int, *, least: int = 1, **kwargs) -> Settings:
+    return Settings(
+        rung_nodes=tuple(range(nodes, least - 1, -1)),
+        expected_nodes=nodes,
+        join_timeout_s=kwargs.pop("join_timeout_s", 30.0),
+        **kwargs,
+    )
+
+
+def started(nodes: int, **kwargs) -> Cluster:
+    cluster = Cluster(settings(nodes, **kwargs))
+    for i in range(nodes):
+        cluster.add(f"node{i}")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.run(cluster.now + 1.0)
+    return cluster
+
+
+def coordinator(cluster: Cluster):
+    (found,) = [n for n in cluster.up if n.machine.is_coordinator]
+    return found
+
+
+def others(cluster: Cluster):
+    return [n for n in cluster.up if not n.machine.is_coordinator]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 16])
+def test_all_nodes_share_one_epoch(nodes):
+    cluster = started(nodes)
+    assert max(cluster.published) == 1
+
+
+def test_the_first_epoch_waits_for_all_then_goes_on_with_fewer():
+    cluster = Cluster(settings(4, join_timeout_s=10.0))
+    for i in range(3):
+        cluster.add(f"node{i}")
+    cluster.run(9.9)
+    assert not cluster.published
+    cluster.run_until(cluster.settled, within=1.0)
+
+
+def test_too_few_at_the_start_ends_with_92():
+    cluster = Cluster(settings(4, least=3, join_timeout_s=10.0))
+    nodes = [cluster.add("node0"), cluster.add("node1")]
+    cluster.run(12.0)
+    assert {n.stopped.code for n in nodes} == {92}
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_dead_member_is_left_out(silent):
+    cluster = started(4)
+    cluster.kill(others(cluster)[0], silent=silent)
+    took = cluster.run_until(cluster.settled, within=10.0)
+    limits = cluster.settings
+    assert took < (limits.dead_after_s + 2 * limits.heartbeat_s if silent else 0.1)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_dead_coordinator_is_succeeded(silent):
+    cluster = started(4)
+    cluster.kill(coordinator(cluster), silent=silent)
+    took = cluster.run_until(cluster.settled, within=20.0)
+    limits = cluster.settings
+    assert took < (limits.dead_after_s + limits.dial_timeout_s + 3 if silent else 0.2)
+
+
+def test_the_coordinator_and_the_first_in_line_die_together():
+    cluster = started(5)
+    cluster.kill(coordinator(cluster))
+    cluster.kill(cluster.up[0])
+    assert cluster.run_until(cluster.settled, within=20.0) < 2.0
+
+
+def test_all_but_one_die_together():
+    cluster = started(5)
+    for node in cluster.up[:4]:
+        cluster.kill(node)
+    cluster.run_until(cluster.settled, within=20.0)
+    assert len(cluster.up[0].formed.members) == 1
+
+
+def test_two_members_die_together():
+    cluster = started(4)
+    for node in others(cluster)[:2]:
+        cluster.kill(node)
+    assert cluster.run_until(cluster.settled, within=5.0) < 0.2
+
+
+def test_below_the_last_rung_the_job_parks_and_goes_on_with_a_replacement():
+    cluster = started(3, least=3)
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 20)
+    assert max(cluster.published) == 1
+    assert any(event == "membership.parked" for _, event, _ in coordinator(cluster).events)
+    cluster.add("node9")
+    cluster.run_until(cluster.settled, within=1.0)
+
+
+def test_growth_waits_for_the_boundary_and_costs_no_failure():
+    cluster = started(3)
+    cluster.kill(others(cluster)[0])
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.run(cluster.now + 2.0)
+    small = max(cluster.published)
+    cluster.add("node7")
+    cluster.run_until(cluster.settled, within=2.0)
+    assert max(cluster.published) == small + 1
+    assert cluster.up[0].formed.reason == "growth"
+
+
+def test_a_node_more_than_needed_waits_as_spare_and_steps_in():
+    cluster = Cluster(Settings(rung_nodes=(2,), expected_nodes=2))
+    for i in range(3):
+        cluster.add(f"node{i}")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.run(cluster.now + 1)
+    before = max(cluster.published)
+    victim = next(n for n in others(cluster) if n.working)
+    cluster.kill(victim)
+    cluster.run_until(cluster.settled, within=1.0)
+    assert max(cluster.published) == before + 1
+
+
+def test_a_failed_worker_restarts_all_with_the_same_nodes():
+    cluster = started(3)
+    cluster.fail_worker(cluster.up[1])
+    assert cluster.run_until(lambda: max(cluster.published) == 2 and cluster.settled(), 1.0) < 0.1
+
+
+def test_a_node_that_fails_twice_leaves():
+    cluster = started(3)
+    for _ in range(2):
+        cluster.fail_worker(next(n for n in cluster.nodes if n.me.node == "node1"))
+        cluster.run(cluster.now + 2.0)
+    node1 = next(n for n in cluster.nodes if n.me.node == "node1")
+    gone = not node1.alive or node1.machine.is_coordinator
+    assert gone
+    assert "node1" not in {m.node for m in cluster.up[0].formed.members}
+
+
+def test_what_happened_is_remembered_by_a_successor():
+    cluster = started(4, max_restarts=100)
+    member = others(cluster)[-1]
+    cluster.fail_worker(member)
+    cluster.run(cluster.now + 2.0)
+    cluster.kill(coordinator(cluster))
+    cluster.run_until(cluster.settled, within=2.0)
+    cluster.run(cluster.now + 2.0)
+    cluster.fail_worker(member)
+    cluster.run(cluster.now + 2.0)
+    assert member.me.node not in {m.node for m in cluster.up[0].formed.members}
+
+
+def test_the_job_wide_budget_ends_with_94():
+    cluster = started(4, max_restarts=2, node_failures=100)
+    for i in range(3):
+        cluster.fail_worker(cluster.up[i % len(cluster.up)])
+        cluster.run(cluster.now + 2.0)
+    assert {n.stopped.code for n in cluster.nodes} == {94}
+
+
+def test_the_same_crash_on_two_nodes_at_one_step_ends_with_93():
+    cluster = started(3)
+    for i in (0, 1):
+        cluster.fail_worker(cluster.up[i], Kind.CRASH, "ZeroDivisionError: division by zero")
+        cluster.run(cluster.now + 2.0)
+    assert {n.stopped.code for n in cluster.nodes} == {93}
+    assert "ZeroDivisionError" in cluster.nodes[0].stopped.reason
+
+
+def test_a_node_that_leaves_is_not_let_in_again():
+    cluster = started(3)
+    leaving = others(cluster)[0]
+    cluster.report(leaving, NodeLeaving(reason="unreapable worker"))
+    cluster.run_until(cluster.settled, within=2.0)
+    again = cluster.add(leaving.me.node)
+    cluster.run(cluster.now + 3.0)
+    assert again.stopped.code == 92
+    assert "unreapable worker" in again.stopped.reason
+
+
+def test_a_stop_saves_everywhere_then_ends_with_91():
+    cluster = started(3)
+    cluster.report(cluster.up[2], StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 3.0)
+    assert {n.stopped.code for n in cluster.nodes} == {91}
+    assert cluster.board[0].lease is None
+
+
+def test_the_end_reaches_all_and_an_agent_that_comes_too_late():
+    cluster = started(3)
+    for node in cluster.up:
+        cluster.report(node, WorkersEnded(epoch=node.formed.epoch, finished=True, step=9))
+    cluster.run(cluster.now + 2.0)
+    late = cluster.add("node8")
+    cluster.run(cluster.now + 2.0)
+    assert {n.stopped.code for n in [*cluster.nodes, late]} == {0}
+
+
+def test_a_second_job_is_refused_and_named():
+    cluster = started(2)
+    intruder = cluster.add("node9", job="other")
+    cluster.run(cluster.now + 1.0)
+    assert intruder.stopped.code == 93
+    assert "live in job job" in intruder.stopped.reason
+
+
+def test_a_second_job_is_refused_also_when_it_cannot_reach_the_first():
+    cluster = started(2)
+    intruder = cluster.add("node9", job="other")
+    cluster.partition({"node9"})
+    cluster.run(cluster.now + 30.0)
+    assert intruder.stopped.code == 93
+
+
+def test_a_dead_jobs_run_is_taken_over_after_a_while():
+    cluster = started(2)
+    for node in list(cluster.up):
+        cluster.kill(node)
+    for i in range(2):
+        cluster.add(f"node{i}", job="next")
+    took = cluster.run_until(cluster.settled, within=20.0)
+    assert took >= cluster.settings.takeover_refused_s
+
+
+def test_a_paused_coordinator_that_comes_back_is_a_member():
+    cluster = started(4)
+    old = coordinator(cluster)
+    cluster.pause(old)
+    rest = [n for n in cluster.up if n is not old]
+    cluster.run_until(lambda: all(n.formed.coordinator != old.me.node for n in rest), within=20.0)
+    assert sum(n.machine.is_coordinator for n in rest) == 1
+    cluster.resume(old)
+    cluster.run_until(cluster.settled, within=20.0)
+    assert coordinator(cluster) is not old
+
+
+def test_a_board_that_does_not_answer_leaves_the_running_epoch_alone():
+    cluster = started(3)
+    cluster.board_down_until = cluster.now + 60.0
+    cluster.run(cluster.now + 59.0)
+    assert cluster.settled()
+    assert max(cluster.published) == 1
+
+
+def test_no_epoch_is_formed_without_the_board():
+    cluster = started(3)
+    cluster.board_down_until = cluster.now + 30.0
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 29.0)
+    assert max(cluster.published) == 1
+    cluster.run_until(cluster.settled, within=5.0)
+
+
+def test_a_minority_cut_off_forms_nothing_that_stands():
+    cluster = started(5)
+    cut_off = {n.me.node for n in others(cluster)[:2]}
+    cluster.partition(cut_off)
+    cluster.run(cluster.now + 30.0)
+    majority = [n for n in cluster.up if n.me.node not in cut_off]
+    newest = max(cluster.published)
+    assert {n.formed.epoch for n in majority} == {newest}
+    cluster.heal()
+    cluster.run_until(cluster.settled, within=60.0)
+
+
+def test_a_coordinator_cut_off_is_replaced_and_joins_again():
+    cluster = started(5)
+    old = coordinator(cluster)
+    cluster.partition({old.me.node})
+    cluster.run(cluster.now + 40.0)
+    cluster.heal()
+    cluster.run_until(cluster.settled, within=60.0)
+
+
+def test_a_checkpoint_commit_between_costs_only_another_try():
+    cluster = started(3)
+    victim = others(cluster)[0]
+    cluster.kill(victim)
+    for _ in range(20):
+        cluster.run(cluster.now + 0.001)
+        cluster.commit_checkpoint()
+    cluster.run_until(cluster.settled, within=2.0)
+
+
+def test_a_newer_agent_of_a_node_replaces_the_old_one():
+    cluster = started(3)
+    old = others(cluster)[0]
+    cluster.add(old.me.node)
+    cluster.run_until(cluster.settled, within=3.0)
+    assert old.stopped.code == 93
+
+
+def test_members_are_placed_in_the_natural_order_of_their_names():
+    cluster = started(11)
+    notice = cluster.up[0].formed
+    assert isinstance(notice, EpochFormed)
+    assert [m.node for m in notice.members] == [f"node{i}" for i in range(11)]
