@@ -15,17 +15,16 @@ from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
 from elastic_trainer.agent.follower import RETRY_S, follow_winner
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import Elect, Message, Vote, Won
-from elastic_trainer.agent.notices import Member, Report
-from elastic_trainer.agent.roles import End, Lead, Reports, Role, Seek, Turn
+from elastic_trainer.agent.notices import Member
+from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn
 from elastic_trainer.failures import EXIT_DONE
 
 
 class Campaign(Role):
     """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
 
-    def __init__(self, ctx: Context, reports: Reports = (), *, sure: bool) -> None:
+    def __init__(self, ctx: Context, *, sure: bool) -> None:
         super().__init__(ctx)
-        self._reports = list(reports)
         self._sure = sure
         self._watched: int | None = None
         """The lease's beat when a candidate without a majority first looked."""
@@ -72,7 +71,7 @@ class Campaign(Role):
                 return self._try_to_win()
             case Won() if message.term > ctx.term and not self._swapping:
                 self._close_all(but=conn)
-                return follow_winner(ctx, conn, message, tuple(self._reports))
+                return follow_winner(ctx, conn, message)
         return super().received(conn, message)
 
     def _before_me(self, candidate: str) -> bool:
@@ -127,12 +126,12 @@ class Campaign(Role):
         gone_on = state.epoch > ctx.epoch  # the old coordinator lives, and left us out
         if lease is None or lease.term != ctx.term or lease.job != ctx.job or gone_on:
             self._close_all()
-            return Seek(tuple(self._reports))
+            return Seek()
         if not self._has_majority and not self._sure and self._watched != lease.beat:
             # Cut off with a few, or is it dead? Its beat on the board tells.
             if self._watched is not None:
                 self._close_all()
-                return Seek(tuple(self._reports))
+                return Seek()
             self._watched, self._swapping = lease.beat, False
             ctx.after("watch", 1.5 * ctx.settings.lease_renew_s)
             return None
@@ -147,17 +146,12 @@ class Campaign(Role):
         for conn in self._dialed:
             ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
         expected = {conn: member.agent_id for conn, member in self._dialed.items()}
-        return Lead(state, token, tuple(self._reports), expected)
+        return Lead(state, token, expected)
 
     def board_failed(self, error: str) -> Turn | None:
         """Try again in a moment: without the board there is no new epoch."""
         self._swapping = False
         self.ctx.after("ask", RETRY_S)
-        return None
-
-    def reported(self, report: Report) -> Turn | None:
-        """Keep it for the coordinator to come."""
-        self._reports.append(report)
         return None
 
     def timer(self, name: str) -> Turn | None:
@@ -174,7 +168,7 @@ class Campaign(Role):
         if name == "campaign" and not self._swapping:
             if self._running or self._dialed:
                 self._close_all()
-                return Seek(tuple(self._reports))
+                return Seek()
             self._running = True
             for member in self._others:
                 self._dialed[ctx.dial(member.address, member.port)] = member

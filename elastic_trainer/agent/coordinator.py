@@ -55,7 +55,6 @@ class Coordinator(Role):
         ctx: shared with the roles before.
         state: the board as it was won, with this agent's lease.
         token: of that content.
-        reports: what the local agent said while nobody coordinated.
         expected: a successor waits for these agents (and their connections) before its
             first epoch.
     """
@@ -66,7 +65,6 @@ class Coordinator(Role):
         state: BoardState,
         token: Token,
         *,
-        reports: tuple[Report, ...] = (),
         expected: dict[Conn, str] | None = None,
     ) -> None:
         super().__init__(ctx)
@@ -74,7 +72,7 @@ class Coordinator(Role):
         ctx.term = state.lease.term
         self._lease = LeaseKeeper(ctx, state, token)
         self._peers = Peers(ctx.me, ctx.now)
-        self._early, self._expected = reports, expected
+        self._expected = expected
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._phase, self._reason = "idle", "start"
         self._members: tuple[str, ...] = ()
@@ -101,7 +99,7 @@ class Coordinator(Role):
         ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
-        for report in self._early:
+        for report in list(ctx.reports):
             if turn := self._report(ctx.me.agent_id, report):
                 return turn
         return self._advance()
@@ -277,7 +275,8 @@ class Coordinator(Role):
     # --- reports -----------------------------------------------------------------------
 
     def reported(self, report: Report) -> Turn | None:
-        """Take a report of this node's own agent."""
+        """Take a report of this node's own agent; kept, should another coordinator follow."""
+        self.ctx.reports.append(report)
         return self._report(self.ctx.me.agent_id, report)
 
     def _report(self, agent_id: str, report: Report) -> Turn | None:

@@ -13,7 +13,15 @@ from typing import Any
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.history import History
 from elastic_trainer.agent.messages import Formed, Message
-from elastic_trainer.agent.notices import EpochAborted, EpochFormed, Member, Notice
+from elastic_trainer.agent.notices import (
+    EpochAborted,
+    EpochFormed,
+    Member,
+    NodeLeaving,
+    Notice,
+    Report,
+    StopAsked,
+)
 
 Conn = int
 """A connection. The transport numbers incoming ones with odd, the machine its dials with even."""
@@ -136,6 +144,9 @@ class Context:
     history: History = field(default_factory=History)
     barred: dict[str, str] = field(default_factory=dict)
     """Nodes that may not come back, and why."""
+    reports: list[Report] = field(default_factory=list)
+    """What the local agent said of the present epoch, or for good: told to every coordinator
+    that is joined anew, since the one before may have died with it unread."""
     in_epoch: bool = False
     """This node was told to run workers in `epoch` and the epoch was not aborted since."""
     outbox: list[Effect] = field(default_factory=list)
@@ -175,6 +186,7 @@ class Context:
         self.everyone = formed.members + formed.spares
         self.history = History.from_wire(formed.history, self.now)
         self.barred = dict(formed.barred)
+        self.reports = [r for r in self.reports if isinstance(r, StopAsked | NodeLeaving)]
         self.in_epoch = any(m.agent_id == self.me.agent_id for m in formed.members)
         coordinator = self.coordinator_member
         self.tell(

@@ -21,7 +21,7 @@ from elastic_trainer.agent.messages import (
     tell,
 )
 from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report
-from elastic_trainer.agent.roles import End, Follow, Lead, Reports, Role, Seek, Stand, Turn
+from elastic_trainer.agent.roles import End, Follow, Lead, Role, Seek, Stand, Turn
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE
 from elastic_trainer.heartbeat import Request
 
@@ -29,14 +29,10 @@ RETRY_S = 0.2
 
 
 class Seeker(Role):
-    """Reads the board until it finds a coordinator to join, or takes a free lease itself.
+    """Reads the board until it finds a coordinator to join, or takes a free lease itself."""
 
-    `reports` are reports the local agent made while nobody coordinated.
-    """
-
-    def __init__(self, ctx: Context, reports: Reports = ()) -> None:
+    def __init__(self, ctx: Context) -> None:
         super().__init__(ctx)
-        self._reports = list(reports)
         self._link: Conn | None = None
         self._seen: Lease | None = None
         self._seen_since = 0.0
@@ -96,7 +92,7 @@ class Seeker(Role):
         """Coordinate when the claim was won, else look again at who has it."""
         self._claiming = False
         if won:
-            return Lead(state, token, tuple(self._reports))
+            return Lead(state, token)
         return self.board_read(state, token)
 
     def board_failed(self, error: str) -> Turn | None:
@@ -124,7 +120,7 @@ class Seeker(Role):
         ctx = self.ctx
         match message:
             case Welcome(term=term) if conn == self._link and term >= ctx.term:
-                return Follow(conn, term, tuple(self._reports))
+                return Follow(conn, term)
             case Reject(code=int() as code, reason=reason) if conn == self._link:
                 return End(code, reason)
             case Reject() if conn == self._link:
@@ -132,18 +128,13 @@ class Seeker(Role):
                 return self.closed(conn, refused=False)
             case Won() if message.term > ctx.term and not self._claiming:
                 self._drop_link()
-                return follow_winner(ctx, conn, message, tuple(self._reports))
+                return follow_winner(ctx, conn, message)
         return super().received(conn, message)
 
     def _drop_link(self) -> None:
         if self._link is not None:
             self.ctx.close(self._link)
             self._link = None
-
-    def reported(self, report: Report) -> Turn | None:
-        """Keep it for the coordinator to come."""
-        self._reports.append(report)
-        return None
 
     def timer(self, name: str) -> Turn | None:
         """Read the board again; give up a dial that was never welcomed."""
@@ -166,27 +157,25 @@ def live_job_message(lease: Lease) -> str:
 class Follower(Role):
     """A member or spare with one connection, `link`, to the coordinator of `term`."""
 
-    def __init__(self, ctx: Context, link: Conn, term: int, reports: Reports = ()) -> None:
+    def __init__(self, ctx: Context, link: Conn, term: int) -> None:
         super().__init__(ctx)
         self._link: Conn | None = link
         self._redial: Conn | None = None
-        self._unsent = list(reports)
         self._heard = ctx.now
         ctx.term = term
 
     def start(self) -> Turn | None:
-        """Send what waited, and keep the heart beating."""
+        """Say what a coordinator may have missed, and keep the heart beating."""
         ctx = self.ctx
         ctx.timers.clear()
         ctx.after("beat", ctx.settings.heartbeat_s)
-        self._flush()
+        assert self._link is not None
+        self._tell_all(self._link)
         return None
 
-    def _flush(self) -> None:
-        if self._link is not None:
-            for report in self._unsent:
-                self.ctx.send(self._link, tell(report))
-            self._unsent.clear()
+    def _tell_all(self, link: Conn) -> None:
+        for report in self.ctx.reports:
+            self.ctx.send(link, tell(report))
 
     def received(self, conn: Conn, message: Message) -> Turn | None:
         """Pass the coordinator's word on to the local agent."""
@@ -195,12 +184,12 @@ class Follower(Role):
             self._link, self._redial = conn, None
             ctx.timers.pop("reconnect", None)
             self._heard = ctx.now
-            self._flush()
+            self._tell_all(conn)
             return None
         if isinstance(message, Won) and message.term > ctx.term:
             if self._link is not None:
                 ctx.close(self._link)
-            return follow_winner(ctx, conn, message, tuple(self._unsent))
+            return follow_winner(ctx, conn, message)
         if conn != self._link:
             return super().received(conn, message)
         self._heard = ctx.now
@@ -225,9 +214,10 @@ class Follower(Role):
             self.ctx.adopt(formed)
 
     def reported(self, report: Report) -> Turn | None:
-        """Send it on, or keep it until the link is back."""
-        self._unsent.append(report)
-        self._flush()
+        """Send it on; it is also kept, for a link that breaks with it unread."""
+        self.ctx.reports.append(report)
+        if self._link is not None:
+            self.ctx.send(self._link, tell(report))
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
@@ -276,12 +266,12 @@ class Follower(Role):
         coordinator = ctx.coordinator_member
         ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
         if len(ctx.everyone) > 1 and any(m.agent_id == ctx.me.agent_id for m in ctx.everyone):
-            return Stand(tuple(self._unsent), sure)
-        return Seek(tuple(self._unsent))
+            return Stand(sure)
+        return Seek()
 
 
-def follow_winner(ctx: Context, conn: Conn, won: Won, reports: Reports) -> Follow:
+def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
     """Join the new coordinator over the connection it called on."""
     ctx.coordinator = won.coordinator
     ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
-    return Follow(conn, won.term, reports)
+    return Follow(conn, won.term)

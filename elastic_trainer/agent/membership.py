@@ -99,13 +99,13 @@ class Membership:
 
 def _role_of(ctx: Context, turn: Turn) -> Role:
     match turn:
-        case Seek(reports):
-            return Seeker(ctx, reports)
-        case Follow(link, term, reports):
-            return Follower(ctx, link, term, reports)
-        case Stand(reports, sure):
-            return Campaign(ctx, reports, sure=sure)
-        case Lead(state, token, reports, expected):
-            return Coordinator(ctx, state, token, reports=reports, expected=expected)
+        case Seek():
+            return Seeker(ctx)
+        case Follow(link, term):
+            return Follower(ctx, link, term)
+        case Stand(sure):
+            return Campaign(ctx, sure=sure)
+        case Lead(state, token, expected):
+            return Coordinator(ctx, state, token, expected=expected)
         case End():
             return Done(ctx, turn)

@@ -9,15 +9,10 @@ from elastic_trainer.agent.effects import Conn, Context
 from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote
 from elastic_trainer.agent.notices import JobStopped, Report
 
-Reports = tuple[Report, ...]
-"""What the local agent said and no coordinator has heard yet: it goes from role to role."""
-
 
 @dataclass(frozen=True, slots=True)
 class Seek:
     """Turn to the board."""
-
-    reports: Reports = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +21,12 @@ class Follow:
 
     link: Conn
     term: int
-    reports: Reports = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
     """The coordinator is gone: campaign. `sure`: its address refused, so its process is dead."""
 
-    reports: Reports = ()
     sure: bool = False
 
 
@@ -43,7 +36,6 @@ class Lead:
 
     state: BoardState
     token: Token
-    reports: Reports = ()
     expected: dict[Conn, str] | None = field(default=None)
 
 
@@ -114,7 +106,8 @@ class Role:
         return None
 
     def reported(self, report: Report) -> Turn | None:
-        """Take a report of the local agent."""
+        """Take a report of the local agent; a coordinator to come is told then."""
+        self.ctx.reports.append(report)
         return None
 
     def timer(self, name: str) -> Turn | None:

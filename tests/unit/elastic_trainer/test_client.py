@@ -142,7 +142,7 @@ def test_a_dead_coordinator_is_succeeded(nodes):
 
 
 def test_growth_waits_for_a_boundary(nodes):
-    group, formed = form(nodes, 3)
+    group, _ = form(nodes, 3)
     group[2].die()
     rest = group[:2]
     smaller, _ = [node.wait_for(EpochFormed) for node in rest]
