@@ -1,0 +1,156 @@
+"""Random faults: whatever happens, no epoch is published twice or by the wrong agent, and
+once the faults end all living agents share one epoch. The invariants are in membership_sim.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from membership_sim import Cluster
+
+from elastic_trainer.agent.effects import Settings
+from elastic_trainer.agent.notices import StopAsked
+from elastic_trainer.failures import Kind
+
+HEALED_WITHIN_S = 90.0
+
+FAULTS = (
+    "kill",
+    "power",
+    "start",
+    "pause",
+    "resume",
+    "cut",
+    "one_way",
+    "heal",
+    "board_down",
+    "lose_replies",
+    "worker",
+    "crash",
+    "commit",
+)
+fault_scripts = st.lists(
+    st.tuples(
+        st.floats(0.0, 6.0, allow_nan=False).map(lambda s: round(s, 3)),
+        st.sampled_from(FAULTS),
+        st.integers(0, 7),
+    ),
+    max_size=14,
+)
+
+
+def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
+    """Do one fault to one node."""
+    alive = [n for n in cluster.nodes if n.alive]
+    node = alive[which % len(alive)] if alive else None
+    names = [f"node{i}" for i in range(nodes)]
+    match fault:
+        case "kill" | "power" if node and len(alive) > 1:
+            cluster.kill(node, silent=fault == "power")
+        case "start":
+            running = {n.me.node for n in alive}
+            idle = [name for name in names if name not in running]
+            if idle:
+                cluster.add(idle[which % len(idle)])
+        case "pause" if node:
+            cluster.pause(node)
+        case "resume" if node:
+            if node.paused:
+                cluster.resume(node)
+        case "cut":
+            cluster.partition(set(names[: which % nodes]))
+        case "one_way" if nodes > 1:
+            cluster.cut.add((names[which % nodes], names[(which + 1) % nodes]))
+        case "heal":
+            cluster.cut.clear()
+        case "board_down":
+            cluster.board_down_until = cluster.now + 0.5 * which
+        case "lose_replies":
+            cluster.lose_replies = True
+        case "worker" if node:
+            cluster.fail_worker(node)
+        case "crash" if node:
+            cluster.fail_worker(node, Kind.COLLATERAL, "connection reset")
+        case "commit":
+            cluster.commit_checkpoint()
+        case _:
+            pass
+
+
+def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]) -> Cluster:
+    limits = Settings(
+        rung_nodes=tuple(range(nodes, least - 1, -1)),
+        expected_nodes=nodes,
+        join_timeout_s=2.0,
+        node_failures=1000,
+        max_restarts=1000,
+    )
+    cluster = Cluster(limits, seed=seed)
+    for i in range(nodes):
+        cluster.add(f"node{i}")
+    cluster.run(1.0)
+    for pause_s, fault, which in script:
+        cluster.run(cluster.now + pause_s)
+        inject(cluster, fault, which, nodes)
+    cluster.heal()
+    for node in cluster.nodes:
+        if node.stopped is not None and node.alive:
+            cluster.kill(node)
+    return cluster
+
+
+scripts = given(
+    nodes=st.integers(1, 6),
+    slack=st.integers(0, 5),
+    seed=st.integers(0, 2**16),
+    script=fault_scripts,
+)
+quick = settings(
+    max_examples=int(os.environ.get("HOLDFAST_EXAMPLES", "600")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def check_heals(nodes: int, slack: int, seed: int, script: list[tuple[float, str, int]]) -> None:
+    least = max(1, nodes - slack)
+    cluster = play(nodes, least, seed, script)
+    if not cluster.up:
+        return  # every agent has left: too few at the start, say
+
+    def at_rest() -> bool:
+        if not cluster.up:
+            return True
+        parked = len(cluster.up) < least
+        return (parked and sum(n.machine.is_coordinator for n in cluster.up) == 1) or (
+            cluster.settled()
+        )
+
+    cluster.run_until(at_rest, within=HEALED_WITHIN_S)
+
+
+@scripts
+@quick
+def test_all_living_agents_agree_once_the_faults_end(nodes, slack, seed, script):
+    check_heals(nodes, slack, seed, script)
+
+
+@scripts
+@quick
+def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, script):
+    cluster = play(nodes, max(1, nodes - slack), seed, script)
+    for node in list(cluster.up):
+        cluster.report(node, StopAsked(reason="SIGTERM"))
+    if cluster.up:
+        cluster.run_until(lambda: not cluster.up, within=HEALED_WITHIN_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@scripts
+@settings(max_examples=20_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_many_more_faults(nodes, slack, seed, script):
+    check_heals(nodes, slack, seed, script)
