@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +21,15 @@ from elastic_trainer.data_index import window_of
 DOCUMENT_SEPARATOR = 0
 """Byte between two files under the `bytes` tokenizer; text files have no zero bytes."""
 
+_NOT_TEXT = {".pyc", ".so", ".bin"}
+
 
 class DataError(Exception):
     """The corpus cannot be used: the user's mistake, not to be retried."""
+
+
+class _UnreadableError(Exception):
+    """The corpus cannot be read; the cause says why."""
 
 
 class Corpus:
@@ -69,91 +78,146 @@ def open_corpus(
 
     Raises:
         DataError: HF701-HF705, a file that cannot be read, is empty or does not fit.
+        OSError: the cache cannot be written.
     """
     path = Path(section.path)
     try:
         if section.format == "nanogpt":
-            tokens = np.memmap(_one_file(path), dtype="<u2", mode="r")
+            tokens = _nanogpt(_one_file(path))
         elif section.format == "text":
             tokens = _encoded_text(path, section.tokenizer, cache_dir)
         else:
             raise DataError(
                 f"HF705 data.format: {section.format} cannot be trained on yet; use text or nanogpt"
             )
-    except (OSError, ValueError) as error:
+    except _UnreadableError as error:
         raise DataError(
-            f"HF701 data.path: {path} cannot be read ({error}): check that it exists on every "
-            "node and is readable"
+            f"HF701 data.path: {error.__cause__}: check that {path} exists on every node and is "
+            "readable"
         ) from error
     return Corpus(tokens, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=str(path))
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Tell trouble with the corpus, the user's, from trouble with our own cache."""
+    try:
+        yield
+    except OSError as error:
+        raise _UnreadableError from error
+
+
 def _one_file(path: Path) -> Path:
-    if path.is_dir():
-        found = sorted(path.glob("*.bin"))
+    with _reading():
+        is_dir = stat.S_ISDIR(path.stat().st_mode)
+        found = sorted(p for p in path.iterdir() if p.suffix == ".bin") if is_dir else []
+    if is_dir:
         if len(found) != 1:
             raise DataError(f"HF701 data.path: {path} holds {len(found)} .bin files, name one")
         return found[0]
     return path
 
 
+def _nanogpt(file: Path) -> np.ndarray:
+    with _reading():
+        size_bytes = file.stat().st_size
+    if size_bytes == 0:
+        raise DataError(f"HF702 data.path: {file} is empty: name a file with tokens")
+    if size_bytes % 2:
+        raise DataError(
+            f"HF701 data.path: {file} has {size_bytes} bytes, an odd number: nanoGPT files hold "
+            "2 bytes a token; write it again, or use the format it has"
+        )
+    with _reading():
+        return np.memmap(file, dtype="<u2", mode="r")
+
+
 def _text_files(path: Path) -> list[Path]:
-    if path.is_file():
+    """Return `path` itself, or all text files below it but hidden ones, sorted."""
+
+    def refuse(error: OSError) -> None:
+        raise error  # os.walk passes over what it cannot read
+
+    if stat.S_ISREG(path.stat().st_mode):
         return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"no such file or directory: {path}")
-    return sorted(
-        p
-        for p in path.rglob("*")
-        if p.is_file()
-        and not any(part.startswith((".", "__pycache__")) for part in p.parts)
-        and p.suffix not in {".pyc", ".so", ".bin"}
-    )
+    found = []
+    for folder, folders, names in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+        files = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [p for p in files if p.suffix not in _NOT_TEXT and p.is_file()]
+    return sorted(found)
 
 
 def _encoded_text(path: Path, tokenizer: str, cache_dir: Path) -> np.ndarray:
-    files = _text_files(path)
+    with _reading():
+        files = _text_files(path)
+        # Names, sizes and times: reading everything on each restart would cost minutes.
+        stats = [file.stat() for file in files]
     if not files:
-        raise DataError(f"HF701 data.path: {path} holds no text files")
-    # Names, sizes and times: reading everything on each restart would cost minutes.
-    listing = "".join(f"{p}:{p.stat().st_size}:{p.stat().st_mtime_ns}\n" for p in files)
-    key = hashlib.sha256(f"{tokenizer}\n{listing}".encode()).hexdigest()[:32]
+        raise DataError(f"HF701 data.path: {path} holds no text files: name a folder that does")
+    listing = "".join(
+        f"{p}:{s.st_size}:{s.st_mtime_ns}\n" for p, s in zip(files, stats, strict=True)
+    )
+    key = hashlib.sha256(f"{_fingerprint(tokenizer)}\n{listing}".encode()).hexdigest()[:32]
     target = cache_dir / f"{key}.bin"
     if not target.exists():
+        encoder = None if tokenizer == "bytes" else _load_tokenizer(tokenizer)
         cache_dir.mkdir(parents=True, exist_ok=True)
         temp = cache_dir / f".{key}-{uuid.uuid4().hex}"
         try:
             with temp.open("wb") as out:
-                for part in _encode(files, tokenizer):
-                    part.tofile(out)
-            os.replace(temp, target)  # the same bytes, whoever wins
+                for file in files:
+                    with _reading():
+                        raw = file.read_bytes()
+                    _encode(raw, encoder).tofile(out)
+                out.flush()
+                os.fsync(out.fileno())
+            temp.replace(target)  # the same bytes, whoever wins
         finally:
             temp.unlink(missing_ok=True)
     if target.stat().st_size == 0:
-        raise DataError(f"HF702 data.path: {path} is empty")
+        raise DataError(f"HF702 data.path: {path} is empty: name a file with text")
     return np.memmap(target, dtype="<u4", mode="r")
 
 
-def _encode(files: list[Path], tokenizer: str) -> Iterator[np.ndarray]:
+def _encode(raw: bytes, encoder: Any | None) -> np.ndarray:
+    """Return one file's tokens, uint32."""
+    if encoder is None:
+        tokens = np.frombuffer(raw, dtype=np.uint8).astype("<u4")
+        return np.append(tokens, np.array([DOCUMENT_SEPARATOR], dtype="<u4"))
+    return np.asarray(encoder.encode(raw.decode("utf-8", errors="replace")).ids, dtype="<u4")
+
+
+def _fingerprint(tokenizer: str) -> str:
+    """Return what changes with the tokenizer; a restart that finds the cache never loads it."""
     if tokenizer == "bytes":
-        for file in files:
-            yield np.frombuffer(file.read_bytes(), dtype=np.uint8).astype("<u4")
-            yield np.array([DOCUMENT_SEPARATOR], dtype="<u4")
-        return
+        return tokenizer
+    try:
+        return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"HF704 data.tokenizer: {error}: name a tokenizer.json that every node can read, or "
+            "use tokenizer: bytes"
+        ) from error
+
+
+def _load_tokenizer(file: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise DataError(
-            f"HF704 data.tokenizer: {tokenizer} needs the package tokenizers on the nodes: "
+            f"HF704 data.tokenizer: {file} needs the package tokenizers on the nodes: "
             "install holdfast[tokenizers], or use tokenizer: bytes"
         ) from error
     try:
-        encoder = Tokenizer.from_file(tokenizer)
+        encoder = Tokenizer.from_file(file)
     except Exception as error:
         # The library raises bare Exception for a missing or broken file.
         raise DataError(
-            f"HF704 data.tokenizer: {tokenizer} is not a tokenizer.json ({error})"
+            f"HF704 data.tokenizer: {file} is not a tokenizer.json ({error}): name one that "
+            "Hugging Face tokenizers can load, or use tokenizer: bytes"
         ) from error
-    for file in files:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        yield np.asarray(encoder.encode(text).ids, dtype="<u4")
+    # Many files say how a model's input is cut or filled up; a corpus is neither.
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder

@@ -7,6 +7,7 @@ docs/events.md documents every name and is checked against this list.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,7 +66,11 @@ class Event:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
-        """Return the JSON line, newline included."""
+        """Return the JSON line, newline included.
+
+        JSON has no NaN and no infinity: a loss that is one becomes the text `nan`, `inf`
+        or `-inf`.
+        """
         assert self.event in EVENTS, f"{self.event} is not in EVENTS"
         raw = {
             "v": EVENT_VERSION,
@@ -78,7 +83,11 @@ class Event:
             "event": self.event,
             **self.fields,
         }
-        return json.dumps(raw, separators=(",", ":")) + "\n"
+        try:
+            text = json.dumps(raw, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            text = json.dumps(_without_nan(raw), separators=(",", ":"), allow_nan=False)
+        return text + "\n"
 
     @classmethod
     def decode(cls, line: str) -> Event | None:
@@ -95,3 +104,13 @@ class Event:
             for key in ("event", "t_unix", "t_mono", "node", "rank", "epoch", "step")
         }
         return cls(**known, fields=raw)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return value

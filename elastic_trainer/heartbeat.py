@@ -15,7 +15,7 @@ from pathlib import Path
 
 _SIZE = 64
 _U64 = struct.Struct("=Q")
-_STEP, _SECTION, _COUNTER, _COMMITTED, _REQUEST = 0, 8, 16, 24, 32
+_STEP, _SECTION, _COUNTER, _COMMITTED, _REQUEST, _SAVES_ASKED, _SAVES_SERVED = range(0, 56, 8)
 
 
 class Section(enum.IntEnum):
@@ -96,15 +96,21 @@ class Heartbeat:
 
     def ask(self, request: Request) -> None:
         """Agent: add to what is asked for."""
-        self._put(_REQUEST, self._get(_REQUEST) | request)
+        if Request.SAVE in request:
+            self._put(_SAVES_ASKED, self._get(_SAVES_ASKED) + 1)
+        self._put(_REQUEST, self._get(_REQUEST) | (request & ~Request.SAVE))
 
     def asked(self) -> Request:
         """Worker: what is asked for."""
-        return Request(self._get(_REQUEST))
+        save = self._get(_SAVES_ASKED) != self._get(_SAVES_SERVED)
+        return Request(self._get(_REQUEST)) | (Request.SAVE if save else Request.NONE)
 
-    def clear(self, request: Request) -> None:
-        """Worker: take back a request that has been served (SAVE)."""
-        self._put(_REQUEST, self._get(_REQUEST) & ~request)
+    def save_served(self) -> None:
+        """Worker: no save is asked for any more.
+
+        A count of its own, since a word that both sides change could lose a STOP.
+        """
+        self._put(_SAVES_SERVED, self._get(_SAVES_ASKED))
 
     def close(self) -> None:
         """Unmap the file."""

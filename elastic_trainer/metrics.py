@@ -9,13 +9,14 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def flops_per_token(shape: ModelShape, seq_len: int) -> float:
-    """Return training FLOPs per token: 6 N + 6 L h s, attention counted as causal.
+    """Return training FLOPs per token: 6 N + 6 L H E s, attention counted as causal.
 
     Source: PaLM, arXiv 2204.02311, appendix B, with half the attention for the causal mask;
-    N leaves out the embedding look-up, which multiplies nothing.
+    N leaves out the embedding look-up, which multiplies nothing (a tied table is the head too).
     """
-    params = shape.num_params - shape.vocab_size * shape.dim
-    return 6.0 * params + 6.0 * shape.num_layers * shape.dim * seq_len
+    look_up = 0 if shape.tie_embeddings else shape.vocab_size * shape.dim
+    attention = shape.num_layers * shape.num_heads * shape.head_size * seq_len
+    return 6.0 * (shape.num_params() - look_up) + 6.0 * attention
 
 
 def utilisation(

@@ -9,8 +9,8 @@ import hashlib
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.models import ModelShape
 

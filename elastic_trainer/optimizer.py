@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule and the gradient norm."""
+"""AdamW, the learning-rate schedule, and the gradient's norm."""
 
 from __future__ import annotations
 
@@ -53,20 +53,33 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
-    """Scale the gradients to a global norm of at most `clip_norm`; return the norm before.
+def gradient_square_sum(model: nn.Module) -> Tensor:
+    """Return this rank's part of the squared gradient norm, fp64 scalar.
+
+    The sum over all ranks is the square of the global norm: what n ranks hold alike
+    counts 1/n on each. In fp64, so that the norm does not depend on where shards end.
 
     Args:
         model: sharded; gradients are reduced already.
-        clip_norm: 0 turns clipping off.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads, foreach=False)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if clip_norm > 0:
-        scale = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for grad in grads:
+        local, copies = grad, 1
+        if isinstance(grad, DTensor):
+            local = grad.to_local()
+            sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        total += torch.linalg.vector_norm(local, dtype=torch.float64).square() / copies
+    return total
+
+
+def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
+    """Scale the gradients, whose global norm is `norm`, to at most `clip_norm` (0: never)."""
+    if clip_norm <= 0 or norm <= clip_norm:
+        return
+    for param in model.parameters():
+        if param.grad is not None:
+            grad = param.grad
             local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.mul_(scale)
-    return norm
+            local.mul_(clip_norm / norm)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -16,10 +16,10 @@ from elastic_trainer.model import Llama, initial_value
 
 _SAVED_OPS = {
     torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
 }
 """Kept under selective recompute: what is expensive to compute again."""
 
@@ -27,7 +27,7 @@ _SAVED_OPS = {
 def parallelize(
     model: Llama, mesh: DeviceMesh, *, precision: str, recompute: str, compile_blocks: bool
 ) -> None:
-    """Wrap `model` (on the meta device) in place.
+    """Wrap `model` (on the meta device) in place; gradients are summed over dp, not averaged.
 
     Args:
         model: still without values.
@@ -43,10 +43,18 @@ def parallelize(
         if compile_blocks:
             block.compile(fullgraph=True)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The sum, not the mean: dividing by a dp of 3 would round.
+            module.set_force_sum_reduction_for_comms(enable=True)
+            module.set_gradient_divide_factor(1.0)
 
 
 def _recomputed(block: nn.Module, recompute: str) -> nn.Module:

@@ -34,7 +34,7 @@ def main() -> int:
         write_error_file(error)
         sys.stderr.write(f"{error}\n")
         return EXIT_DO_NOT_RESTART
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         # CheckpointException is a BaseException: every end leaves its error file.
         write_error_file(error)
         traceback.print_exc()

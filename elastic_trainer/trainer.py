@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manager import CheckpointManager
@@ -35,6 +36,7 @@ from elastic_trainer.model import Llama, rope_table
 from elastic_trainer.optimizer import (
     build_optimizer,
     clip_gradients,
+    gradient_square_sum,
     learning_rate,
     set_learning_rate,
 )
@@ -77,6 +79,8 @@ class StepResult:
 
     loss: float
     """Mean over the tokens of the global batch."""
+    grad_norm: float
+    """Global, before clipping."""
     requests: Request
 
 
@@ -103,6 +107,8 @@ class Trainer:
             f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
         )
         self.step = 0
+        self.saved_step = 0
+        """Newest step that is known to be committed; a save of it would write it again."""
 
     def run(self) -> int:
         """Set up, train, and return the exit code."""
@@ -157,7 +163,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             self.config, board, self.events, self.who.epoch, self.device
         )
-        self.step = self.checkpoints.restore(self.model, self.optimizer)
+        self.step = self.saved_step = self.checkpoints.restore(self.model, self.optimizer)
 
     def _open_data(self) -> None:
         config, who = self.config, self.who
@@ -176,20 +182,26 @@ class Trainer:
             resume_step=self.step,
             layout=str(self.layout),
         )
-        self._emit("trainer.started", layout=str(self.layout), resume_step=self.step)
+        self._emit(
+            "trainer.started",
+            layout=str(self.layout),
+            resume_step=self.step,
+            restored_from="storage" if self.step else None,
+        )
 
     # --- the loop --------------------------------------------------------------------------
 
     def _loop(self) -> int:
         steps, first = self.config.train.steps, True
+        loss: float | None = None
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
         while self.step < steps:
             begun = time.monotonic()
-            result, grad_norm, lr = self._train_step(self.step + 1)
-            self.step += 1
+            result, lr = self._train_step(self.step + 1)
+            self.step, loss = self.step + 1, result.loss
             self.ledger.end_step(self.step)
             seconds = time.monotonic() - begun
-            self._report_step(result, grad_norm, lr, seconds, first=first)
+            self._report_step(result, lr, seconds, first=first)
             first = False
             self.checkpoints.poll()
             if self.step == steps:
@@ -197,15 +209,16 @@ class Trainer:
             if result.requests & (Request.STOP | Request.GROW):
                 return self._leave(result.requests)
             if Request.SAVE in result.requests:
-                self.heartbeat.clear(Request.SAVE)
+                self.heartbeat.save_served()
                 self._save(wait=False)
-        self._save(wait=True)
+        if self.saved_step < self.step:
+            self._save(wait=True)
         self.heartbeat.beat(section=Section.FINISHED)
-        self._emit("trainer.finished", step=self.step)
+        self._emit("trainer.finished", step=self.step, loss=loss)
         return EXIT_DONE
 
-    def _train_step(self, step: int) -> tuple[StepResult, float, float]:
-        """Run forward, backward and the optimizer for `step`."""
+    def _train_step(self, step: int) -> tuple[StepResult, float]:
+        """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for samples in micro_batch_samples(
@@ -217,13 +230,13 @@ class Trainer:
         ):
             loss_sum += self._micro_batch(samples, step)
             self.heartbeat.beat()
-        grad_norm = clip_gradients(self.model, train.optimizer.clip_norm)
         result = self._agree(loss_sum, step)
+        clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return result, grad_norm.item(), lr
+        return result, lr
 
     def _micro_batch(self, samples: range | None, step: int) -> Tensor:
         """Return the sum of token losses; gradients are added up in the model.
@@ -239,28 +252,30 @@ class Trainer:
         logits = self.model(inputs, self.rope)
         loss_sum = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         weight = 0.0 if samples is None else 1.0
-        # FSDP averages gradients over dp: scaled so, they are those of one process.
-        scale = weight * self.layout.dp / (train.global_batch * train.seq_len)
-        (loss_sum * scale).backward()
+        # Gradients are summed over dp: scaled so, they are those of one process.
+        (loss_sum * (weight / (train.global_batch * train.seq_len))).backward()
         return loss_sum.detach().double() * weight
 
     def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
-        """Add up losses and requests over all ranks: a request holds once any rank has it."""
+        """Add up losses, gradient norms and requests over all ranks, in one collective.
+
+        A request holds once any rank has it.
+        """
         train, asked = self.config.train, self.heartbeat.asked()
         if self.who.rank == 0 and self.checkpoints.due(step, time.monotonic()):
             asked |= Request.SAVE
         flags = [float(bool(asked & flag)) for flag in Request]
-        both = torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(flags)])
-        dist.all_reduce(both)
-        loss, *votes = both.tolist()
+        sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
+        everything = torch.cat([sums, sums.new_tensor(flags)])
+        dist.all_reduce(everything)
+        loss, square_sum, *votes = everything.tolist()
         agreed = Request.NONE
         for flag, vote in zip(Request, votes, strict=True):
             agreed |= flag if vote else Request.NONE
-        return StepResult(loss / (train.global_batch * train.seq_len), agreed)
+        tokens = train.global_batch * train.seq_len
+        return StepResult(loss / tokens, square_sum**0.5, agreed)
 
-    def _report_step(
-        self, result: StepResult, grad_norm: float, lr: float, seconds: float, *, first: bool
-    ) -> None:
+    def _report_step(self, result: StepResult, lr: float, seconds: float, *, first: bool) -> None:
         train = self.config.train
         self.heartbeat.beat(step=self.step, section=Section.STEP)
         if self.who.rank != 0:
@@ -279,7 +294,7 @@ class Trainer:
             "step.completed",
             step=self.step,
             loss=result.loss,
-            grad_norm=grad_norm,
+            grad_norm=result.grad_norm,
             tokens=tokens,
             step_s=round(seconds, 6),
             lr=lr,
@@ -308,7 +323,7 @@ class Trainer:
 
     # --- the record --------------------------------------------------------------------------
 
-    def _emit(self, event: str, *, step: int | None = None, **fields: object) -> None:
+    def _emit(self, event: str, *, step: int | None = None, **fields: Any) -> None:
         if self.who.rank == 0:
             self.events.emit(event, step=step, **fields)
 

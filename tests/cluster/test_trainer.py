@@ -1,0 +1,180 @@
+"""How a trainer ends and goes on: requests, deaths, the last step, users' mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from harness import Run, make_config
+
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
+from elastic_trainer.heartbeat import Request, Section
+from elastic_trainer.layout import ParallelLayout
+
+B = 12
+MANY = 5000
+"""Steps that no test waits for."""
+
+
+def elastic(path, *, steps=MANY, **more):
+    """A job for 1, 2 or 3 workers whose learning rate does not depend on its last step."""
+    path.mkdir(exist_ok=True)
+    layouts = [ParallelLayout(dp=dp) for dp in (1, 2, 3)]
+    adam = {"min_lr_ratio": 1.0}
+    return Run(path, make_config(path, *layouts, steps=steps, optimizer=adam, **more))
+
+
+def with_steps(run, steps):
+    return make_config(
+        run.path,
+        *(ParallelLayout(dp=dp) for dp in (1, 2, 3)),
+        steps=steps,
+        optimizer={"min_lr_ratio": 1.0},
+    )
+
+
+def stop_after(run, epoch, num_nodes, step, request=Request.STOP):
+    """Ask the last rank alone, once `step` is done; return the step the group stopped at."""
+    with run.epoch(epoch, num_nodes) as group:
+        group.until(f"step {step}", lambda: group.beat(0).step >= step)
+        group.ask(num_nodes - 1, request)
+        assert group.wait() == [EXIT_SAVED] * num_nodes, group.logs()
+        beats = [group.beat(rank) for rank in range(num_nodes)]
+    assert {beat.section for beat in beats} == {Section.STOPPED}
+    assert len({beat.step for beat in beats}) == 1
+    assert beats[0].step >= step
+    return beats[0].step
+
+
+def exact(run, steps, redone=0):
+    account = run.audit()
+    assert (account.steps, account.lost, account.repeated) == (steps, 0, 0)
+    assert account.steps_redone == redone
+
+
+def test_a_stopped_job_goes_on_with_the_next_batch_in_any_layout(tmp_path):
+    run = elastic(tmp_path / "run")
+    stopped = stop_after(run, 1, 2, 2)
+    assert [commit.step for commit in run.commits()] == [stopped]
+    assert [e.fields["why"] for e in run.events("trainer.stopping")] == ["stop"]
+    exact(run, stopped)
+    steps = stopped + 10
+    alone = tmp_path / "alone"
+    shutil.copytree(run.path, alone)
+    text = run.config.data.path  # the copy reads the same file: its name is in the cache's key
+    other = Run(alone, with_steps(run, steps))
+    other.train(2, 1)
+    run.write(with_steps(run, steps))
+    run.train(2, 3)
+    assert run.config.data.path == text
+    for each in (run, other):
+        exact(each, steps)
+        assert each.fed() == {k: list(range((k - 1) * B, k * B)) for k in range(1, steps + 1)}
+        assert [e.step for e in each.events("step.completed")] == list(range(1, steps + 1))
+    for key in ("loss", "grad_norm"):
+        ours, theirs = run.curve(key), other.curve(key)
+        for step in range(stopped + 1, steps + 1):
+            assert ours[step] == pytest.approx(theirs[step], rel=2e-6), (key, step)
+    assert run.curve("lr")[steps] == run.config.train.optimizer.lr
+
+
+def test_growth_is_a_stop_of_another_name_also_while_saves_are_under_way(tmp_path):
+    run = elastic(tmp_path, checkpoint={"every_steps": 1})
+    stopped = stop_after(run, 1, 2, 3, Request.GROW)
+    assert [e.fields["why"] for e in run.events("trainer.stopping")] == ["growth"]
+    assert run.commits()[-1].step == stopped
+    for failure in run.events("checkpoint.failed"):
+        assert "skipped" in failure.fields["reason"]
+    exact(run, stopped)
+
+
+def test_saves_on_request_do_not_disturb(tmp_path):
+    run = elastic(tmp_path)
+    with run.epoch(1, 2) as group:
+        for count in (1, 2):
+            group.ask(1, Request.SAVE)
+            group.until("save", lambda n=count: len(run.commits()) == n)
+        group.ask(0, Request.STOP)
+        assert group.wait() == [EXIT_SAVED] * 2
+    steps = [commit.step for commit in run.commits()]
+    assert len(steps) == 3  # once for each request, and when leaving
+    assert steps == sorted(set(steps))
+    assert [e.step for e in run.events("checkpoint.committed")] == steps
+    assert all(e.fields["save_s"] > 0 for e in run.events("checkpoint.committed"))
+    exact(run, steps[-1])
+
+
+def test_killed_workers_cost_the_steps_since_the_checkpoint_only(tmp_path):
+    run = elastic(tmp_path, checkpoint={"every_steps": 4})
+    with run.epoch(1, 3) as group:
+        group.until("commit", lambda: len(run.commits()) > 0)
+        group.workers[2].kill()
+        # Without its death notice gloo may wait long: agents kill the rest.
+    committed = run.commits()[-1].step
+    assert committed % 4 == 0
+    done = max(run.curve())
+    stopped = stop_after(run, 2, 2, committed + 2)
+    account = run.audit()
+    assert (account.steps, account.lost, account.repeated) == (stopped, 0, 0)
+    assert account.steps_redone in {done - committed, done - committed - 1}
+    started = run.events("trainer.started")
+    assert [e.fields["resume_step"] for e in started] == [0, committed]
+    assert [e.fields["restored_from"] for e in started] == [None, "storage"]
+
+
+def test_a_finished_job_started_again_has_nothing_to_do(tmp_path):
+    run = elastic(tmp_path, steps=3)
+    run.train(1, 2)
+    commits, tensors = run.commits(), run.tensors()
+    run.train(2, 1)
+    assert run.commits() == commits
+    assert run.tensors().keys() == tensors.keys()
+    assert [e.epoch for e in run.events("step.completed")] == [1, 1, 1]
+    finished = run.events("trainer.finished")
+    assert [e.step for e in finished] == [3, 3]
+    assert finished[0].fields["loss"] == run.curve()[3]
+    exact(run, 3)
+
+
+def test_a_loss_that_is_no_number_leaves_a_readable_record(tmp_path):
+    layout = ParallelLayout()
+    config = make_config(tmp_path, layout, steps=3, optimizer={"lr": 1e30, "warmup_steps": 0})
+    run = Run(tmp_path, config)
+    run.train(1, 1)
+    losses = run.curve()
+    assert losses[3] in {"nan", "inf"}
+    for path in (tmp_path / "events").iterdir():
+        for line in path.read_text().splitlines():
+            json.loads(line, parse_constant=pytest.fail)
+
+
+def refused(run, num_nodes=1):
+    """Return the message of an epoch that must end with exit code 93."""
+    run.train(1, num_nodes, code=EXIT_DO_NOT_RESTART)
+    message = json.loads(run.error_file(1, 0).read_text())["message"]["message"]
+    assert message.split(": ", 1)[1] in (run.path / "logs" / "e1-0").read_text()
+    return message
+
+
+def test_a_missing_corpus_is_not_tried_again(tmp_path):
+    path = tmp_path / "nowhere"
+    message = refused(
+        Run(tmp_path, make_config(tmp_path, ParallelLayout(), data={"path": str(path)}))
+    )
+    assert message.startswith("DataError: HF701 data.path: ")
+    assert str(path) in message
+
+
+def test_a_token_beyond_the_vocabulary_is_not_tried_again(tmp_path):
+    path = tmp_path / "corpus.bin"
+    np.full(5000, 256, dtype="<u2").tofile(path)
+    data = {"path": str(path), "format": "nanogpt"}
+    message = refused(Run(tmp_path, make_config(tmp_path, ParallelLayout(dp=2), data=data)), 2)
+    assert message.startswith(f"DataError: HF703 data.path: {path} has token 256")
+
+
+def test_an_axis_that_cannot_be_trained_on_yet_is_named(tmp_path):
+    message = refused(Run(tmp_path, make_config(tmp_path, ParallelLayout(tp=2))), 2)
+    assert message.startswith("UnsupportedLayoutError: HF710 layout: dp1-pp1-cp1-tp2 uses tp")
