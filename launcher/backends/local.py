@@ -7,8 +7,10 @@ has a loopback address of its own, so nodes meet as they would over a network.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,9 @@ from typing import Self
 from launcher.backends.base import JobId
 from launcher.backends.processes import MARKER, die_with_parent, node_pids, signal_all
 from launcher.errors import PermanentError
+
+SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers.py
+"""A killed agent leaves `holdfast-<run id>-<node>-<pid>` here; its power loss is ours to tidy."""
 
 AgentCommand = Callable[["LocalNode"], Sequence[str]]
 """Returns the command line of a node's agent."""
@@ -76,7 +81,7 @@ class LocalCluster:
         command: AgentCommand | None = None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run_dir, self.job_id, self.attempt = run_dir, job_id, attempt
+        self.run_dir, self.run_id, self.job_id, self.attempt = run_dir, run_id, job_id, attempt
         self._command = command or self._agent_command
         self._mono = mono
         self.nodes = {
@@ -200,6 +205,15 @@ class LocalCluster:
         for name, node in self.nodes.items():
             if node.process is not None and (node.alive or self.pids(name)):
                 self.kill_node(name)
+            self._tidy(name)
+
+    def _tidy(self, name: str) -> None:
+        """Remove what killed agents of `name` left in memory; a power loss would have."""
+        prefix = f"holdfast-{self.run_id}-{name}-"
+        for path in SCRATCH.glob(f"{glob.escape(prefix)}*"):
+            owner = path.name.removeprefix(prefix)
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
     def alive(self) -> list[str]:
         """Return the names of the nodes whose agents run, paused ones included."""

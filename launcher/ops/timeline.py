@@ -191,9 +191,21 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failur
     was not a member when it went cost nothing: its recovery took 0 s.
     """
     evidence: list[list[Event]] = [[] for _ in spans]
+    killed: dict[str | None, int] = {}
+    """Node that was killed on purpose and has not come back -> index of its epoch."""
     for event in events:
-        if event.event in _EVIDENCE and spans:
-            evidence[_home(event, spans)].append(event)
+        if event.event == "agent.started":
+            killed.pop(event.node, None)
+        if event.event not in _EVIDENCE or not spans:
+            continue
+        home = _home(event, spans)
+        if event.fields.get("action") in ("kill-node", "kill-coordinator"):
+            killed[event.node] = home
+        if event.event == "member.lost":
+            home = killed.get(event.fields.get("member"), home)
+        if event.event == "epoch.aborted" and _old_news(event, killed, home):
+            continue
+        evidence[home].append(event)
     out: list[Failure] = []
     for index, span in enumerate(spans):
         later = spans[index + 1 :]
@@ -220,6 +232,12 @@ _WEIGHT = {
     Kind.KILLED: 1,
     "": -1,
 }
+
+
+def _old_news(event: Event, killed: Mapping[str | None, int], home: int) -> bool:
+    """Whether the epoch was aborted for nodes that were dead before it was formed."""
+    victims = node_names(event.fields.get("victims"))
+    return bool(victims) and all(killed.get(node, home) < home for node in victims)
 
 
 def _home(event: Event, spans: Sequence[EpochSpan]) -> int:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,33 +68,37 @@ def leftovers(run_dir):
     return found
 
 
-def wait_for_step(run_dir, step, process, seconds=40):
+def wait_for(run_dir, name, wanted, process, seconds=45):
+    """Return the first event `name` that is `wanted`; the run must go on until it comes."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for path in (run_dir / "events").glob("*.jsonl"):
             for line in path.read_text().splitlines():
                 event = json.loads(line)
-                if event["event"] == "step.completed" and event["step"] >= step:
-                    return
+                if event["event"] == name and wanted(event):
+                    return event
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached in time")
+    raise AssertionError(f"no such {name} came in time")
 
 
-def test_a_node_and_the_coordinator_die_and_one_comes_back(job, tmp_path):
+def wait_for_step(run_dir, step, process):
+    return wait_for(run_dir, "step.completed", lambda event: event["step"] >= step, process)
+
+
+def test_a_node_and_the_coordinator_die(job, tmp_path):
     run_dir = tmp_path / "run"
-    result = holdfast(
-        *arguments(job, run_dir, "--fault", "kill-node:2@6"),
-        *("--fault", "kill-coordinator@12", "--fault", "return-node@17"),
-    )
+    faults = ["--fault", "kill-node:2@6", "--fault", "kill-coordinator@12"]
+    result = holdfast(*arguments(job, run_dir, *faults))
     summary = summary_of(result)
     assert summary["state"] == "finished"
     assert summary["steps"] == 24
     assert [f["injected"] for f in summary["failures"]] == ["kill-node", "kill-coordinator"]
     assert all(f["recovered_s"] > 0 and f["detected_s"] >= 0 for f in summary["failures"])
-    assert [len(entry["nodes"]) for entry in summary["layouts"]][:3] == [3, 2, 1]
-    assert summary["layouts"][0]["from_step"] == 1
-    assert summary["layouts"][-1]["to_step"] == 24
+    assert len(summary["nodes_at_end"]) == 1
+    ranges = [(entry["from_step"], entry["to_step"]) for entry in summary["layouts"]]
+    assert (ranges[0][0], ranges[-1][1]) == (1, 24)
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert leftovers(run_dir) == []
@@ -101,6 +106,23 @@ def test_a_node_and_the_coordinator_die_and_one_comes_back(job, tmp_path):
     report = holdfast(*HOLDFAST, "report", str(run_dir))
     assert report.returncode == 0, report.stderr
     assert "<svg" in (run_dir / "report.html").read_text()
+
+
+def test_a_node_comes_back(job, tmp_path):
+    run_dir = tmp_path / "run"
+    args = arguments(job, run_dir, "--set", "train.steps=100000")
+    faults = ["--fault", "kill-node:1@3", "--fault", "return-node@6"]
+    with subprocess.Popen([*args, *faults], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 3)
+        epoch = wait_for(run_dir, *grown, process)["epoch"]
+        wait_for(run_dir, "step.completed", lambda e: e["epoch"] == epoch, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    (growth,) = json.loads(out)["growths"]
+    assert growth["joined"] == ["node1"]
+    assert growth["pause_s"] > 0
+    assert leftovers(run_dir) == []
 
 
 def test_a_worker_dies(job, tmp_path):

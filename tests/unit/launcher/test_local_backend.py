@@ -75,6 +75,23 @@ def test_a_power_loss_takes_agent_zygote_and_workers(cluster):
     assert cluster.codes() == {}  # it did not end by itself
 
 
+def test_what_a_killed_agent_left_in_memory_is_removed(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("launcher.backends.local.SCRATCH", tmp_path)
+    cluster.start()
+    pids = up(cluster)
+    dead, ours = cluster.nodes["node0"].process.pid, os.getpid()
+    names = [
+        f"holdfast-test-node0-{dead}",
+        f"holdfast-test-node0-{ours}",
+        f"holdfast-x-node0-{dead}",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+    cluster.kill_all()
+    assert not alive(pids)
+    assert [(tmp_path / name).exists() for name in names] == [False, True, True]
+
+
 def test_a_node_comes_back_under_its_name_and_address(cluster):
     cluster.start()
     up(cluster)

@@ -131,6 +131,24 @@ def test_a_node_missed_only_when_the_next_epoch_runs_is_one_failure():
     assert failure["recovered_s"] > 0.8
 
 
+def test_an_epoch_formed_with_a_dead_node_is_no_failure_of_its_own():
+    """The peers' workers failed so soon that the node itself was not missed yet."""
+    stream = Stream().start().form(NODES, resume=0).steps(10)
+    stream.add("fault.injected", node="node2", step=10, epoch=1, action="kill-node", target="node2")
+    stream.t += 0.01
+    stream.add(
+        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
+    )
+    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    stream.form(NODES, resume=10)
+    stream.add("member.lost", epoch=2, node="node0", member="node2", reason="EOF")
+    stream.add("epoch.aborted", epoch=2, node="node0", reason="lost node2", victims=["node2"])
+    stream.form(["node0", "node1", "node3"], resume=10)
+    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    assert (failure["node"], failure["epoch"], failure["next_epoch"]) == ("node2", 1, 3)
+    assert failure["detected_s"] == pytest.approx(0.01)
+
+
 def test_an_abort_nobody_is_to_blame_for_is_a_failure_still():
     stream = Stream().start().form(NODES, resume=0).steps(10)
     stream.add(
