@@ -196,7 +196,7 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failur
     for event in events:
         if event.event == "agent.started":
             killed.pop(event.node, None)
-        if event.event not in _EVIDENCE or not spans:
+        if event.event not in _EVIDENCE or not spans or _is_outsider(event, spans):
             continue
         home = _home(event, spans)
         if event.fields.get("action") in ("kill-node", "kill-coordinator"):
@@ -238,6 +238,17 @@ def _old_news(event: Event, killed: Mapping[str | None, int], home: int) -> bool
     """Whether the epoch was aborted for nodes that were dead before it was formed."""
     victims = node_names(event.fields.get("victims"))
     return bool(victims) and all(killed.get(node, home) < home for node in victims)
+
+
+def _is_outsider(event: Event, spans: Sequence[EpochSpan]) -> bool:
+    """Whether the writer has no part in the epoch of that time: what it misses is the job itself.
+
+    A node that was paused and wakes up takes everybody else for lost.
+    """
+    if event.event == "fault.injected" or event.node is None:
+        return False
+    now = spans[max(bisect_right([span.formed_t for span in spans], event.t_unix) - 1, 0)]
+    return bool(now.members) and event.node not in (*now.members, *now.spares)
 
 
 def _home(event: Event, spans: Sequence[EpochSpan]) -> int:

@@ -171,6 +171,8 @@ def test_a_pause_is_a_failure_only_if_somebody_notices():
     stream = paused()
     stream.add("member.lost", epoch=1, node="node0", member="node2", reason="silent")
     stream.form(["node0", "node1", "node3"], resume=10).steps(20)
+    # The paused node wakes up, and takes the others for lost.
+    stream.add("member.lost", epoch=1, node="node2", member="node0", reason="no word")
     (failure,) = summarise(stream.events)["failures"]
     assert (failure["kind"], failure["detected_s"]) == ("node_lost", 5.0)
 
