@@ -14,8 +14,8 @@ from typing import Any
 
 from elastic_trainer.events import Event
 from launcher.ops import timeline
+from launcher.ops.breakdown import PHASES
 from launcher.ops.svg import INK, MUTED, Canvas, Scale
-from launcher.ops.timeline import PHASES
 
 LOSS, REDONE, FAIL, GROW = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d"
 EXTRA = ("#f5a742", "#0f766e", "#9333ea", "#64748b")

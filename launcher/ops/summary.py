@@ -9,7 +9,7 @@ from typing import Any
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.ops import timeline
+from launcher.ops import breakdown, timeline
 from launcher.ops.timeline import EpochSpan, StepDone
 
 SUMMARY_VERSION = 1
@@ -45,7 +45,7 @@ def summarise(
     """
     spans = timeline.epochs(events, timeline.layouts_of(config))
     counted = timeline.lineage(spans)
-    failures = timeline.failures(events, spans)
+    failures = breakdown.failures(events, spans)
     wall_s = wall_seconds(events)
     busy_s = _busy_seconds(counted)
     executed = sum(len(span.steps) for span in spans)
@@ -103,7 +103,7 @@ def layout_ranges(spans: Sequence[EpochSpan], counted: Sequence[StepDone]) -> li
 
 
 def growths(
-    spans: Sequence[EpochSpan], failures: Sequence[timeline.Failure]
+    spans: Sequence[EpochSpan], failures: Sequence[breakdown.Failure]
 ) -> list[dict[str, Any]]:
     """Return the epochs with more nodes than the one before, whose end was no failure."""
     failed = {failure.epoch for failure in failures if failure.recovered_s != 0.0}
@@ -155,7 +155,7 @@ def _busy_seconds(counted: Sequence[StepDone]) -> float:
     return total
 
 
-def _failure(failure: timeline.Failure, origin: float) -> dict[str, Any]:
+def _failure(failure: breakdown.Failure, origin: float) -> dict[str, Any]:
     explained = sum(failure.phases.values())
     recovered_s = failure.recovered_s
     return {
