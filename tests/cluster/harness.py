@@ -99,6 +99,8 @@ class Group:
     run: Path
     epoch: int
     store: dist.TCPStore
+    environments: list[dict[str, str]]
+    """By rank."""
     workers: list[ForkServerProcess] = field(default_factory=list)
 
     def ask(self, rank: int, request: Request) -> None:
@@ -168,12 +170,19 @@ class Run:
         return store, [self._environment(epoch, rank, num_nodes, store.port) for rank in ranks]
 
     @contextmanager
-    def epoch(self, number: int, num_nodes: int) -> Iterator[Group]:
-        """Start the workers of an epoch; whatever still runs at the end is killed."""
+    def epoch(
+        self, number: int, num_nodes: int, *, absent: tuple[int, ...] = ()
+    ) -> Iterator[Group]:
+        """Start the workers of an epoch; whatever still runs at the end is killed.
+
+        Ranks in `absent` are started by the caller, with `Group.environments`.
+        """
         store, environments = self.publish(number, num_nodes)
-        group = Group(self.path, number, store)
+        group = Group(self.path, number, store, environments)
         try:
             for rank, env in enumerate(environments):
+                if rank in absent:
+                    continue
                 log = self.path / "logs" / f"e{number}-{rank}"
                 worker = _SERVER.Process(target=_work, args=(env, log))
                 worker.start()

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from elastic_trainer import train
+from elastic_trainer.config import DataSection
+from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError, open_corpus
+from elastic_trainer.failures import Action, classify
+
+UNKNOWN = "[U]"
+
+
+def corpus_of(path, run, *, seq_len=4, seed=0, vocab_size=256, **section):
+    section = DataSection(path=str(path), **section)
+    return open_corpus(
+        section, seq_len=seq_len, seed=seed, vocab_size=vocab_size, cache_dir=run / "cache"
+    )
+
+
+def tokens_of(corpus):
+    """All tokens that a pass gives as targets, in the corpus' order, and the first input."""
+    inputs, targets = corpus.samples(range(corpus.num_windows))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs.dtype == targets.dtype == torch.int64
+    order = {int(row[0]): i for i, row in enumerate(inputs)}  # for corpora of distinct tokens
+    rows = [order[start] for start in sorted(order)]
+    return inputs[rows[0], :1].tolist() + targets[rows].flatten().tolist()
+
+
+def nanogpt(path, tokens):
+    np.asarray(tokens, dtype="<u2").tofile(path)
+    return path
+
+
+def test_a_pass_predicts_every_token_but_the_first_once(tmp_path):
+    path = nanogpt(tmp_path / "a.bin", range(103))
+    corpus = corpus_of(path, tmp_path, format="nanogpt")
+    assert corpus.num_windows == 25
+    assert tokens_of(corpus) == list(range(101))  # the rest is shorter than a window
+
+
+def test_a_sample_is_the_same_whoever_asks_for_it_and_with_what_others(tmp_path):
+    path = nanogpt(tmp_path / "a.bin", range(103))
+    inputs, _ = corpus_of(path, tmp_path, format="nanogpt").samples(range(30, 34))
+    again = corpus_of(path, tmp_path, format="nanogpt")
+    for row, sample in zip(inputs, range(30, 34), strict=True):
+        assert torch.equal(again.samples(range(sample, sample + 1))[0][0], row)
+    other, _ = corpus_of(path, tmp_path, format="nanogpt", seed=1).samples(range(30, 34))
+    assert not torch.equal(other, inputs)
+
+
+def test_nanogpt_takes_the_only_bin_of_a_folder(tmp_path):
+    nanogpt(tmp_path / "train.bin", range(9))
+    assert tokens_of(corpus_of(tmp_path, tmp_path, format="nanogpt")) == list(range(9))
+
+
+def raw_tokens(corpus):
+    """The corpus as it lies there."""
+    return corpus._tokens[:].tolist()
+
+
+def test_text_is_the_bytes_of_all_files_in_order_with_separators(tmp_path):
+    folder = tmp_path / "text"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "two.md").write_bytes(b"\xc3\xa4c")
+    (folder / "a.txt").write_bytes(b"ab")
+    for name in (".hidden", "c.pyc", "d.so", "e.bin"):
+        (folder / name).write_bytes(b"no")
+    for name in (".git", "__pycache__"):
+        (folder / name).mkdir()
+        (folder / name / "x").write_bytes(b"no")
+    expected = [97, 98, DOCUMENT_SEPARATOR, 0xC3, 0xA4, 99, DOCUMENT_SEPARATOR]
+    assert raw_tokens(corpus_of(folder, tmp_path)) == expected
+
+
+def test_a_corpus_below_a_hidden_folder_is_not_hidden(tmp_path):
+    folder = tmp_path / ".local" / "corpus"
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("abcdef")
+    assert raw_tokens(corpus_of(folder, tmp_path))[:6] == list(b"abcdef")
+    assert raw_tokens(corpus_of(folder / "a.txt", tmp_path))[:6] == list(b"abcdef")
+
+
+def cached(run):
+    return sorted((path.name, path.stat().st_mtime_ns) for path in (run / "cache").iterdir())
+
+
+def test_text_is_encoded_once_until_it_changes(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("abcdef")
+    corpus_of(path, tmp_path)
+    first = cached(tmp_path)
+    assert len(first) == 1
+    corpus_of(path, tmp_path)
+    assert cached(tmp_path) == first
+    path.write_text("abcdefg")
+    assert raw_tokens(corpus_of(path, tmp_path))[:7] == list(b"abcdefg")
+    assert len(cached(tmp_path)) == 2
+
+
+def tokenizer_file(path, *, words=("the", "cat", "sat"), limit=None):
+    vocab = {"[B]": 0, UNKNOWN: 1, **{word: i for i, word in enumerate(words, start=2)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[B] $A", special_tokens=[("[B]", 0)]
+    )
+    if limit:
+        tokenizer.enable_truncation(limit)
+        tokenizer.enable_padding(length=limit)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("limit", [None, 3, 99])
+def test_a_tokenizer_encodes_whole_documents(limit, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the cat sat the cat")
+    (folder / "b.txt").write_text("sat ran")
+    tokenizer = tokenizer_file(tmp_path / "tokenizer.json", limit=limit)
+    corpus = corpus_of(folder, tmp_path, tokenizer=tokenizer)
+    assert raw_tokens(corpus) == [0, 2, 3, 4, 2, 3, 0, 4, 1]
+    first = cached(tmp_path)
+    corpus_of(folder, tmp_path, tokenizer=tokenizer)
+    assert cached(tmp_path) == first
+    tokenizer_file(tmp_path / "tokenizer.json", words=("cat", "the", "sat"))
+    corpus = corpus_of(folder, tmp_path, tokenizer=tokenizer)
+    assert raw_tokens(corpus) == [0, 3, 2, 4, 3, 2, 0, 4, 1]
+
+
+def missing(tmp_path):
+    corpus_of(tmp_path / "nowhere", tmp_path)
+
+
+def missing_bin(tmp_path):
+    corpus_of(tmp_path / "nowhere.bin", tmp_path, format="nanogpt")
+
+
+def empty_folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    corpus_of(tmp_path / "text", tmp_path)
+
+
+def empty_bin(tmp_path):
+    (tmp_path / "empty.bin").touch()
+    corpus_of(tmp_path / "empty.bin", tmp_path, format="nanogpt")
+
+
+def empty_text(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    corpus_of(tmp_path / "empty.txt", tmp_path)
+
+
+def nothing_left_by_the_tokenizer(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "t.json"))
+    (tmp_path / "blank.txt").write_text("  \n")
+    corpus_of(tmp_path / "blank.txt", tmp_path, tokenizer=str(tmp_path / "t.json"))
+
+
+def short_text(tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    corpus_of(tmp_path / "short.txt", tmp_path, seq_len=8)
+
+
+def odd_bin(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"12345")
+    corpus_of(tmp_path / "odd.bin", tmp_path, format="nanogpt")
+
+
+def two_bins(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        nanogpt(tmp_path / name, range(9))
+    corpus_of(tmp_path, tmp_path, format="nanogpt")
+
+
+def beyond_the_vocabulary(tmp_path):
+    path = nanogpt(tmp_path / "large.bin", [300] * 9)
+    corpus_of(path, tmp_path, format="nanogpt").samples(range(1))
+
+
+def missing_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef")
+    corpus_of(tmp_path / "a.txt", tmp_path, tokenizer=str(tmp_path / "t.json"))
+
+
+def broken_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef")
+    (tmp_path / "t.json").write_text('{"model": ')
+    corpus_of(tmp_path / "a.txt", tmp_path, tokenizer=str(tmp_path / "t.json"))
+
+
+def unknown_format(tmp_path):
+    corpus_of(tmp_path, tmp_path, format="megatron")
+
+
+MISTAKES = [
+    (missing, "HF701", ("nowhere", "exists on every node")),
+    (missing_bin, "HF701", ("nowhere.bin", "exists on every node")),
+    (empty_folder, "HF701", ("text holds no text files", "name a folder")),
+    (empty_bin, "HF702", ("empty.bin is empty", "name a file")),
+    (empty_text, "HF702", ("empty.txt has 1 tokens", "use a longer corpus")),
+    (nothing_left_by_the_tokenizer, "HF702", ("blank.txt is empty", "name a file")),
+    (short_text, "HF702", ("short.txt has 4 tokens", "needs at least 9: use a longer corpus")),
+    (odd_bin, "HF701", ("odd.bin has 5 bytes, an odd number", "2 bytes a token")),
+    (two_bins, "HF701", ("holds 2 .bin files", "name one")),
+    (beyond_the_vocabulary, "HF703", ("large.bin has token 300", "or a larger vocab_size")),
+    (missing_tokenizer, "HF704", ("t.json", "use tokenizer: bytes")),
+    (broken_tokenizer, "HF704", ("t.json is not a tokenizer.json", "use tokenizer: bytes")),
+    (unknown_format, "HF705", ("megatron cannot be trained on yet", "use text or nanogpt")),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "code", "words"), MISTAKES, ids=[m[0].__name__ for m in MISTAKES]
+)
+def test_a_mistake_is_named_with_its_way_out_and_not_tried_again(
+    mistake, code, words, tmp_path, monkeypatch
+):
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    monkeypatch.setattr(train, "run_worker", lambda: mistake(tmp_path))
+    assert train.main() == 93
+    record = json.loads(error_file.read_text())
+    message = record["message"]["message"]
+    assert message.startswith(f"DataError: {code} data.")
+    assert all(text in message for text in words), message
+    assert classify(code=93, signal=None, record=record).action is Action.STOP
+
+
+@pytest.fixture
+def others_folder(tmp_path):  # which is made before the change of user
+    """A folder in the open that this process cannot read."""
+    outside = Path(tempfile.mkdtemp())
+    outside.chmod(0o755)
+    folder = outside / "corpus"
+    (folder / "private").mkdir(parents=True)
+    (folder / "a.txt").write_text("abcdef")
+    (folder / "private").chmod(0)
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(was)
+    (folder / "private").chmod(0o755)
+    shutil.rmtree(outside)
+
+
+@pytest.mark.parametrize("part", [".", "private", "private/a.bin"])
+def test_what_cannot_be_read_is_not_passed_over(part, others_folder, tmp_path):
+    how = "nanogpt" if part.endswith("bin") else "text"
+    with pytest.raises(DataError, match=r"HF701 data\.path: .*Permission denied.*private"):
+        corpus_of(others_folder / part, tmp_path, format=how)
+
+
+def test_trouble_with_our_own_cache_is_not_the_users_mistake(tmp_path):
+    """A full disk may have room again: the worker is started again."""
+    (tmp_path / "a.txt").write_text("abcdef")
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(FileExistsError):
+        corpus_of(tmp_path / "a.txt", tmp_path)
+
+
+def test_a_corpus_of_one_window_serves_every_sample():
+    corpus = Corpus(np.arange(5), seq_len=4, seed=0, vocab_size=5, where="x")
+    inputs, _ = corpus.samples(range(3))
+    assert inputs.tolist() == [[0, 1, 2, 3]] * 3

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.ledger_audit import LedgerAudit, audit
+
+B = 4
+
+
+def file(epoch, resume_step, *steps):
+    lines = [{"epoch": epoch, "resume_step": resume_step, "layout": "dp1"}]
+    lines += [{"step": step, "samples": samples} for step, samples in steps]
+    return [json.dumps(line) for line in lines]
+
+
+def whole(step):
+    return step, [[(step - 1) * B, step * B]]
+
+
+def account(*files):
+    return audit(files, global_batch=B)
+
+
+def test_an_undisturbed_run_lost_and_repeated_nothing():
+    assert account(file(1, 0, whole(1), whole(2))) == LedgerAudit(2, 0, 0, 0)
+
+
+def test_no_ledger_is_no_history():
+    assert account() == account([]) == LedgerAudit(0, 0, 0, 0)
+
+
+def test_steps_after_the_restored_one_are_redone_and_count_once():
+    first = file(1, 0, whole(1), whole(2), whole(3))
+    again = file(2, 1, whole(2), whole(3), whole(4))
+    assert account(first, again) == LedgerAudit(4, 0, 0, 2)
+    assert account(again, first) == LedgerAudit(4, 0, 0, 2)  # the order of files says nothing
+
+
+def test_a_sample_nobody_consumed_is_lost():
+    assert account(file(1, 0, whole(1), (2, [[4, 6], [7, 8]]))) == LedgerAudit(2, 1, 0, 0)
+
+
+def test_a_step_that_is_missing_is_lost_whole():
+    assert account(file(1, 0, whole(1)), file(2, 2, whole(3))) == LedgerAudit(2, B, 0, 0)
+
+
+def test_a_sample_consumed_twice_in_its_step_is_repeated():
+    two = file(1, 0, (1, [[0, 3]])), file(1, 0, (1, [[2, 4]]))
+    assert account(*two) == LedgerAudit(1, 0, 1, 0)
+
+
+def test_a_sample_of_another_step_is_repeated_and_its_own_lost():
+    assert account(file(1, 0, (1, [[0, 3], [4, 5]]), whole(2))) == LedgerAudit(2, 1, 1, 0)
+
+
+def test_a_step_that_a_death_cut_short_on_some_ranks_does_not_count():
+    whole_rank = file(1, 0, (1, [[0, 2]]), (2, [[4, 6]]))
+    killed_rank = file(1, 0, (1, [[2, 4]]))
+    assert account(whole_rank, killed_rank) == LedgerAudit(1, 0, 0, 0)
+
+
+def test_a_torn_last_line_does_not_count():
+    lines = file(1, 0, whole(1), whole(2))
+    for cut in range(1, len(lines[-1])):
+        assert account([*lines[:-1], lines[-1][:cut]]) == LedgerAudit(1, 0, 0, 0)
+    assert account([lines[0][:9]]) == LedgerAudit(0, 0, 0, 0)
+
+
+@st.composite
+def histories(draw):
+    """Epochs of (layout, restored step, last step of every rank), as deaths leave them."""
+    epochs, committed, top, redone = [], 0, 0, 0
+    for number in range(1, draw(st.integers(1, 5)) + 1):
+        dp = draw(st.integers(1, 4))
+        done = committed + draw(st.integers(0, 5))
+        ahead = draw(st.lists(st.booleans(), min_size=dp, max_size=dp))
+        redone += top - committed
+        epochs.append((number, dp, committed, [done + mine for mine in ahead]))
+        top = done + all(ahead)
+        committed = draw(st.integers(committed, top))
+    return epochs, top, redone
+
+
+@given(histories(), st.integers(1, 3))
+def test_whatever_dies_nothing_is_lost_or_repeated(history, micro_batch):
+    epochs, top, redone = history
+    global_batch = 5 * micro_batch
+    files = []
+    for number, dp, resumed, ends in epochs:
+        for rank, end in enumerate(ends):
+            steps = []
+            for step in range(resumed + 1, end + 1):
+                mine = micro_batch_samples(
+                    step, global_batch=global_batch, micro_batch=micro_batch, dp=dp, dp_rank=rank
+                )
+                steps.append((step, [[s.start, s.stop] for s in mine if s is not None]))
+            files.append(file(number, resumed, *steps))
+    expected = LedgerAudit(steps=top, lost=0, repeated=0, steps_redone=redone)
+    assert audit(files, global_batch=global_batch) == expected

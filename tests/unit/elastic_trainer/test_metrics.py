@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from elastic_trainer.metrics import flops_per_token, utilisation
+from elastic_trainer.models import PRESETS, ModelShape
+
+
+def test_flops_counted_by_hand():
+    shape = ModelShape(num_layers=2, dim=4, num_heads=2, num_kv_heads=1, ffn_dim=8, vocab_size=10)
+    weights = 2 * (48 + 96 + 8) + 40 + 4  # the embedding multiplies nothing
+    scores = 2 * 4 * 16  # layers, width of all heads, tokens
+    assert flops_per_token(shape, 16) == 6 * weights + 6 * scores
+    tied = dataclasses.replace(shape, tie_embeddings=True)
+    assert flops_per_token(tied, 16) == flops_per_token(shape, 16)
+
+
+def test_llama3_405b_at_the_published_speed_has_the_published_utilisation():
+    """Llama 3 (arXiv 2407.21783, table 4): 430 TFLOPs/GPU are 43% at 8,192 GPUs, 8 K tokens."""
+    shape = PRESETS["llama3-405b"]
+    tokens_per_s = 430e12 * 8192 / flops_per_token(shape, 8192)
+    mfu = utilisation(
+        tokens_per_s,
+        shape=shape,
+        seq_len=8192,
+        world_size=8192,
+        device_name="NVIDIA H100 80GB HBM3",
+    )
+    assert mfu == pytest.approx(0.43, abs=0.005)
+
+
+def test_an_unknown_accelerator_has_no_utilisation():
+    shape = PRESETS["tiny"]
+    assert utilisation(1.0, shape=shape, seq_len=8, world_size=1, device_name="RTX") is None
