@@ -72,15 +72,21 @@ def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
 
 
 def materialise(model: Llama, device: torch.device, seed: int) -> None:
-    """Give a sharded meta model its initial values; the same ones in every layout.
-
-    Each rank computes whole tensors, one at a time, and keeps its shard.
-    """
+    """Give a sharded meta model memory on `device` and its initial values."""
     model.to_empty(device=device)
+    initialise(model, seed)
+
+
+def initialise(model: Llama, seed: int) -> None:
+    """Give a sharded model its initial values; the same ones in every layout.
+
+    Each rank computes whole tensors, one at a time, and keeps its shard: at 8 billion
+    parameters that is minutes, so not for a model that a checkpoint is loaded into.
+    """
     with torch.no_grad():
         for name, param in model.named_parameters():
             clean = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-            whole = initial_value(clean, param.shape, model.shape, seed).to(device)
+            whole = initial_value(clean, param.shape, model.shape, seed).to(param.device)
             if isinstance(param, DTensor):
                 shard = distribute_tensor(
                     whole, param.device_mesh, param.placements, src_data_rank=None

@@ -40,7 +40,7 @@ from elastic_trainer.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from elastic_trainer.parallelize import materialise, parallelize
+from elastic_trainer.parallelize import initialise, parallelize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Trainer:
             recompute=train.recompute,
             compile_blocks=train.compile,
         )
-        materialise(self.model, self.device, train.seed)
+        self.model.to_empty(device=self.device)  # values come from a checkpoint, or `initialise`
         self.rope = rope_table(shape, train.seq_len, self.device)
         self.optimizer = build_optimizer(self.model, train.optimizer)
 
@@ -164,6 +164,8 @@ class Trainer:
             self.config, board, self.events, self.who.epoch, self.device
         )
         self.step = self.saved_step = self.checkpoints.restore(self.model, self.optimizer)
+        if self.step == 0:
+            initialise(self.model, self.config.train.seed)
 
     def _open_data(self) -> None:
         config, who = self.config, self.who
