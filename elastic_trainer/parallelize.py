@@ -80,8 +80,8 @@ def materialise(model: Llama, device: torch.device, seed: int) -> None:
 def initialise(model: Llama, seed: int) -> None:
     """Give a sharded model its initial values; the same ones in every layout.
 
-    Each rank computes whole tensors, one at a time, and keeps its shard: at 8 billion
-    parameters that is minutes, so not for a model that a checkpoint is loaded into.
+    Each rank computes whole tensors, one at a time, and keeps its shard: about 0.2
+    billion values a second, so not for a model that a checkpoint is loaded into.
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
