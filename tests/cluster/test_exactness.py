@@ -102,7 +102,8 @@ def test_bf16_learns(one_process, tmp_path):
     assert {t.dtype for n, t in run.tensors().items() if n.startswith("model.")} == {torch.float32}
 
 
-@pytest.mark.slow
-def test_compiled_blocks_agree(one_process, tmp_path):
-    run = trained(tmp_path / "run", ParallelLayout(dp=2), compile=True)
-    agree(run, one_process)
+@pytest.mark.slow  # needs a C++ compiler, and most of a minute
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_blocks_agree(recompute, one_process, tmp_path):
+    layout = ParallelLayout(dp=2)
+    agree(trained(tmp_path / "run", layout, compile=True, recompute=recompute), one_process)
