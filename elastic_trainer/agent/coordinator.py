@@ -172,22 +172,28 @@ class Coordinator(Role):
         peer = self._peers.at(conn)
         if peer is not None:
             self._peers.disconnect(peer)
-            peer.probe = self.ctx.dial(peer.member.address, peer.member.port)
             self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
+            self._probe(peer)
             return None
         for peer in self._peers:
             if peer.probe == conn:
                 peer.probe = None
                 if peer.conn is None and refused:
                     return self._lose(peer, "its connection ended and its address refuses another")
+                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
+    def _probe(self, peer: Peer) -> None:
+        if peer.conn is None and peer.probe is None:
+            peer.probe = self.ctx.dial(peer.member.address, peer.member.port)
+
     def opened(self, conn: Conn) -> Turn | None:
-        """A probed peer listens: leave it the time to come back."""
+        """A probed peer listens: it may come back, or be dying."""
         for peer in self._peers:
             if peer.probe == conn:
                 peer.probe = None
                 self.ctx.close(conn)
+                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
     def timer(self, name: str) -> Turn | None:
@@ -202,9 +208,12 @@ class Coordinator(Role):
             self._lease.renew()
         elif name == "board":
             self._lease.look()
-        elif name.startswith("gone "):
-            peer = self._peers.get(name.removeprefix("gone "))
-            if peer is not None and peer.conn is None:
+        elif name.startswith(("gone ", "probe ")):
+            what, _, agent_id = name.partition(" ")
+            peer = self._peers.get(agent_id)
+            if peer is not None and what == "probe":
+                self._probe(peer)
+            elif peer is not None and peer.conn is None:
                 return self._lose(peer, "its connection ended and did not come back")
         elif name == "gather":
             return self._gather_over()
@@ -292,7 +301,8 @@ class Coordinator(Role):
                 node = peer.member.node
                 self._failed.append((node, report))
                 if self._phase in BUSY:
-                    return self._abort(f"worker failed: {report.failure.detail}", (node,))
+                    victims = () if report.failure.kind is Kind.COLLATERAL else (node,)
+                    return self._abort(f"worker failed: {report.failure.detail}", victims)
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
@@ -327,7 +337,8 @@ class Coordinator(Role):
     def _lose(self, peer: Peer, reason: str) -> Turn | None:
         member = peer.member
         self._peers.remove(peer)
-        self.ctx.timers.pop(f"gone {member.agent_id}", None)
+        for what in ("gone", "probe"):
+            self.ctx.timers.pop(f"{what} {member.agent_id}", None)
         self.ctx.log("member.lost", member=member.node, reason=reason)
         if member.agent_id in self._members:
             self._lost.append(member.node)
@@ -456,8 +467,11 @@ class Coordinator(Role):
     def _judge(self) -> str:
         """Charge what ended the last epoch to a node or the job; return it in words."""
         ctx, settings = self.ctx, self.ctx.settings
+        known = [self._peers.get(agent_id) for agent_id in self._members]
+        gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
         found: list[Culprit] = [
-            Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0) for node in self._lost
+            Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
+            for node in dict.fromkeys(self._lost + gone)
         ]
         if self._failed:
             worst = culprit(self._failed)

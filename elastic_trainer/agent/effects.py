@@ -101,6 +101,9 @@ class Settings:
     join_timeout_s: float = 600.0
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0
+    probe_s: float = 0.05
+    """Between two tries to reach a peer whose connection has ended: a dying process may still
+    take a connection before its address refuses."""
     reconnect_s: float = 1.0
     """How long a broken connection may take to come back before the peer counts as dead."""
     dial_timeout_s: float = 2.0

@@ -183,6 +183,7 @@ class Follower(Role):
         if conn == self._redial and isinstance(message, Welcome):
             self._link, self._redial = conn, None
             ctx.timers.pop("reconnect", None)
+            ctx.timers.pop("redial", None)
             self._heard = ctx.now
             self._tell_all(conn)
             return None
@@ -224,16 +225,16 @@ class Follower(Role):
         """EOF, after one quick reconnect, is a death."""
         ctx = self.ctx
         if conn == self._redial:
-            reason = "its connection ended and its address "
-            reason += "refuses another" if refused else "does not answer"
-            return self._lost(reason, sure=refused)
+            self._redial = None
+            if refused:
+                return self._lost("its connection ended and its address refuses another", sure=True)
+            ctx.after("redial", ctx.settings.probe_s)
         if conn == self._link:
             self._link = None
-            coordinator = ctx.coordinator_member
-            if coordinator is None:
+            if ctx.coordinator_member is None:
                 return self._lost("the coordinator's connection ended")
-            self._redial = ctx.dial(coordinator.address, coordinator.port)
             ctx.after("reconnect", ctx.settings.reconnect_s)
+            return self.timer("redial")
         return None
 
     def opened(self, conn: Conn) -> Turn | None:
@@ -249,7 +250,10 @@ class Follower(Role):
         if name == "reconnect":
             if self._redial is not None:
                 ctx.close(self._redial)
-            return self._lost("the coordinator did not take a reconnect")
+            return self._lost("its connection ended and it does not take another")
+        if name == "redial" and ctx.coordinator_member is not None:
+            coordinator = ctx.coordinator_member
+            self._redial = ctx.dial(coordinator.address, coordinator.port)
         if name == "beat":
             if self._link is not None:
                 if ctx.now - self._heard > ctx.settings.dead_after_s:

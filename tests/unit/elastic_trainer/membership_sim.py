@@ -229,7 +229,8 @@ class Cluster:
             self._perform(node, effect)
         due = node.machine.next_timer()
         if due is not None:
-            when = max(self.now, due - node.offset)
+            # A little late: what is subtracted and added again may round to just before `due`.
+            when = max(self.now, due - node.offset + 1e-9)
             if node.tick_at is None or when < node.tick_at or node.tick_at < self.now:
                 node.tick_at = when
                 self._at(when, lambda: self._tick(node, when))

@@ -1,0 +1,104 @@
+"""The peer's training script: the same model, data and checkpoints under plain torchrun.
+
+Restores the newest checkpoint, trains, checkpoints every few steps, and appends
+`time pid step` to a file for every completed step.
+
+    torchrun ... torchrun_worker.py JOB_JSON LOG_FILE CHECKPOINT_DIR
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.data import open_corpus
+from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.mesh import build_mesh
+from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.optimizer import build_optimizer
+from elastic_trainer.parallelize import materialise, parallelize
+
+
+def main() -> None:
+    """Train until killed or done."""
+    job, log, checkpoints = (Path(arg) for arg in sys.argv[1:4])
+    config = TrainConfig.from_json(job.read_text(encoding="utf-8"))
+    train, device = config.train, torch.device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    dp, rank = dist.get_world_size(), dist.get_rank()
+    with torch.device("meta"):
+        model = Llama(config.model)
+    mesh = build_mesh(ParallelLayout(dp=dp), "cpu")
+    parallelize(model, mesh, precision="fp32", recompute="none", compile_blocks=False)
+    materialise(model, device, train.seed)
+    optimizer = build_optimizer(model, train.optimizer)
+    rope = rope_table(config.model, train.seq_len, device)
+    corpus = open_corpus(
+        config.data,
+        seq_len=train.seq_len,
+        seed=train.seed,
+        vocab_size=config.model.vocab_size,
+        cache_dir=checkpoints / "cache",
+    )
+    step = restore(model, optimizer, checkpoints)
+    with log.open("a", buffering=1) as out:
+        while step < train.steps:
+            step += 1
+            for samples in micro_batch_samples(
+                step,
+                global_batch=train.global_batch,
+                micro_batch=train.micro_batch,
+                dp=dp,
+                dp_rank=rank,
+            ):
+                used = samples or range(train.micro_batch)
+                inputs, targets = corpus.samples(used)
+                loss = F.cross_entropy(model(inputs, rope).flatten(0, 1), targets.flatten())
+                (loss * (dp / train.global_batch if samples else 0.0)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(loss.detach())
+            out.write(f"{time.time():.4f} {os.getpid()} {step}\n")
+            if step % config.checkpoint.every_steps == 0:
+                save(model, optimizer, checkpoints, step)
+
+
+def save(model: Llama, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:
+    """Save to a new directory, then point `latest` at it."""
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optim": states[1]}, checkpoint_id=root / f"step-{step}")
+    if dist.get_rank() == 0:
+        temp = root / ".latest"
+        temp.write_text(str(step), encoding="ascii")
+        temp.replace(root / "latest")
+
+
+def restore(model: Llama, optimizer: torch.optim.Optimizer, root: Path) -> int:
+    """Load what `latest` points at; return its step."""
+    latest = root / "latest"
+    step = [int(latest.read_text(encoding="ascii")) if latest.exists() else 0]
+    dist.broadcast_object_list(step)
+    if step[0]:
+        states = get_state_dict(model, optimizer)
+        both = {"model": states[0], "optim": states[1]}
+        dcp.load(both, checkpoint_id=root / f"step-{step[0]}")
+        set_state_dict(
+            model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optim"]
+        )
+    return step[0]
+
+
+if __name__ == "__main__":
+    main()
