@@ -41,7 +41,7 @@ name: recovery
 model: tiny
 layout: {{dp: auto}}
 cluster: {{nodes: 4, gpus_per_node: 1, gpu: cpu}}
-train: {{seq_len: 64, global_batch: 12, micro_batch: 1, steps: {steps}, precision: fp32, recompute: none}}
+train: {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none}}
 data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
 elastic: {{min_nodes: 1}}

@@ -84,6 +84,15 @@ CODES: Final[dict[str, Code]] = {
     "HF204": Code("A folder cannot be written.", "Choose another, or grant the permission."),
     "HF205": Code("The target cannot do this yet.", "Use what it can do."),
     "HF206": Code("An unknown target.", "Use one of those listed."),
+    # Checkpoints, on the nodes.
+    "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
+    "HF302": Code("The board cannot be read.", "Check the run directory's file system."),
+    "HF303": Code("A checkpoint of another global batch.", "Use the one it was made with."),
+    # The agent's command line.
+    "HF501": Code("Wrong options of holdfast-agent.", "See holdfast-agent --help."),
+    "HF502": Code("job.json cannot be used.", "Render the job again."),
+    "HF503": Code("There is no such script.", "Mend the path, on every node."),
+    "HF504": Code("The network section does not fit a node.", "Mend interface, cidr or ports."),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A --fault of another form.", "Write ACTION[:TARGET]@STEP, as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),
@@ -95,6 +104,13 @@ CODES: Final[dict[str, Code]] = {
     "HF614": Code("Too few or too many nodes for a run.", "Use the number named."),
     "HF615": Code("The run has a live job already.", "Stop it, or start another run."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
+    # The trainer, on the nodes.
+    "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
+    "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),
+    "HF703": Code("A token outside the vocabulary.", "Use the tokenizer it was made with."),
+    "HF704": Code("The tokenizer cannot be used.", "Name a tokenizer.json, or use bytes."),
+    "HF705": Code("A data format the trainer cannot read yet.", "Use text or nanogpt."),
+    "HF710": Code("A layout the trainer cannot run yet.", "Use dp and dp_replicate only."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

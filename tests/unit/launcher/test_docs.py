@@ -23,7 +23,8 @@ def test_the_error_reference_is_that_of_the_codes():
 
 def test_every_code_used_is_in_the_table_and_the_reverse():
     used = set()
-    for path in (ROOT / "launcher").rglob("*.py"):
+    for path in [*ROOT.glob("launcher/**/*.py"), *ROOT.glob("elastic_trainer/**/*.py")]:
         if path.name != "codes.py":
-            used |= set(re.findall(r'"(HF[0-9]{3})"', path.read_text()))
+            used |= set(re.findall(r'"(HF[0-9]{3})\b', path.read_text()))
+            used |= set(re.findall(r"error: (HF[0-9]{3})\b", path.read_text()))
     assert used == set(CODES)
