@@ -117,6 +117,10 @@ _USER_EXCEPTION_AT_START = re.compile(
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
 
+_BOILERPLATE = re.compile(r"\[/[^\]\s]*\.(?:cc|cpp|h):\d+\] ?|\. This is typically caused by .*")
+"""Where in torch's or gloo's build a message came from, and their general advice."""
+
+
 def classify(
     *,
     code: int | None,
@@ -163,6 +167,7 @@ def classify(
 
 def one_line(text: str) -> str:
     """Return `text` on one line, cut to `DETAIL_CHARS`."""
+    text = _BOILERPLATE.sub("", text)
     flat = " ".join(text.split())
     return flat if len(flat) <= DETAIL_CHARS else flat[: DETAIL_CHARS - 1] + "…"
 

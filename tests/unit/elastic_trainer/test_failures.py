@@ -144,3 +144,11 @@ def test_every_end_has_a_meaning_on_one_line(
 def test_one_line_cuts() -> None:
     assert one_line("a\n  b") == "a b"
     assert one_line("x" * 1000) == "x" * (DETAIL_CHARS - 1) + "…"
+
+
+def test_messages_lose_the_paths_of_somebody_elses_build():
+    said = (
+        "RuntimeError: [/__w/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:219. This is typically caused by a remote worker crashing. Check the logs"
+    )
+    assert one_line(said) == "RuntimeError: Connection closed by peer [127.0.0.1]:219"
