@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 
 def machine() -> str:
@@ -39,3 +40,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of measured programs: one thread each, compiled files kept."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Compiling every module at every start is not what an installed program does.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env
+
+
+def write_out(text: str, out: Path | None) -> None:
+    """Print the result, and keep it in `out` when given."""
+    print(text, flush=True)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")

@@ -2,11 +2,14 @@
 
 Every emulated agent has its own listening socket, its own connections and its own state
 machine; all share one board directory. They are spread over two processes. Beside it
-torchelastic's c10d rendezvous, as far as it gets within its deadline.
+torchelastic's c10d rendezvous, spread alike, as far as it gets within its deadline.
 
-    python benchmarks/membership.py [--sizes 64,256,1024] [--peer-sizes 16,32,64]
+    python benchmarks/membership.py [--sizes 64,256,1024] [--peer-sizes 16,32,64,128] [--out FILE]
 
-Prints a table, and last a JSON line.
+`form`: from the start of all agents until the last one has the first epoch. A death is an
+agent that closes all its sockets. `learnt`: until the last survivor knows; `next`: until it
+has the next epoch. torchelastic starts no round when a member dies: only its `form` can be
+measured. Prints a table, and last a JSON line with seconds (null: not by the deadline).
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ import contextlib
 import json
 import multiprocessing as mp
 import resource
-import shutil
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
-from common import machine, say, table
+from common import machine, say, table, write_out
 
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
@@ -34,6 +40,7 @@ from elastic_trainer.agent.transport import Endpoint, Reactor
 
 PROCESSES = 2
 DEADLINE_S = 180.0
+PEER_DEADLINE_S = 120.0
 
 
 class Host:
@@ -52,6 +59,8 @@ class Host:
         self.clients: dict[str, MembershipClient] = {}
         self.formed: dict[str, EpochFormed] = {}
         self.formed_at: dict[str, float] = {}
+        self.learnt_at: dict[str, float] = {}
+        """First word of anything since `start` or `forget`; set on the reactor's thread."""
         for name in names:
             endpoint = Endpoint(self.reactor, "127.0.0.1")
             me = Member(
@@ -65,17 +74,35 @@ class Host:
                 endpoint=endpoint,
                 reactor=self.reactor,
                 open_store=lambda epoch: ("127.0.0.1", epoch),
-                log=lambda *_: None,
+                log=partial(self._logged, name),
+                notify=partial(self._noticed, name),
                 executors=self.work,
             )
+
+    def _noticed(self, name: str) -> None:
+        self.learnt_at.setdefault(name, time.monotonic())
+
+    def _logged(self, name: str, event: str, _epoch: int | None, _fields: dict[str, Any]) -> None:
+        if event == "member.lost":
+            self._noticed(name)
+
+    def settle(self) -> None:
+        """Have the reactor do what it was asked and sent so far, then listen for news."""
+        done = threading.Event()
+        self.reactor.call(done.set)
+        assert done.wait(DEADLINE_S)
+        self.learnt_at.clear()
 
     def start(self) -> None:
         """Start all agents at once."""
         for client in self.clients.values():
             client.start()
 
-    def wait_for_epoch(self, after: int) -> float:
-        """Return when the last agent here got an epoch newer than `after` (time.monotonic)."""
+    def wait_for_epoch(self, after: int) -> tuple[float, float]:
+        """Return when the last agent here learnt of a change, and got an epoch newer than `after`.
+
+        Both by time.monotonic, which is one clock for all processes of a machine.
+        """
         deadline = time.monotonic() + DEADLINE_S
         for name, client in self.clients.items():
             while name not in self.formed or self.formed[name].epoch <= after:
@@ -87,7 +114,8 @@ class Host:
                     self.formed_at[name] = time.monotonic()
         for name, client in self.clients.items():
             client.report(WorkersRunning(epoch=self.formed[name].epoch, step=1))
-        return max(self.formed_at.values())
+        learnt = max(self.learnt_at[name] for name in self.clients)
+        return learnt, max(self.formed_at.values())
 
     def kill(self, name: str) -> float:
         """Have an agent vanish; return when."""
@@ -110,6 +138,8 @@ def serve(pipe: Connection, board: Path, total: int, names: list[str]) -> None:
             pipe.send(time.monotonic())
         elif what == "wait":
             pipe.send(host.wait_for_epoch(argument))
+        elif what == "settle":
+            pipe.send(host.settle())
         elif what == "kill":
             pipe.send(host.kill(argument))
         elif what == "state":
@@ -117,123 +147,141 @@ def serve(pipe: Connection, board: Path, total: int, names: list[str]) -> None:
             pipe.send((formed.epoch, formed.coordinator, len(formed.members)))
 
 
-def ours(total: int) -> dict[str, float]:
-    """Measure one size; seconds."""
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    names = [f"node{i}" for i in range(total)]
-    shares = [names[i::PROCESSES] for i in range(PROCESSES)]
-    pipes, processes = [], []
+@contextlib.contextmanager
+def processes(body: Callable[..., None], *args: tuple[Any, ...]) -> Iterator[list[Connection]]:
+    """Run `body(pipe, *args[i])` in process i of PROCESSES; all are killed at the end."""
+    pipes, started = [], []
     try:
-        for share in shares:
+        for share in args:
             here, there = mp.Pipe()
-            process = mp.Process(target=serve, args=(there, folder, total, share), daemon=True)
+            process = mp.Process(target=body, args=(there, *share), daemon=True)
             process.start()
+            there.close()
             pipes.append(here)
-            processes.append(process)
-        for pipe in pipes:
-            pipe.recv()
-
-        def ask(order: tuple[str, object]) -> list[float]:
-            for pipe in pipes:
-                pipe.send(order)
-            return [pipe.recv() for pipe in pipes]
-
-        def state() -> tuple[int, str, int]:
-            pipes[0].send(("state", None))
-            return pipes[0].recv()
-
-        def kill(name: str) -> float:
-            pipe = pipes[int(name.removeprefix("node")) % PROCESSES]
-            pipe.send(("kill", name))
-            return float(pipe.recv())
-
-        begun = min(ask(("start", None)))
-        result = {"form": max(ask(("wait", 0))) - begun}
-        for what in ("member", "coordinator"):
-            epoch, coordinator, _ = state()
-            alive = [n for n in names if n != coordinator]
-            victim = coordinator if what == "coordinator" else alive[len(alive) // 2]
-            died = kill(victim)
-            names = [n for n in names if n != victim]
-            result[what] = max(ask(("wait", epoch))) - died
-            assert state()[2] == len(names), "every survivor is in the new epoch"
-        return result
+            started.append(process)
+        yield pipes
     finally:
-        for pipe in pipes:
-            with contextlib.suppress(OSError):
-                pipe.send(None)
-        for process in processes:
+        for process in started:
             process.kill()
             process.join()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def c10d(total: int, deadline_s: float = 60.0) -> float | None:
-    """Return seconds until `total` agents share a c10d rendezvous; None: not by the deadline."""
+def ours(total: int) -> dict[str, float]:
+    """Measure one size; seconds."""
+    names = [f"node{i}" for i in range(total)]
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder,
+        processes(
+            serve, *((Path(folder), total, names[i::PROCESSES]) for i in range(PROCESSES))
+        ) as pipes,
+    ):
+        for pipe in pipes:
+            assert pipe.recv() == "ready"
+
+        def ask(what: str, argument: object = None) -> list[Any]:
+            for pipe in pipes:
+                pipe.send((what, argument))
+            return [pipe.recv() for pipe in pipes]
+
+        begun = min(ask("start"))
+        result = {"form": max(formed for _, formed in ask("wait", 0)) - begun}
+        for what in ("member", "coordinator"):
+            epoch, coordinator, _ = ask("state")[0]
+            alive = [n for n in names if n != coordinator]
+            victim = coordinator if what == "coordinator" else alive[len(alive) // 2]
+            for _ in range(3):  # reports of the last epoch: sent, received, answered
+                ask("settle")
+            owner = pipes[int(victim.removeprefix("node")) % PROCESSES]
+            owner.send(("kill", victim))
+            died = owner.recv()
+            names.remove(victim)
+            learnt, formed = map(max, zip(*ask("wait", epoch), strict=True))
+            result[f"{what}_learnt"], result[f"{what}_next"] = learnt - died, formed - died
+            assert ask("state")[0][2] == len(names), "every survivor is in the new epoch"
+        return result
+
+
+def c10d(pipe: Connection, total: int, share: int) -> None:
+    """Body of one process of the peer: have `share` agents join, and say so for each."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    done = threading.Semaphore(0)
+    said = threading.Lock()
 
     def join() -> None:
-        store = TCPStore("127.0.0.1", server.port, is_master=False)
-        backend = C10dRendezvousBackend(store, "bench")
-        handler = DynamicRendezvousHandler.from_backend(
-            "bench", store, backend, total, total, local_addr="127.0.0.1"
-        )
-        with contextlib.suppress(Exception):  # past the deadline the process ends anyway
+        try:
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            backend = C10dRendezvousBackend(store, "bench")
+            handler = DynamicRendezvousHandler.from_backend(
+                "bench", store, backend, total, total, local_addr="127.0.0.1"
+            )
             handler.next_rendezvous()
-            done.release()
+        except Exception:  # noqa: BLE001  said; the agent counts as one that never joined
+            say(traceback.format_exc())
+            return
+        with said:
+            pipe.send(time.monotonic())
 
-    begun = time.monotonic()
-    for _ in range(total):
-        threading.Thread(target=join, daemon=True).start()
-    for _ in range(total):
-        if not done.acquire(timeout=max(0.0, begun + deadline_s - time.monotonic())):
-            return None
-    return time.monotonic() - begun
+    pipe.send("ready")
+    port = pipe.recv()
+    threads = [threading.Thread(target=join, daemon=True) for _ in range(share)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pipe.recv()  # stay, with all connections, until killed
 
 
-def c10d_in_a_process(total: int, pipe: Connection) -> None:
-    """Body of the process that is ended with all its threads."""
-    pipe.send(c10d(total))
+def peer(total: int) -> tuple[float | None, int]:
+    """Return seconds until `total` agents share a c10d rendezvous (None: never), and how many."""
+    shares = [len(range(i, total, PROCESSES)) for i in range(PROCESSES)]
+    joined: list[float] = []
+    with processes(c10d, *((total, share) for share in shares)) as pipes:
+        for pipe in pipes:
+            assert pipe.recv() == "ready"
+        # Late, so that no process is forked from one with the store's threads.
+        from torch.distributed import TCPStore
 
-
-def peer(total: int) -> float | None:
-    """Measure c10d in a process of its own."""
-    here, there = mp.Pipe()
-    process = mp.Process(target=c10d_in_a_process, args=(total, there), daemon=True)
-    process.start()
-    took = here.recv() if here.poll(180) else None
-    process.kill()
-    process.join()
-    return took
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        begun = time.monotonic()
+        for pipe in pipes:
+            pipe.send(server.port)
+        while len(joined) < total and (left := begun + PEER_DEADLINE_S - time.monotonic()) > 0:
+            joined += [pipe.recv() for pipe in wait(pipes, left)]
+    return (max(joined) - begun if len(joined) == total else None), len(joined)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="64,256,1024")
-    parser.add_argument("--peer-sizes", default="16,32,64")
+    parser.add_argument("--peer-sizes", default="16,32,64,128")
+    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    print(f"membership ({machine()})\n", flush=True)
-    rows, results = [], {}
+    where = machine()
+    rows: list[list[object]] = []
+    results: dict[str, dict[str, float | None]] = {}
     for size in map(int, args.sizes.split(",")):
         found = {name: round(s, 3) for name, s in ours(size).items()}
         say(f"holdfast {size}: {found}")
-        results[f"holdfast_{size}"] = found
+        results[f"holdfast_{size}"] = {**found}
         rows.append(["holdfast", size, *found.values()])
     for size in map(int, filter(None, args.peer_sizes.split(","))):
-        took = peer(size)
-        say(f"c10d {size}: {took}")
-        results[f"c10d_{size}"] = {"form": took and round(took, 3)}
-        rows.append(["torchelastic c10d", size, (took and round(took, 3)) or "> 60", "-", "-"])
-    print(table(["system", "agents", "form s", "member's death s", "coordinator's death s"], rows))
-    print(json.dumps(results))
+        took, num_joined = peer(size)
+        say(f"c10d {size}: {took}, {num_joined} joined")
+        results[f"c10d_{size}"] = {"form": None if took is None else round(took, 3)}
+        never = f"> {PEER_DEADLINE_S:.0f} ({num_joined} joined)"
+        rows.append(["torchelastic c10d", size, never if took is None else round(took, 3)])
+        rows[-1] += ["-"] * 4
+        if took is None:
+            break  # nor will more of them
+    header = ["system", "agents", "form s", "member's death: learnt s", "next epoch s"]
+    header += ["coordinator's death: learnt s", "next epoch s"]
+    text = f"membership ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
+    write_out(text, args.out)
 
 
 if __name__ == "__main__":

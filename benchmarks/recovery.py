@@ -2,11 +2,13 @@
 
 Four nodes with one worker each on this machine, the tiny model, fp32, a checkpoint every
 10 steps; SIGKILL at step 25 of a node (not the first), of a worker, and of the node that
-coordinates (for torchrun: that hosts its store).
+coordinates (for torchrun: that hosts its store). Both clocks run from just before the
+signal to the first step that all ranks of the next epoch have completed.
 
-    python benchmarks/recovery.py [--repeats 3] [--only holdfast|torchrun]
+    python benchmarks/recovery.py [--repeats 3] [--only holdfast|torchrun] [--out FILE]
 
-Prints a table, and last a JSON line with the medians in seconds (null: never recovered).
+Prints a table, and last a JSON line with the medians in seconds (null: never recovered:
+torchrun's agents had all left, or no step came within NEVER_S).
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
-from common import machine, median, say, table
+from common import environment, machine, median, say, table, write_out
 
 HERE = Path(__file__).parent
 FAULTS = {
@@ -35,7 +37,7 @@ FAULTS = {
     "coordinator": "kill-coordinator@25",
 }
 FAULT_STEP, STEPS, NODES = 25, 40, 4
-START_S, NEVER_S = 120.0, 120.0
+START_S, NEVER_S, RUN_S = 120.0, 90.0, 300.0
 JOB = """
 name: recovery
 model: tiny
@@ -47,6 +49,14 @@ checkpoint: {{every_s: null, every_steps: 10}}
 elastic: {{min_nodes: 1}}
 """
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,"
+MONITOR_INTERVAL_S = 0.1  # torchrun's own default in 2.13, said for older ones
+
+Steps = list[tuple[float, int, int]]
+"""(time, pid, step) of every completed step."""
+
+
+class NotStartedError(RuntimeError):
+    """torchrun's nodes did not train together in time: nothing was measured."""
 
 
 def write_job(folder: Path, steps: int) -> Path:
@@ -72,7 +82,13 @@ def holdfast(fault: str, folder: Path) -> tuple[float | None, dict[str, float]]:
         FAULTS[fault],
         "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=RUN_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        say(f"no end within {RUN_S:.0f} s")
+        return None, {}
     if done.returncode != 0:
         say(done.stderr[-2000:])
         return None, {}
@@ -81,7 +97,7 @@ def holdfast(fault: str, folder: Path) -> tuple[float | None, dict[str, float]]:
 
 
 @contextlib.contextmanager
-def torchrun_cluster(folder: Path, conf: str, interval: float) -> Iterator[list[psutil.Process]]:
+def torchrun_cluster(folder: Path, conf: str) -> Iterator[list[psutil.Process]]:
     """Start four torchrun agents, each a session of its own; kill whatever is left after."""
     sys.path.insert(0, str(HERE.parent))
     from launcher.planning.search import plan
@@ -96,8 +112,7 @@ def torchrun_cluster(folder: Path, conf: str, interval: float) -> Iterator[list[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
+        **environment(),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONPATH": str(HERE.parent),
@@ -123,7 +138,7 @@ def torchrun_cluster(folder: Path, conf: str, interval: float) -> Iterator[list[
             "--local-addr",
             "127.0.0.1",
             "--monitor-interval",
-            str(interval),
+            str(MONITOR_INTERVAL_S),
             "--rdzv-conf",
             f"{conf}is_host={int(node == 0)}",
             str(HERE / "torchrun_worker.py"),
@@ -142,6 +157,7 @@ def torchrun_cluster(folder: Path, conf: str, interval: float) -> Iterator[list[
         kill_trees(agents)
         for agent in agents:
             agent.wait(10)
+        kill_strays(folder)
 
 
 def kill_trees(agents: list[psutil.Process]) -> None:
@@ -155,21 +171,46 @@ def kill_trees(agents: list[psutil.Process]) -> None:
             victim.send_signal(signal.SIGKILL)
 
 
-def steps_of(log: Path) -> list[tuple[float, int, int]]:
-    """Return (time, pid, step) of every completed step so far."""
-    if not log.exists():
-        return []
-    lines = [line.split() for line in log.read_text(encoding="ascii").splitlines()]
+def kill_strays(folder: Path) -> None:
+    """SIGKILL workers whose agent left without them: they have `folder` in their arguments."""
+    for process in psutil.process_iter(["cmdline"]):
+        if process.pid != os.getpid() and str(folder) in " ".join(process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def parse_steps(text: str) -> Steps:
+    """Read what the workers append; a line that is not whole (yet) is left out."""
+    lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [(float(t), int(pid), int(step)) for t, pid, step in (x for x in lines if len(x) == 3)]
 
 
-def torchrun(fault: str, folder: Path, conf: str, interval: float) -> float | None:
-    """Run torchrun with one fault; return seconds to the first step of restarted workers."""
+def steps_of(log: Path) -> Steps:
+    """Return the steps completed so far."""
+    return parse_steps(log.read_text(encoding="ascii")) if log.exists() else []
+
+
+def trains_whole(steps: Steps, alive: Callable[[int], bool]) -> bool:
+    """Whether every node has a live worker past the fault's step.
+
+    A node that joined late has restarted all others: the old workers do not count.
+    """
+    return len({pid for _, pid, s in steps if s >= FAULT_STEP and alive(pid)}) == NODES
+
+
+def torchrun(fault: str, folder: Path, conf: str) -> float | None:
+    """Run torchrun with one fault; return seconds to the first step of restarted workers.
+
+    Raises:
+        NotStartedError: there was nothing to strike.
+    """
     log = folder / "steps.log"
-    with torchrun_cluster(folder, conf, interval) as agents:
+    with torchrun_cluster(folder, conf) as agents:
         deadline = time.monotonic() + START_S
-        while max((s for _, _, s in steps_of(log)), default=0) < FAULT_STEP:
-            assert time.monotonic() < deadline, f"torchrun did not start: {folder}"
+        while not trains_whole(steps_of(log), psutil.pid_exists):
+            if time.monotonic() > deadline:
+                tail = (folder / "agent0.log").read_text(encoding="utf-8")[-1000:]
+                raise NotStartedError(f"no step of four nodes within {START_S:.0f} s: {tail}")
             time.sleep(0.02)
         before = {pid for _, pid, _ in steps_of(log)}
         struck = time.time()
@@ -190,14 +231,18 @@ def torchrun(fault: str, folder: Path, conf: str, interval: float) -> float | No
     return None
 
 
-def measure(system: str, fault: str) -> tuple[float | None, dict[str, float]]:
-    """Run one system once, in a folder of its own."""
+def measure(system: str, fault: str, again: int = 1) -> tuple[float | None, dict[str, float]]:
+    """Run one system once, in a folder of its own; `again` more times if it does not start."""
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     try:
         if system == "holdfast":
             return holdfast(fault, folder)
-        tuned = system == "torchrun_tuned"
-        return torchrun(fault, folder, TUNED if tuned else "", 0.1), {}
+        return torchrun(fault, folder, TUNED if system == "torchrun_tuned" else ""), {}
+    except NotStartedError as error:
+        say(f"{system} {fault} did not start: {error}")
+        if again <= 0:
+            raise
+        return measure(system, fault, again=again - 1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -207,10 +252,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", choices=["holdfast", "torchrun"])
+    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
     args = parser.parse_args()
     systems = ["holdfast", "torchrun_tuned", "torchrun_default"]
     chosen = [s for s in systems if args.only is None or s.startswith(args.only)]
-    print(f"recovery ({machine()})\n", flush=True)
+    where = machine()
+    say(f"recovery ({where})")
     medians: dict[str, dict[str, float | None]] = {}
     rows, phase_rows = [], []
     for system in chosen:
@@ -231,7 +278,7 @@ def main() -> None:
                 [
                     system,
                     fault,
-                    medians[system][fault] or "never",
+                    "never" if medians[system][fault] is None else medians[system][fault],
                     min(known, default="-"),
                     max(known, default="-"),
                     len(seconds),
@@ -242,10 +289,11 @@ def main() -> None:
                 phase_rows += [
                     [fault, name, median([p.get(name, 0.0) for p in phases])] for name in names
                 ]
-    print(table(["system", "killed", "median s", "min s", "max s", "runs"], rows))
+    text = f"recovery ({where})\n\n"
+    text += table(["system", "killed", "median s", "min s", "max s", "runs"], rows)
     if phase_rows:
-        print("\n" + table(["killed", "phase of holdfast", "median s"], phase_rows))
-    print(json.dumps(medians))
+        text += "\n\n" + table(["killed", "phase of holdfast", "median s"], phase_rows)
+    write_out(text + "\n\n" + json.dumps(medians), args.out)
 
 
 if __name__ == "__main__":

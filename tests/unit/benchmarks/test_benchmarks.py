@@ -1,0 +1,68 @@
+"""The pure parts of the benchmarks; what they measure is not a test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a benchmark as `python benchmarks/NAME.py` does, and forget it after."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    known = set(sys.modules)
+    yield importlib.import_module
+    for name in ("common", "recovery", "membership", "check_time"):
+        if name not in known:
+            sys.modules.pop(name, None)
+
+
+def test_median_is_null_when_one_run_never_recovered(load):
+    common = load("common")
+    assert common.median([3.0, 1.0, 2.00049]) == 2.0
+    assert common.median([1.0, None, 2.0]) is None
+    assert common.median([]) is None
+
+
+def test_table_is_markdown(load):
+    text = load("common").table(["a", "b"], [[1, "x"], [None, 2.5]])
+    assert text.splitlines() == ["| a | b |", "|---|---|", "| 1 | x |", "| None | 2.5 |"]
+
+
+def test_measured_programs_keep_compiled_files(load, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    env = load("common").environment()
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_unfinished_lines_are_no_steps(load):
+    steps = load("recovery").parse_steps("10.5 7 25\n10.6 8\n10.7 8 2")
+    assert steps == [(10.5, 7, 25)]
+
+
+def test_training_is_whole_once_all_nodes_live_past_the_step(load):
+    recovery = load("recovery")
+    late = recovery.FAULT_STEP
+    steps = [(0.0, pid, late) for pid in (1, 2, 3)] + [(0.0, 4, late - 1)]
+    assert not recovery.trains_whole(steps, lambda pid: True)
+    steps += [(0.0, 4, late)]
+    assert recovery.trains_whole(steps, lambda pid: True)
+    # Three that were restarted for a fourth that came late.
+    steps += [(0.0, pid, late) for pid in (5, 6, 7)]
+    assert not recovery.trains_whole(steps, lambda pid: pid > 4)
+    assert recovery.trains_whole(steps, lambda pid: pid >= 4)
+
+
+def test_import_trace_names_packages(load):
+    trace = "import time: self [us] | cumulative | imported package\n"
+    trace += "import time:       120 |        340 |   launcher.spec\n"
+    trace += "a warning about torch\n"
+    found = load("check_time").imported(trace)
+    assert "launcher" in found
+    assert "torch" not in found
