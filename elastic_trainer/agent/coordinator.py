@@ -1,4 +1,4 @@
-"""The coordinator: watches every agent, decides when an epoch ends, publishes the next. Pure."""
+"""The coordinator: decides when an epoch ends, and publishes the next. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from elastic_trainer.agent.messages import (
     Formed,
     Join,
     Message,
-    Ping,
     Reject,
     Stop,
-    Told,
-    Welcome,
     Won,
-    untell,
 )
 from elastic_trainer.agent.notices import (
     AskWorkers,
@@ -30,10 +26,10 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
-from elastic_trainer.agent.peers import Peer, Peers, choose_members
-from elastic_trainer.agent.roles import End, Role, Seek, Turn
+from elastic_trainer.agent.peers import Peer, choose_members
+from elastic_trainer.agent.roles import End, Seek, Turn
+from elastic_trainer.agent.watch import Watch
 from elastic_trainer.failures import (
-    EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
@@ -48,15 +44,14 @@ FINAL_SWAP_S = 10.0
 """How long the end of a job waits for a board that does not answer."""
 
 
-class Coordinator(Role):
+class Coordinator(Watch):
     """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
 
     Args:
         ctx: shared with the roles before.
         state: the board as it was won, with this agent's lease.
         token: of that content.
-        expected: a successor waits for these agents (and their connections) before its
-            first epoch.
+        expected: see Watch.
     """
 
     def __init__(
@@ -67,26 +62,24 @@ class Coordinator(Role):
         *,
         expected: dict[Conn, str] | None = None,
     ) -> None:
-        super().__init__(ctx)
+        super().__init__(ctx, expected)
         assert state.lease is not None
         ctx.term = state.lease.term
         self._lease = LeaseKeeper(ctx, state, token)
-        self._peers = Peers(ctx.me, ctx.now)
-        self._expected = expected
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._phase, self._reason = "idle", "start"
         self._members: tuple[str, ...] = ()
         """Agent ids of the current epoch."""
         self._lost: list[str] = []
         """Nodes of the last epoch that died since."""
+        self._absent: set[str] = set()
+        """Nodes that had joined and died: a first epoch does not wait for them."""
         self._failed: list[tuple[str, WorkersFailed]] = []
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
         self._stopping: str | None = None
         self._final: End | None = None
         self._said_parked: int | None = None
-
-    # --- what comes in -----------------------------------------------------------------
 
     def start(self) -> Turn | None:
         """Take office."""
@@ -96,150 +89,54 @@ class Coordinator(Role):
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
             self._lost.append(before.node)
-        ctx.after("beat", settings.heartbeat_s)
+        self.begin_to_watch()
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
         for report in list(ctx.reports):
-            if turn := self._report(ctx.me.agent_id, report):
+            if turn := self.told(ctx.me.agent_id, report):
                 return turn
-        return self._advance()
+        return self.advance()
 
     def received(self, conn: Conn, message: Message) -> Turn | None:
-        """Hear a peer."""
-        peer = self._peers.at(conn)
-        if peer is not None:
-            peer.heard = self.ctx.now
-        match message:
-            case Join():
-                return self._join(conn, message)
-            case Told() if peer is not None:
-                try:
-                    report = untell(message)
-                except ValueError:
-                    self.ctx.close(conn)
-                    return self.closed(conn, refused=False)
-                return self._report(peer.member.agent_id, report)
-            case Won(term=term) if term > self.ctx.term:
-                self._lease.look()
-                return None
+        """Hear a peer, or of another coordinator."""
+        if isinstance(message, Won) and message.term > self.ctx.term:
+            self._lease.look()
         return super().received(conn, message)
 
-    def _join(self, conn: Conn, join: Join) -> Turn | None:
-        ctx, member = self.ctx, join.member
-        if refusal := self._refusal(join):
-            ctx.send(conn, refusal)
-            ctx.close(conn)
-            return None
-        older = self._peers.of_node(member.node)
-        if older is not None and older.member.agent_id != member.agent_id:
-            reason = f"a newer agent of {member.node} has joined"
-            self._dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=reason))
-            if turn := self._lose(older, "replaced by a newer agent of the node"):
-                return turn
-        if self._peers.get(member.agent_id) is None:
-            ctx.log("member.joined", member=member.node, address=member.address)
-        replaced = self._peers.connect(member, conn, ctx.now)
-        if replaced is not None:
-            ctx.close(replaced)
-        if self._expected is not None:
-            self._expected.pop(conn, None)
-        ctx.send(conn, Welcome(term=ctx.term))
-        missed = member.agent_id in self._members and join.last_epoch < ctx.epoch
+    def joined(self, join: Join) -> Turn | None:
+        """An agent has joined: form or grow; one that missed the epoch's news ends it."""
+        member = join.member
+        self._absent.discard(member.node)
+        missed = member.agent_id in self._members and join.last_epoch < self.ctx.epoch
         if missed and self._phase in BUSY:
             return self._abort(f"{member.node} missed the epoch", (member.node,))
-        return self._advance()
-
-    def _refusal(self, join: Join) -> Reject | None:
-        ctx, node = self.ctx, join.member.node
-        if join.job != ctx.job:
-            lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
-            return Reject(
-                code=EXIT_DO_NOT_RESTART,
-                reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
-                "wait for its end",
-            )
-        if node in ctx.barred:
-            return Reject(
-                code=EXIT_TOO_FEW_NODES,
-                reason=f"{node} was put out of the job: {ctx.barred[node]}",
-            )
-        return None
-
-    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
-        """A broken connection: one probe decides at once when the host refuses."""
-        if self._expected is not None and self._expected.pop(conn, None) is not None:
-            return self._advance()
-        peer = self._peers.at(conn)
-        if peer is not None:
-            self._peers.disconnect(peer)
-            self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
-            self._probe(peer)
-            return None
-        for peer in self._peers:
-            if peer.probe == conn:
-                peer.probe = None
-                if peer.conn is None and refused:
-                    return self._lose(peer, "its connection ended and its address refuses another")
-                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
-        return None
-
-    def _probe(self, peer: Peer) -> None:
-        if peer.conn is None and peer.probe is None:
-            peer.probe = self.ctx.dial(peer.member.address, peer.member.port)
-
-    def opened(self, conn: Conn) -> Turn | None:
-        """A probed peer listens: it may come back, or be dying."""
-        for peer in self._peers:
-            if peer.probe == conn:
-                peer.probe = None
-                self.ctx.close(conn)
-                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
-        return None
+        return self.advance()
 
     def timer(self, name: str) -> Turn | None:
-        """Beat, renew the lease, give up on the silent."""
-        ctx, settings = self.ctx, self.ctx.settings
-        if name == "beat":
-            ctx.after("beat", settings.heartbeat_s)
-            self._send_all(Ping())
-            return self._drop_the_silent()
+        """Renew the lease, end a wait, or watch the peers."""
         if name == "renew":
-            ctx.after("renew", settings.lease_renew_s)
+            self.ctx.after("renew", self.ctx.settings.lease_renew_s)
             self._lease.renew()
         elif name == "board":
             self._lease.look()
-        elif name.startswith(("gone ", "probe ")):
-            what, _, agent_id = name.partition(" ")
-            peer = self._peers.get(agent_id)
-            if peer is not None and what == "probe":
-                self._probe(peer)
-            elif peer is not None and peer.conn is None:
-                return self._lose(peer, "its connection ended and did not come back")
         elif name == "gather":
             return self._gather_over()
         elif name == "final":
             return self._final
-        return None
-
-    def _drop_the_silent(self) -> Turn | None:
-        for peer in self._peers:
-            silent_s = self.ctx.now - peer.heard
-            if peer.conn is not None and silent_s > self.ctx.settings.dead_after_s:
-                self.ctx.close(peer.conn)
-                if turn := self._lose(peer, f"silent for {silent_s:.1f} s"):
-                    return turn
+        else:
+            return super().timer(name)
         return None
 
     def _gather_over(self) -> Turn | None:
-        self._expected = None
-        settings, have = self.ctx.settings, len(self._peers)
+        self.expected = None
+        settings, have = self.ctx.settings, len(self.peers)
         if self.ctx.epoch == 0 and self._phase == "idle" and have < settings.min_nodes:
             return self._stop(
                 EXIT_TOO_FEW_NODES,
                 f"{have} of at least {settings.min_nodes} nodes joined within "
                 f"{settings.join_timeout_s:.0f} s",
             )
-        return self._advance()
+        return self.advance()
 
     # --- the board ---------------------------------------------------------------------
 
@@ -274,8 +171,8 @@ class Coordinator(Role):
             return self._final
         ctx = self.ctx
         ctx.abandon_epoch("another coordinator holds the lease")
-        self._send_all(Reject(code=None, reason="no longer the coordinator"))
-        for conn in self._peers.conns():
+        self.send_all(Reject(code=None, reason="no longer the coordinator"))
+        for conn in self.peers.conns():
             ctx.close(conn)
         ctx.timers.clear()
         ctx.everyone = ()
@@ -286,10 +183,11 @@ class Coordinator(Role):
     def reported(self, report: Report) -> Turn | None:
         """Take a report of this node's own agent; kept, should another coordinator follow."""
         self.ctx.reports.append(report)
-        return self._report(self.ctx.me.agent_id, report)
+        return self.told(self.ctx.me.agent_id, report)
 
-    def _report(self, agent_id: str, report: Report) -> Turn | None:
-        peer = self._peers.get(agent_id)
+    def told(self, agent_id: str, report: Report) -> Turn | None:
+        """Take a report of any node's agent."""
+        peer = self.peers.get(agent_id)
         if peer is None or self._final is not None:
             return None
         match report:
@@ -310,7 +208,7 @@ class Coordinator(Role):
                 if self._phase != "starting":
                     return None
                 self._phase = "running"
-        return self._advance()
+        return self.advance()
 
     def _stop_asked(self, reason: str) -> Turn | None:
         if self._stopping is not None:
@@ -330,40 +228,37 @@ class Coordinator(Role):
         if self._stopping is not None:
             return self._stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
         self._phase, self._reason = "idle", "growth"
-        return self._advance()
+        return self.advance()
 
     # --- members leave -----------------------------------------------------------------
 
-    def _lose(self, peer: Peer, reason: str) -> Turn | None:
+    def lost(self, peer: Peer, reason: str) -> Turn | None:
+        """An agent is dead: its epoch ends at once."""
         member = peer.member
-        self._peers.remove(peer)
+        self.peers.remove(peer)
         for what in ("gone", "probe"):
             self.ctx.timers.pop(f"{what} {member.agent_id}", None)
         self.ctx.log("member.lost", member=member.node, reason=reason)
+        self._absent.add(member.node)
         if member.agent_id in self._members:
             self._lost.append(member.node)
             if self._phase in BUSY:
                 return self._abort(f"node lost: {member.node}: {reason}", (member.node,))
-        return self._advance()
+        return self.advance()
 
     def _evict(self, node: str, reason: str) -> None:
         ctx = self.ctx
         ctx.barred[node] = reason
         ctx.history = ctx.history.without(node)
         ctx.log("member.evicted", member=node, reason=reason)
-        peer = self._peers.of_node(node)
+        peer = self.peers.of_node(node)
         if peer is None:
             return
         if peer.member.agent_id in self._members and self._phase in BUSY:
             self._end_epoch(f"{node} was put out: {reason}", (node,))
         if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
-            self._dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
-            self._peers.remove(peer)
-
-    def _dismiss(self, peer: Peer, last_word: Stop) -> None:
-        if peer.conn is not None:
-            self.ctx.send(peer.conn, last_word)
-            self.ctx.close(peer.conn)
+            self.dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
+            self.peers.remove(peer)
 
     def _abort(self, reason: str, victims: tuple[str, ...]) -> Turn | None:
         self._end_epoch(reason, victims)
@@ -371,23 +266,23 @@ class Coordinator(Role):
             return self._stop(
                 EXIT_SAVED, f"{self._stopping}; {reason}; the newest checkpoint counts"
             )
-        return self._advance()
+        return self.advance()
 
     def _end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
         ctx = self.ctx
         self._phase, self._reason = "idle", reason
         ctx.log("epoch.aborted", reason=reason, victims=list(victims))
-        self._send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims))
+        self.send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims))
         ctx.in_epoch = False
         ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims))
 
     # --- the next epoch ----------------------------------------------------------------
 
-    def _advance(self) -> Turn | None:
+    def advance(self) -> Turn | None:
         """Do what the present state calls for: form, grow, park or nothing."""
         if self._final is not None or self._waits_for_more():
             return None
-        size = self.ctx.settings.rung_for(len(self._peers.able(self.ctx.barred)))
+        size = self.ctx.settings.rung_for(len(self.peers.able(self.ctx.barred)))
         if self._phase == "running" and size > len(self._members):
             self._ask_all(Request.GROW)
         elif self._phase == "idle" and size == 0:
@@ -401,15 +296,15 @@ class Coordinator(Role):
         """Whether the first epoch of this coordinator waits for agents that should come."""
         if "gather" not in self.ctx.timers or self._members:
             return False
-        if self._expected is not None:
-            return bool(self._expected)
+        if self.expected is not None:
+            return bool(self.expected)
         settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.expected_nodes
-        return len(self._peers) < wanted
+        return len(self.peers) + len(self._absent) < wanted
 
     def _park(self) -> Turn | None:
         barred, need = self.ctx.barred, self.ctx.settings.min_nodes
-        have = len(self._peers.able(barred))
+        have = len(self.peers.able(barred))
         if barred and have + len(barred) >= need:
             why = "; ".join(f"{node}: {reason}" for node, reason in sorted(barred.items()))
             return self._stop(
@@ -427,11 +322,11 @@ class Coordinator(Role):
         if self._phase != "forming" or keeper.epoch is None or keeper.store is None:
             return None
         reason = self._judge()
-        pool = self._peers.able(ctx.barred)
+        pool = self.peers.able(ctx.barred)
         size = ctx.settings.rung_for(len(pool))
         if self._final is not None or size == 0:
             self._phase = "idle"
-            return self._advance()
+            return self.advance()
         current = set(self._members) or {member.agent_id for member in ctx.everyone}
         members = choose_members(pool, current, size)
         spares = tuple(m for m in pool if m not in members)
@@ -451,8 +346,8 @@ class Coordinator(Role):
         )
         self._members = tuple(m.agent_id for m in members)
         self._ended, self._asked = {}, Request.NONE
-        self._phase, self._expected, self._said_parked = "starting", None, None
-        self._send_all(formed)
+        self._phase, self.expected, self._said_parked = "starting", None, None
+        self.send_all(formed)
         ctx.adopt(formed)
         ctx.log(
             "epoch.formed",
@@ -467,7 +362,7 @@ class Coordinator(Role):
     def _judge(self) -> str:
         """Charge what ended the last epoch to a node or the job; return it in words."""
         ctx, settings = self.ctx, self.ctx.settings
-        known = [self._peers.get(agent_id) for agent_id in self._members]
+        known = [self.peers.get(agent_id) for agent_id in self._members]
         gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
         found: list[Culprit] = [
             Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
@@ -500,7 +395,7 @@ class Coordinator(Role):
         ctx = self.ctx
         self._asked |= request
         self._phase = "draining"
-        conns = self._peers.conns(self._members)
+        conns = self.peers.conns(self._members)
         if conns:
             ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(request))))
         if ctx.me.agent_id in self._members:
@@ -512,15 +407,10 @@ class Coordinator(Role):
             self._final = End(code, reason)
             self._phase = "idle"
             self.ctx.log("job.stopped", code=code, reason=reason)
-            self._send_all(Stop(code=code, reason=reason))
+            self.send_all(Stop(code=code, reason=reason))
             self.ctx.after("final", FINAL_SWAP_S)
             self._lease.release(code, reason)
         return None
-
-    def _send_all(self, message: Message) -> None:
-        conns = self._peers.conns()
-        if conns:
-            self.ctx.outbox.append(Send(conns, message))
 
 
 def in_words(found: Culprit) -> str:

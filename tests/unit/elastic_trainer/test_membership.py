@@ -57,6 +57,15 @@ def test_the_first_epoch_waits_for_all_then_goes_on_with_fewer():
     cluster.run_until(cluster.settled, within=1.0)
 
 
+def test_the_first_epoch_does_not_wait_for_a_node_that_has_died():
+    cluster = Cluster(settings(4))
+    nodes = [cluster.add(f"node{i}") for i in range(3)]
+    cluster.run(1.0)
+    cluster.kill(next(n for n in nodes if not n.machine.is_coordinator))
+    cluster.add("node3")
+    assert cluster.run_until(cluster.settled, within=2.0) < 0.5
+
+
 def test_too_few_at_the_start_ends_with_92():
     cluster = Cluster(settings(4, least=3, join_timeout_s=10.0))
     nodes = [cluster.add("node0"), cluster.add("node1")]

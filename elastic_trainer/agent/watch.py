@@ -1,0 +1,178 @@
+"""Watching the agents of a job: who has joined, who is dead. Pure.
+
+EOF is a death once the address refuses another connection, or when the peer has not
+come back in time; heartbeats catch silent deaths.
+"""
+
+from __future__ import annotations
+
+from elastic_trainer.agent.effects import Conn, Context, Send
+from elastic_trainer.agent.messages import (
+    Join,
+    Message,
+    Ping,
+    Reject,
+    Stop,
+    Told,
+    Welcome,
+    untell,
+)
+from elastic_trainer.agent.notices import Report
+from elastic_trainer.agent.peers import Peer, Peers
+from elastic_trainer.agent.roles import Role, Turn
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
+
+
+class Watch(Role):
+    """The coordinator's eyes: connections to all agents. `Coordinator` decides what follows.
+
+    Args:
+        ctx: shared with the roles before.
+        expected: a successor waits for these agents (by connection) before its first epoch.
+    """
+
+    def __init__(self, ctx: Context, expected: dict[Conn, str] | None) -> None:
+        super().__init__(ctx)
+        self.peers = Peers(ctx.me, ctx.now)
+        self.expected = expected
+
+    def advance(self) -> Turn | None:
+        """Do what the present state calls for."""
+        raise NotImplementedError
+
+    def lost(self, peer: Peer, reason: str) -> Turn | None:
+        """An agent is dead."""
+        raise NotImplementedError
+
+    def told(self, agent_id: str, report: Report) -> Turn | None:
+        """An agent reports something."""
+        raise NotImplementedError
+
+    def joined(self, join: Join) -> Turn | None:
+        """An agent has joined, or come back."""
+        raise NotImplementedError
+
+    def begin_to_watch(self) -> None:
+        """Start the heartbeats."""
+        self.ctx.after("beat", self.ctx.settings.heartbeat_s)
+
+    def received(self, conn: Conn, message: Message) -> Turn | None:
+        """Hear a peer."""
+        peer = self.peers.at(conn)
+        if peer is not None:
+            peer.heard = self.ctx.now
+        match message:
+            case Join():
+                return self._join(conn, message)
+            case Told() if peer is not None:
+                try:
+                    report = untell(message)
+                except ValueError:
+                    self.ctx.close(conn)
+                    return self.closed(conn, refused=False)
+                return self.told(peer.member.agent_id, report)
+        return super().received(conn, message)
+
+    def _join(self, conn: Conn, join: Join) -> Turn | None:
+        ctx, member = self.ctx, join.member
+        if refusal := self._refusal(join):
+            ctx.send(conn, refusal)
+            ctx.close(conn)
+            return None
+        older = self.peers.of_node(member.node)
+        if older is not None and older.member.agent_id != member.agent_id:
+            reason = f"a newer agent of {member.node} has joined"
+            self.dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=reason))
+            if turn := self.lost(older, "replaced by a newer agent of the node"):
+                return turn
+        if self.peers.get(member.agent_id) is None:
+            ctx.log("member.joined", member=member.node, address=member.address)
+        replaced = self.peers.connect(member, conn, ctx.now)
+        if replaced is not None:
+            ctx.close(replaced)
+        if self.expected is not None:
+            self.expected.pop(conn, None)
+        ctx.send(conn, Welcome(term=ctx.term))
+        return self.joined(join)
+
+    def _refusal(self, join: Join) -> Reject | None:
+        ctx, node = self.ctx, join.member.node
+        if join.job != ctx.job:
+            lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
+            return Reject(
+                code=EXIT_DO_NOT_RESTART,
+                reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
+                "wait for its end",
+            )
+        if node in ctx.barred:
+            return Reject(
+                code=EXIT_TOO_FEW_NODES,
+                reason=f"{node} was put out of the job: {ctx.barred[node]}",
+            )
+        return None
+
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
+        """A broken connection: one probe decides at once when the host refuses."""
+        if self.expected is not None and self.expected.pop(conn, None) is not None:
+            return self.advance()
+        peer = self.peers.at(conn)
+        if peer is not None:
+            self.peers.disconnect(peer)
+            self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
+            self._probe(peer)
+            return None
+        for peer in self.peers:
+            if peer.probe == conn:
+                peer.probe = None
+                if peer.conn is None and refused:
+                    return self.lost(peer, "its connection ended and its address refuses another")
+                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
+        return None
+
+    def _probe(self, peer: Peer) -> None:
+        if peer.conn is None and peer.probe is None:
+            peer.probe = self.ctx.dial(peer.member.address, peer.member.port)
+
+    def opened(self, conn: Conn) -> Turn | None:
+        """A probed peer listens: it may come back, or be dying."""
+        for peer in self.peers:
+            if peer.probe == conn:
+                peer.probe = None
+                self.ctx.close(conn)
+                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
+        return None
+
+    def timer(self, name: str) -> Turn | None:
+        """Beat; probe those whose connection ended, and give them up in the end."""
+        if name == "beat":
+            self.begin_to_watch()
+            self.send_all(Ping())
+            return self._drop_the_silent()
+        what, _, agent_id = name.partition(" ")
+        peer = self.peers.get(agent_id)
+        if peer is not None and what == "probe":
+            self._probe(peer)
+        elif peer is not None and what == "gone" and peer.conn is None:
+            return self.lost(peer, "its connection ended and did not come back")
+        return None
+
+    def _drop_the_silent(self) -> Turn | None:
+        for peer in self.peers:
+            silent_s = self.ctx.now - peer.heard
+            if peer.conn is not None and silent_s > self.ctx.settings.dead_after_s:
+                self.ctx.close(peer.conn)
+                if turn := self.lost(peer, f"silent for {silent_s:.1f} s"):
+                    return turn
+        return None
+
+    def dismiss(self, peer: Peer, last_word: Stop) -> None:
+        """Say a last word to an agent and hang up."""
+        if peer.conn is not None:
+            self.ctx.send(peer.conn, last_word)
+            self.ctx.close(peer.conn)
+
+    def send_all(self, message: Message) -> None:
+        """Send to every connected agent."""
+        conns = self.peers.conns()
+        if conns:
+            self.ctx.outbox.append(Send(conns, message))
