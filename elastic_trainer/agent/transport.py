@@ -27,6 +27,7 @@ MAX_WAITING_BYTES = 64 << 20
 """Unsent bytes after which a peer that does not read is given up."""
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 18
+_IP_BIND_ADDRESS_NO_PORT = 24  # linux/in.h; Python has the name from 3.12 on
 
 
 class Handler(Protocol):
@@ -190,6 +191,9 @@ class Endpoint:
         link = _Link(conn, sock, self, dialing=True)
         self._links[conn] = link
         try:
+            if self._family == socket.AF_INET:
+                # Choose the port at connect, when ports of other peers may be used again.
+                sock.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((self._address, 0))
             sock.connect((address, port))
         except BlockingIOError:
