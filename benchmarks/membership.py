@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing as mp
 import resource
@@ -129,6 +130,8 @@ class Host:
 
 def serve(pipe: Connection, board: Path, total: int, names: list[str]) -> None:
     """Body of one process."""
+    # Its full collections would walk every agent's member table: hundreds here, one on a node.
+    gc.disable()
     host = Host(board, total, names)
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
@@ -207,6 +210,7 @@ def c10d(pipe: Connection, total: int, share: int) -> None:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+    gc.disable()  # as for the others
     said = threading.Lock()
 
     def join() -> None:

@@ -65,7 +65,9 @@ def main() -> None:
                 used = samples or range(train.micro_batch)
                 inputs, targets = corpus.samples(used)
                 loss = F.cross_entropy(model(inputs, rope).flatten(0, 1), targets.flatten())
-                (loss * (dp / train.global_batch if samples else 0.0)).backward()
+                # A mean over the micro-batch; `parallelize` sums gradients over dp.
+                weight = len(samples) / train.global_batch if samples else 0.0
+                (loss * weight).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
