@@ -6,6 +6,8 @@ come back in time; heartbeats catch silent deaths.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from elastic_trainer.agent.effects import Conn, Context, Send
 from elastic_trainer.agent.messages import (
     Join,
@@ -23,7 +25,7 @@ from elastic_trainer.agent.roles import Role, Turn
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
 
 
-class Watch(Role):
+class Watch(Role, ABC):
     """The coordinator's eyes: connections to all agents. `Coordinator` decides what follows.
 
     Args:
@@ -36,21 +38,21 @@ class Watch(Role):
         self.peers = Peers(ctx.me, ctx.now)
         self.expected = expected
 
+    @abstractmethod
     def advance(self) -> Turn | None:
         """Do what the present state calls for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self, peer: Peer, reason: str) -> Turn | None:
         """An agent is dead."""
-        raise NotImplementedError
 
+    @abstractmethod
     def told(self, agent_id: str, report: Report) -> Turn | None:
         """An agent reports something."""
-        raise NotImplementedError
 
+    @abstractmethod
     def joined(self, join: Join) -> Turn | None:
         """An agent has joined, or come back."""
-        raise NotImplementedError
 
     def begin_to_watch(self) -> None:
         """Start the heartbeats."""
