@@ -123,7 +123,11 @@ class Campaign(Role):
         if state.finished:
             self._close_all()
             return End(EXIT_DONE, "the run has done its last step")
-        gone_on = state.epoch > ctx.epoch  # the old coordinator lives, and left us out
+        won_unheard = lease is not None and lease.holder == ctx.me.agent_id
+        if won_unheard and token is not None:
+            return self.board_swapped(state, token, won=True)
+        # The old coordinator lives, and left us out; or it died before it could tell anybody.
+        gone_on = state.epoch > ctx.epoch and not self._sure
         if lease is None or lease.term != ctx.term or lease.job != ctx.job or gone_on:
             self._close_all()
             return Seek()
@@ -151,7 +155,8 @@ class Campaign(Role):
     def board_failed(self, error: str) -> Turn | None:
         """Try again in a moment: without the board there is no new epoch."""
         self._swapping = False
-        self.ctx.after("ask", RETRY_S)
+        watching = self._watched is not None and not self._has_majority
+        self.ctx.after("watch" if watching else "ask", RETRY_S)
         return None
 
     def timer(self, name: str) -> Turn | None:
@@ -165,7 +170,9 @@ class Campaign(Role):
         if name == "watch" and not self._swapping:
             self._swapping = True
             ctx.outbox.append(ReadBoard())
-        if name == "campaign" and not self._swapping:
+        if name == "campaign" and self._swapping:
+            ctx.after("campaign", RETRY_S)  # the board has yet to answer
+        elif name == "campaign":
             if self._running or self._dialed:
                 self._close_all()
                 return Seek()

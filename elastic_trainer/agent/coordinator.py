@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.history import Culprit, Limits, Verdict, culprit
+from elastic_trainer.agent.history import causes
 from elastic_trainer.agent.lease import LeaseKeeper, Standing
 from elastic_trainer.agent.messages import (
     Abort,
@@ -33,7 +33,6 @@ from elastic_trainer.failures import (
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
-    Action,
     Kind,
 )
 from elastic_trainer.heartbeat import Request
@@ -89,6 +88,7 @@ class Coordinator(Watch):
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
             self._lost.append(before.node)
+            ctx.abandon_epoch(f"lost {before.node}", before.node)
         self.begin_to_watch()
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
@@ -105,11 +105,18 @@ class Coordinator(Watch):
 
     def joined(self, join: Join) -> Turn | None:
         """An agent has joined: form or grow; one that missed the epoch's news ends it."""
-        member = join.member
+        ctx, member = self.ctx, join.member
         self._absent.discard(member.node)
-        missed = member.agent_id in self._members and join.last_epoch < self.ctx.epoch
-        if missed and self._phase in BUSY:
-            return self._abort(f"{member.node} missed the epoch", (member.node,))
+        conns = self.peers.conns((member.agent_id,))
+        runs = self._phase in BUSY and join.last_epoch == ctx.epoch
+        if join.last_epoch and not runs:
+            over = f"epoch {join.last_epoch} is over"
+            ctx.outbox.append(Send(conns, Abort(epoch=join.last_epoch, reason=over, victims=())))
+        if member.agent_id in self._members:
+            if self._phase in BUSY and not runs:
+                return self._abort(f"{member.node} missed the epoch", (member.node,))
+            if self._phase == "draining":
+                ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(self._asked))))
         return self.advance()
 
     def timer(self, name: str) -> Turn | None:
@@ -122,7 +129,7 @@ class Coordinator(Watch):
         elif name == "gather":
             return self._gather_over()
         elif name == "final":
-            return self._final
+            return self._leave()
         else:
             return super().timer(name)
         return None
@@ -142,9 +149,12 @@ class Coordinator(Watch):
 
     def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Go on when the lease is still held, else step down."""
-        match self._lease.swapped(state, token, won=won):
+        return self._stand_as(self._lease.swapped(state, token, won=won))
+
+    def _stand_as(self, standing: Standing) -> Turn | None:
+        match standing:
             case Standing.RELEASED:
-                return self._final
+                return self._leave()
             case Standing.DEPOSED:
                 return self._step_down()
             case Standing.HELD:
@@ -152,9 +162,7 @@ class Coordinator(Watch):
 
     def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """See what became of a swap whose answer was lost."""
-        if state is None or token is None:
-            return None
-        return self.board_swapped(state, token, won=False)
+        return self._stand_as(self._lease.swapped(state or BoardState(), token, won=False))
 
     def board_failed(self, error: str) -> Turn | None:
         """The board does not answer: no new epoch, but the running one goes on."""
@@ -167,13 +175,9 @@ class Coordinator(Watch):
         return self._publish()
 
     def _step_down(self) -> Turn:
-        if self._final is not None:
-            return self._final
         ctx = self.ctx
-        ctx.abandon_epoch("another coordinator holds the lease")
-        self.send_all(Reject(code=None, reason="no longer the coordinator"))
-        for conn in self.peers.conns():
-            ctx.close(conn)
+        ctx.abandon_epoch("another coordinator holds the lease", ctx.me.node)
+        self.dismiss_all(Reject(code=None, reason="no longer the coordinator"))
         ctx.timers.clear()
         ctx.everyone = ()
         return Seek()
@@ -249,7 +253,6 @@ class Coordinator(Watch):
     def _evict(self, node: str, reason: str) -> None:
         ctx = self.ctx
         ctx.barred[node] = reason
-        ctx.history = ctx.history.without(node)
         ctx.log("member.evicted", member=node, reason=reason)
         peer = self.peers.of_node(node)
         if peer is None:
@@ -262,10 +265,6 @@ class Coordinator(Watch):
 
     def _abort(self, reason: str, victims: tuple[str, ...]) -> Turn | None:
         self._end_epoch(reason, victims)
-        if self._stopping is not None:
-            return self._stop(
-                EXIT_SAVED, f"{self._stopping}; {reason}; the newest checkpoint counts"
-            )
         return self.advance()
 
     def _end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
@@ -280,7 +279,12 @@ class Coordinator(Watch):
 
     def advance(self) -> Turn | None:
         """Do what the present state calls for: form, grow, park or nothing."""
-        if self._final is not None or self._waits_for_more():
+        if self._final is not None:
+            return None
+        if self._stopping is not None and self._phase == "idle":
+            why = f"{self._stopping}; {self._reason}; the newest checkpoint counts"
+            return self._stop(EXIT_SAVED, why)
+        if self._waits_for_more():
             return None
         size = self.ctx.settings.rung_for(len(self.peers.able(self.ctx.barred)))
         if self._phase == "running" and size > len(self._members):
@@ -364,30 +368,16 @@ class Coordinator(Watch):
         ctx, settings = self.ctx, self.ctx.settings
         known = [self.peers.get(agent_id) for agent_id in self._members]
         gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
-        found: list[Culprit] = [
-            Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
-            for node in dict.fromkeys(self._lost + gone)
-        ]
-        if self._failed:
-            worst = culprit(self._failed)
-            if worst.kind is not Kind.COLLATERAL or not found:
-                found.append(worst)
+        found = causes(self._lost + gone, self._failed)
         self._lost, self._failed = [], []
-        limits = Limits(
-            max_restarts=settings.max_restarts,
-            window_s=settings.window_s,
-            node_failures=settings.node_failures,
-        )
         for item in found:
             ctx.history = ctx.history.add(item, ctx.now)
-            self._carry_out(ctx.history.verdict(item, limits, ctx.now))
-        return ", ".join(map(in_words, found)) or self._reason
-
-    def _carry_out(self, verdict: Verdict) -> None:
-        if verdict.stop_code is not None:
-            self._stop(verdict.stop_code, verdict.reason)
-        elif verdict.evict is not None:
-            self._evict(verdict.evict, verdict.reason)
+            verdict = ctx.history.verdict(item, settings.limits, ctx.now, ctx.barred)
+            if verdict.stop_code is not None:
+                self._stop(verdict.stop_code, verdict.reason)
+            elif verdict.evict is not None:
+                self._evict(verdict.evict, verdict.reason)
+        return ", ".join(map(str, found)) or self._reason
 
     # --- requests and the end ----------------------------------------------------------
 
@@ -402,20 +392,18 @@ class Coordinator(Watch):
             ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
 
     def _stop(self, code: int, reason: str) -> Turn | None:
-        """End the job: tell all, put it on the board, then leave."""
+        """End the job: first on the board, for a deposed coordinator ends nothing."""
         if self._final is None:
             self._final = End(code, reason)
             self._phase = "idle"
-            self.ctx.log("job.stopped", code=code, reason=reason)
-            self.send_all(Stop(code=code, reason=reason))
             self.ctx.after("final", FINAL_SWAP_S)
             self._lease.release(code, reason)
         return None
 
-
-def in_words(found: Culprit) -> str:
-    """Return one cause as people say it."""
-    if found.kind is Kind.NODE_LOST:
-        return f"lost {found.node}"
-    where = f" on {found.node}" if found.node else ""
-    return f"worker failed{where}: {found.detail}"
+    def _leave(self) -> Turn:
+        """Tell all that the job is over."""
+        assert self._final is not None
+        code, reason = self._final.code, self._final.reason
+        self.ctx.log("job.stopped", code=code, reason=reason)
+        self.send_all(Stop(code=code, reason=reason))
+        return self._final

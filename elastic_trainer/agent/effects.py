@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.agent.board import BoardState, Token
-from elastic_trainer.agent.history import History
+from elastic_trainer.agent.history import History, Limits
 from elastic_trainer.agent.messages import Formed, Message
 from elastic_trainer.agent.notices import (
     EpochAborted,
@@ -112,11 +112,21 @@ class Settings:
     lease_renew_s: float = 5.0
     takeover_s: float = 15.0
     """A stranger takes over a lease whose beat stood still for so long."""
-    takeover_refused_s: float = 5.0
-    """The same when the holder's address refuses connections."""
+    takeover_refused_s: float = 7.5
+    """The same when the holder's address refuses connections. Well above `lease_renew_s`: to a
+    job elsewhere an address may mean another machine, and then only the beat says who lives."""
     max_restarts: int = 100
     window_s: float = 86400.0
     node_failures: int = 2
+
+    @property
+    def limits(self) -> Limits:
+        """What failures may cost."""
+        return Limits(
+            max_restarts=self.max_restarts,
+            window_s=self.window_s,
+            node_failures=self.node_failures,
+        )
 
     @property
     def min_nodes(self) -> int:
@@ -143,7 +153,7 @@ class Context:
     everyone: tuple[Member, ...] = ()
     """All agents of the newest epoch, spares too, in member order: the line of succession."""
     coordinator: str = ""
-    """Agent id of the newest epoch's coordinator."""
+    """Agent id of the newest coordinator this agent has followed."""
     history: History = field(default_factory=History)
     barred: dict[str, str] = field(default_factory=dict)
     """Nodes that may not come back, and why."""
@@ -180,7 +190,7 @@ class Context:
 
     @property
     def coordinator_member(self) -> Member | None:
-        """The member that coordinated the newest epoch, if this agent was in it."""
+        """The coordinator as a member of the newest epoch; None: it was not in that."""
         return next((m for m in self.everyone if m.agent_id == self.coordinator), None)
 
     def adopt(self, formed: Formed) -> None:
@@ -205,11 +215,11 @@ class Context:
             )
         )
 
-    def abandon_epoch(self, reason: str) -> None:
-        """Have the workers of an epoch that goes on without this node killed."""
+    def abandon_epoch(self, reason: str, victim: str) -> None:
+        """Have the workers of an epoch that is over, at least for this node, killed."""
         if self.in_epoch:
             self.in_epoch = False
-            self.tell(EpochAborted(epoch=self.epoch, reason=reason, victims=(self.me.node,)))
+            self.tell(EpochAborted(epoch=self.epoch, reason=reason, victims=(victim,)))
 
     def after(self, name: str, delay_s: float) -> None:
         """Set (or set anew) the timer `name`."""

@@ -53,12 +53,14 @@ class Seeker(Role):
         ctx = self.ctx
         state = state or BoardState()
         if state.epoch > ctx.epoch:
-            ctx.abandon_epoch("a newer epoch is on the board")
+            ctx.abandon_epoch("a newer epoch is on the board", ctx.me.node)
         if state.finished:
             return End(EXIT_DONE, "the run has already done its last step")
         if state.ended is not None and state.ended.job == ctx.job:
             return End(state.ended.code, state.ended.reason)
         lease = state.lease
+        if lease is not None and lease.holder == ctx.me.agent_id and token is not None:
+            return Lead(state, token)  # a claim that was won, but its answer lost
         if lease is None or self._is_stale(lease):
             self._claiming = True
             term = (lease.term if lease else ctx.term) + 1
@@ -74,7 +76,11 @@ class Seeker(Role):
             return End(EXIT_DO_NOT_RESTART, live_job_message(lease))
         if self._seen is None or (self._seen.term, self._seen.beat) != (lease.term, lease.beat):
             self._seen, self._seen_since = lease, ctx.now
-        if self._link is None:
+        if (lease.address, lease.port) == (ctx.me.address, ctx.me.port):
+            # The holder had this agent's port before: it is dead, and nobody else is there.
+            self._refused = True
+            ctx.after("retry", RETRY_S)
+        elif self._link is None:
             self._link = ctx.dial(lease.address, lease.port)
             ctx.after("welcome", ctx.settings.dial_timeout_s)
         return None
@@ -120,12 +126,15 @@ class Seeker(Role):
         ctx = self.ctx
         match message:
             case Welcome(term=term) if conn == self._link and term >= ctx.term:
+                known = self._seen is not None and self._seen.term == term
+                ctx.coordinator = self._seen.holder if self._seen and known else ""
                 return Follow(conn, term)
             case Reject(code=int() as code, reason=reason) if conn == self._link:
                 return End(code, reason)
             case Reject() if conn == self._link:
+                # Another agent has the address: as good as a refusal.
                 ctx.close(conn)
-                return self.closed(conn, refused=False)
+                return self.closed(conn, refused=True)
             case Won() if message.term > ctx.term and not self._claiming:
                 self._drop_link()
                 return follow_winner(ctx, conn, message)
@@ -180,13 +189,8 @@ class Follower(Role):
     def received(self, conn: Conn, message: Message) -> Turn | None:
         """Pass the coordinator's word on to the local agent."""
         ctx = self.ctx
-        if conn == self._redial and isinstance(message, Welcome):
-            self._link, self._redial = conn, None
-            ctx.timers.pop("reconnect", None)
-            ctx.timers.pop("redial", None)
-            self._heard = ctx.now
-            self._tell_all(conn)
-            return None
+        if conn == self._redial:
+            return self._answered(conn, message)
         if isinstance(message, Won) and message.term > ctx.term:
             if self._link is not None:
                 ctx.close(self._link)
@@ -202,10 +206,32 @@ class Follower(Role):
                 ctx.tell(EpochAborted(epoch=epoch, reason=reason, victims=victims))
             case Ask(epoch=epoch, request=request):
                 ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
-            case Stop(code=code, reason=reason):
+            case (
+                Stop(code=int() as code, reason=reason) | Reject(code=int() as code, reason=reason)
+            ):
                 return End(code, reason)
+            case Reject():  # it knows of another coordinator
+                ctx.close(conn)
+                return Seek()
+            case _:
+                return super().received(conn, message)
+        return None
+
+    def _answered(self, conn: Conn, message: Message) -> Turn | None:
+        """Hear what the coordinator's address says to our coming back."""
+        ctx = self.ctx
+        match message:
+            case Welcome(term=term) if term == ctx.term:
+                self._link, self._redial = conn, None
+                ctx.timers.pop("reconnect", None)
+                ctx.timers.pop("redial", None)
+                self._heard = ctx.now
+                self._tell_all(conn)
             case Reject(code=int() as code, reason=reason):
                 return End(code, reason)
+            case Welcome() | Reject():
+                ctx.close(conn)
+                return self._lost("its connection ended and it coordinates no more", sure=True)
             case _:
                 return super().received(conn, message)
         return None
@@ -269,7 +295,7 @@ class Follower(Role):
         ctx = self.ctx
         coordinator = ctx.coordinator_member
         ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
-        if len(ctx.everyone) > 1 and any(m.agent_id == ctx.me.agent_id for m in ctx.everyone):
+        if coordinator is not None and ctx.me in ctx.everyone:
             return Stand(sure)
         return Seek()
 

@@ -5,6 +5,7 @@ Failures are attributed to a node first; only then is the job-wide budget charge
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -53,6 +54,30 @@ class Culprit:
     detail: str
     step: int
 
+    def __str__(self) -> str:
+        """Return the cause as people say it."""
+        if self.kind is Kind.NODE_LOST:
+            return f"lost {self.node}"
+        where = f" on {self.node}" if self.node else ""
+        return f"worker failed{where}: {self.detail}"
+
+
+def causes(lost: list[str], reports: list[tuple[str, WorkersFailed]]) -> list[Culprit]:
+    """Return all that ended an epoch: nodes that were lost, and the cause of its failures.
+
+    Failures that are but echoes of a lost node say nothing more. `reports` as in `culprit`,
+    but may be empty.
+    """
+    found = [
+        Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
+        for node in dict.fromkeys(lost)
+    ]
+    if reports:
+        worst = culprit(reports)
+        if worst.kind is not Kind.COLLATERAL or not found:
+            found.append(worst)
+    return found
+
 
 def culprit(reports: list[tuple[str, WorkersFailed]]) -> Culprit:
     """Return what the failures of one epoch come down to.
@@ -84,8 +109,14 @@ class History:
         )
         return History((*self.entries, (now, entry)))
 
-    def verdict(self, found: Culprit, limits: Limits, now: float) -> Verdict:
-        """Decide what follows the newest failure `found`, which `add` has put in already."""
+    def verdict(
+        self, found: Culprit, limits: Limits, now: float, barred: Collection[str] = ()
+    ) -> Verdict:
+        """Decide what follows the newest failure `found`, which `add` has put in already.
+
+        Failures of `barred` nodes are not charged to the job, but they stay evidence: a
+        program that fails wherever one rank goes must not cost one node after the other.
+        """
         recent = [entry for when, entry in self.entries if now - when <= limits.window_s]
         if found.action is Action.STOP:
             return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=found.detail)
@@ -103,17 +134,14 @@ class History:
                 evict=found.node,
                 reason=f"failed {len(by_node)} times, last: {found.detail}",
             )
-        if len(recent) > limits.max_restarts:
+        charged = sum(entry.node not in barred for entry in recent)
+        if charged > limits.max_restarts:
             return Verdict(
                 stop_code=EXIT_BUDGET_USED_UP,
-                reason=f"{len(recent)} restarts within {limits.window_s:.0f} s, "
+                reason=f"{charged} restarts within {limits.window_s:.0f} s, "
                 f"elastic.max_restarts allows {limits.max_restarts}; last: {found.detail}",
             )
         return Verdict(reason=found.detail)
-
-    def without(self, node: str) -> History:
-        """Return the history less an evicted node's failures: they are not charged to the job."""
-        return History(tuple(item for item in self.entries if item[1].node != node))
 
     def to_wire(self, now: float) -> tuple[PastFailure, ...]:
         """Return entries with ages instead of times: clocks differ between machines."""

@@ -40,7 +40,7 @@ class LeaseKeeper:
     listens (`store`).
     """
 
-    def __init__(self, ctx: Context, state: BoardState, token: Token) -> None:
+    def __init__(self, ctx: Context, state: BoardState, token: Token | None) -> None:
         self._ctx, self._state, self._token = ctx, state, token
         self._swapping: str | None = None
         self._forming = False
@@ -52,7 +52,7 @@ class LeaseKeeper:
     def form(self) -> None:
         """Take the next epoch number, and open its store meanwhile."""
         self._forming, self.epoch, self.store = True, None, None
-        self._store_asked = self._state.epoch + 1
+        self._store_asked = self._next_epoch
         self._swap()
         self._ctx.outbox.append(OpenStore(self._store_asked))
 
@@ -65,11 +65,16 @@ class LeaseKeeper:
         self._ended = Ended(job=self._ctx.job, code=code, reason=reason)
         self._swap()
 
-    def swapped(self, state: BoardState, token: Token, *, won: bool) -> Standing:
+    @property
+    def _next_epoch(self) -> int:
+        # A board that somebody emptied must not make epochs fall.
+        return max(self._state.epoch, self._ctx.epoch) + 1
+
+    def swapped(self, state: BoardState, token: Token | None, *, won: bool) -> Standing:
         """Take the answer of a swap, or of a read after a failed one (`won` False)."""
         purpose, self._swapping = self._swapping, None
         self._state, self._token = state, token
-        if won and purpose == "release":
+        if self._ended is not None and state.lease is None and state.ended == self._ended:
             return Standing.RELEASED
         lease, ctx = state.lease, self._ctx
         if lease is None or lease.term != ctx.term or lease.holder != ctx.me.agent_id:
@@ -107,7 +112,7 @@ class LeaseKeeper:
             state = replace(state, lease=None, ended=self._ended, finished=finished)
         elif self._forming:
             self._swapping = "form"
-            state = replace(state, epoch=state.epoch + 1)
+            state = replace(state, epoch=self._next_epoch)
         else:
             self._swapping = "renew"
             state = replace(state, lease=replace(lease, beat=lease.beat + 1))

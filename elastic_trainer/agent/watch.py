@@ -106,6 +106,11 @@ class Watch(Role, ABC):
                 reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
                 "wait for its end",
             )
+        if node == ctx.me.node and join.member.agent_id != ctx.me.agent_id:
+            return Reject(
+                code=EXIT_DO_NOT_RESTART,
+                reason=f"an agent of {node} coordinates the job already: start one on each node",
+            )
         if node in ctx.barred:
             return Reject(
                 code=EXIT_TOO_FEW_NODES,
@@ -172,6 +177,12 @@ class Watch(Role, ABC):
         if peer.conn is not None:
             self.ctx.send(peer.conn, last_word)
             self.ctx.close(peer.conn)
+
+    def dismiss_all(self, last_word: Reject) -> None:
+        """Say a last word to all and hang up."""
+        self.send_all(last_word)
+        for conn in self.peers.conns():
+            self.ctx.close(conn)
 
     def send_all(self, message: Message) -> None:
         """Send to every connected agent."""

@@ -1,7 +1,7 @@
 """A cluster in virtual time: real membership machines, a simulated network, clock and board.
 
 Deterministic: the same faults at the same times give the same run. What no fault may
-break is asserted at every step (`Cluster._check_published`, `_check_told`).
+break is asserted at every step (`Cluster._check_swap`, `_check_published`, `_tell`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Node:
     links: dict[int, Link] = field(default_factory=dict)
     accepted: itertools.count = field(default_factory=lambda: itertools.count(1, 2))
     waiting: deque = field(default_factory=deque)
+    """Inputs of a paused process."""
+    dialing: dict[int, list] = field(default_factory=dict)
+    """Dials under way, and what is to go out once they succeed."""
+    board_calls: deque = field(default_factory=deque)
+    """One call at a time, as the client's board thread does them; the first is under way."""
     tick_at: float | None = None
     formed: EpochFormed | None = None
     working: int | None = None
@@ -90,11 +95,15 @@ class Cluster:
         self.nodes: list[Node] = []
         self.board: tuple[BoardState, int] | None = None
         self.board_down_until = 0.0
+        self.board_stalled_until = 0.0
+        self.board_cut: set[str] = set()
+        """Nodes that cannot reach the board."""
         self.lose_replies = False
         self.cut: set[tuple[str, str]] = set()
         """(from node, to node): nothing gets through, nothing is refused."""
         self.epoch_owner: dict[int, str] = {}
-        self.published: dict[int, Formed] = {}
+        self.term_owner: dict[int, str] = {}
+        self.published: dict[int, EpochFormed] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
 
@@ -103,7 +112,9 @@ class Cluster:
     def add(self, name: str, *, job: str = "job", offset: float | None = None) -> Node:
         """Start an agent on the machine `name`."""
         start = sum(n.me.node == name for n in self.nodes)
-        me = Member(agent_id=f"{name}#{start}", node=name, address=name, port=start, workers=1)
+        # The first free port, as from `network.ports`: a new agent answers at a dead one's.
+        port = sum(n.me.node == name and n.alive for n in self.nodes)
+        me = Member(agent_id=f"{name}#{start}", node=name, address=name, port=port, workers=1)
         offset = self.random.uniform(0, 1000) if offset is None else offset
         node = Node(me, Membership(me, job, self.settings), offset)
         self.nodes.append(node)
@@ -140,10 +151,18 @@ class Cluster:
     def heal(self) -> None:
         """Undo all cuts, board faults and pauses."""
         self.cut.clear()
-        self.board_down_until, self.lose_replies = self.now, False
+        self.board_cut.clear()
+        self.board_down_until = self.board_stalled_until = self.now
+        self.lose_replies = False
         for node in self.nodes:
             if node.paused:
                 self.resume(node)
+
+    def reset(self, node: Node) -> None:
+        """Break the node's connections; the processes on both ends live."""
+        for conn, link in list(node.links.items()):
+            self._hang_up(link, by=node)
+            self._feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
 
     def report(self, node: Node, report: Report) -> None:
         """Have the node's agent report something."""
@@ -181,20 +200,35 @@ class Cluster:
         """Nodes whose agent lives and has not left."""
         return [n for n in self.nodes if n.alive and n.stopped is None]
 
+    def able(self) -> list[Node]:
+        """Nodes that are up and were not put out."""
+        barred = {
+            name for n in self.up if n.machine.is_coordinator for name in n.machine.ctx.barred
+        }
+        return [n for n in self.up if n.me.node not in barred]
+
     def settled(self) -> bool:
         """Whether all living agents share the newest epoch with the rung they can fill."""
         up = self.up
         formed = {n.formed.epoch if n.formed else None for n in up}
-        size = self.settings.rung_for(len(up))
+        size = self.settings.rung_for(len(self.able()))
         return (
             sum(n.machine.is_coordinator for n in up) == 1
             and len(formed) == 1
             and None not in formed
-            and up[0].formed.epoch == max(self.published)
+            and up[0].formed.epoch == max(self.published) == self.board[0].epoch
             and len(up[0].formed.members) == size
             and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
             == {n.me.agent_id for n in up}
-            and all(n.working == n.formed.epoch for n in up if n.me in n.formed.members)
+            and all(n.working == (n.formed.epoch if n.me in n.formed.members else None) for n in up)
+        )
+
+    def parked(self) -> bool:
+        """Whether too few agents are left, one leads them and no worker runs."""
+        return (
+            self.settings.rung_for(len(self.able())) == 0
+            and sum(n.machine.is_coordinator for n in self.up) == 1
+            and all(n.working is None for n in self.up)
         )
 
     def describe(self) -> str:
@@ -243,6 +277,7 @@ class Cluster:
     def _perform(self, node: Node, effect: object) -> None:
         match effect:
             case Dial(conn, address, port):
+                node.dialing[conn] = []
                 self._at(self.now + self._delay(), lambda: self._dial(node, conn, address, port))
             case Send(conns, message):
                 if isinstance(message, Formed):
@@ -251,13 +286,16 @@ class Cluster:
                 for conn in conns:
                     if conn in node.links:
                         self._send(node, node.links[conn], payload)
+                    elif conn in node.dialing:
+                        node.dialing[conn].append(payload)
             case Close(conn):
                 if conn in node.links:
                     self._send(node, node.links.pop(conn), None)
+                node.dialing.pop(conn, None)
             case ReadBoard():
-                self._at(self.now + self._delay(), lambda: self._read_board(node))
+                self._call_board(node, lambda: self._read_board(node))
             case SwapBoard(state, token):
-                self._at(self.now + self._delay(), lambda: self._swap_board(node, state, token))
+                self._call_board(node, lambda: self._swap_board(node, state, token))
             case OpenStore(epoch):
                 self._at(
                     self.now + self._delay(),
@@ -274,19 +312,26 @@ class Cluster:
         return (a.me.node, b.me.node) in self.cut
 
     def _dial(self, node: Node, conn: int, address: str, port: int) -> None:
-        target = next((n for n in self.nodes if (n.me.address, n.me.port) == (address, port)), None)
-        assert target is not None, f"{node.me.agent_id} dials {address}:{port}"
+        there = [n for n in self.nodes if (n.me.address, n.me.port) == (address, port)]
+        assert there, f"{node.me.agent_id} dials {address}:{port}"
+        target = next((n for n in there if n.alive), there[-1])
         if target.silent or self._is_cut(node, target) or self._is_cut(target, node):
             self._at(
                 self.now + self.settings.dial_timeout_s,
-                lambda: self._feed(node, lambda now: node.machine.closed(conn, now)),
+                lambda: self._dial_failed(node, conn, refused=False),
             )
         elif not target.alive:
-            self._feed(node, lambda now: node.machine.closed(conn, now, refused=True))
-        elif node.alive:
+            self._dial_failed(node, conn, refused=True)
+        elif node.alive and conn in node.dialing:
             link = Link((node, target), (conn, next(target.accepted)))
             node.links[conn] = target.links[link.conns[1]] = link
+            for payload in node.dialing.pop(conn):
+                self._send(node, link, payload)
             self._feed(node, lambda now: node.machine.opened(conn, now))
+
+    def _dial_failed(self, node: Node, conn: int, *, refused: bool) -> None:
+        if node.dialing.pop(conn, None) is not None:
+            self._feed(node, lambda now: node.machine.closed(conn, now, refused=refused))
 
     def _send(self, node: Node, link: Link, payload: bytes | None) -> None:
         side = 0 if link.ends[0] is node else 1
@@ -329,11 +374,26 @@ class Cluster:
 
     # --- the board -----------------------------------------------------------------------
 
+    def _call_board(self, node: Node, call: Callable[[], None]) -> None:
+        node.board_calls.append(call)
+        if len(node.board_calls) == 1:
+            self._at(self.now + self._delay(), call)
+
+    def _answer(self, node: Node, step: Callable[[float], list]) -> None:
+        """Give the answer of the call under way and begin the next."""
+        self._feed(node, step)
+        node.board_calls.popleft()
+        if node.board_calls:
+            self._at(self.now + self._delay(), node.board_calls[0])
+
     def _board_answers(self, node: Node) -> bool:
-        if self.now < self.board_down_until:
+        if self.now < self.board_stalled_until:
+            self._at(self.board_stalled_until, node.board_calls[0])
+            return False
+        if self.now < self.board_down_until or node.me.node in self.board_cut:
             self._at(
                 self.now + 0.3,
-                lambda: self._feed(node, lambda now: node.machine.board_failed("down", now)),
+                lambda: self._answer(node, lambda now: node.machine.board_failed("down", now)),
             )
             return False
         return True
@@ -341,26 +401,23 @@ class Cluster:
     def _read_board(self, node: Node) -> None:
         if self._board_answers(node):
             state, token = self.board or (None, None)
-            self._feed(node, lambda now: node.machine.board_read(state, token, now))
+            self._answer(node, lambda now: node.machine.board_read(state, token, now))
 
     def _swap_board(self, node: Node, state: BoardState, token: int | None) -> None:
         if not self._board_answers(node):
             return
         won = token == (self.board[1] if self.board else None)
         if won:
-            old = self.board[0].epoch if self.board else 0
-            assert state.epoch in (old, old + 1), f"epoch {old} -> {state.epoch}"
-            if state.epoch > old:
-                self.epoch_owner[state.epoch] = node.me.agent_id
+            self._check_swap(node, self.board[0] if self.board else BoardState(), state)
             state = BoardState.decode(state.encode())
             self.board = (state, (token or 0) + 1)
         newest, new_token = self.board
         if self.lose_replies and self.random.random() < 0.5:
-            self._feed(node, lambda now: node.machine.board_failed("reply lost", now))
+            self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
         else:
             self._at(
                 self.now + self._delay(),
-                lambda: self._feed(
+                lambda: self._answer(
                     node, lambda now: node.machine.board_swapped(newest, new_token, now, won=won)
                 ),
             )
@@ -372,9 +429,26 @@ class Cluster:
 
     # --- invariants, and the script in place of workers ----------------------------------------
 
+    def _check_swap(self, node: Node, old: BoardState, new: BoardState) -> None:
+        me, holder = node.me.agent_id, new.lease.holder if new.lease else None
+        assert new.epoch in (old.epoch, old.epoch + 1), f"epoch {old.epoch} -> {new.epoch}"
+        assert new.commits == old.commits
+        assert holder in (me, None), "puts another's name on the board"
+        if new.epoch > old.epoch:
+            assert old.lease is not None
+            assert old.lease.holder == holder == me, "a number without the lease"
+            self.epoch_owner[new.epoch] = me
+        if new.lease is None:
+            assert old.lease is not None
+            assert old.lease.holder == me, "gives up another's lease"
+            assert new.ended is not None
+        elif old.lease is None or (old.lease.holder, old.lease.term) != (me, new.lease.term):
+            assert old.lease is None or new.lease.term > old.lease.term
+            assert self.term_owner.setdefault(new.lease.term, me) == me, "two winners of a term"
+
     def _check_published(self, node: Node, formed: Formed) -> None:
-        assert self.published.setdefault(formed.epoch, formed) == formed, "published twice"
         assert self.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
+        assert self.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
         assert len(formed.members) in self.settings.rung_nodes
         assert len({m.node for m in formed.members}) == len(formed.members)
         assert not {m.node for m in formed.members} & formed.barred.keys()
@@ -383,9 +457,8 @@ class Cluster:
         node.notices.append(notice)
         match notice:
             case EpochFormed(epoch=epoch):
-                if epoch not in self.published:  # a coordinator without peers sends nothing
-                    assert self.epoch_owner[epoch] == node.me.agent_id
-                    self.published[epoch] = node.machine.ctx  # type: ignore[assignment]
+                assert epoch in self.epoch_owner, "told before it is on the board"
+                assert self.published.setdefault(epoch, notice) == notice, "published twice"
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
                 node.formed = notice
                 node.working = epoch if node.me in notice.members else None

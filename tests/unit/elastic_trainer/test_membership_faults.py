@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 
 from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import StopAsked
+from elastic_trainer.agent.notices import NodeLeaving, StopAsked
 from elastic_trainer.failures import Kind
 
 HEALED_WITHIN_S = 90.0
@@ -31,6 +31,11 @@ FAULTS = (
     "worker",
     "crash",
     "commit",
+    "reset",
+    "stall",
+    "board_cut",
+    "leave",
+    "slow",
 )
 fault_scripts = st.lists(
     st.tuples(
@@ -76,6 +81,16 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.fail_worker(node, Kind.COLLATERAL, "connection reset")
         case "commit":
             cluster.commit_checkpoint()
+        case "reset" if node:
+            cluster.reset(node)
+        case "stall":
+            cluster.board_stalled_until = cluster.now + 3.0 * which
+        case "board_cut":
+            cluster.board_cut.add(names[which % nodes])
+        case "leave" if node:
+            cluster.report(node, NodeLeaving(reason="a failed check"))
+        case "slow":
+            cluster.delay_s = (0.0005, 0.002, 0.02, 0.2)[which % 4]
         case _:
             pass
 
@@ -96,9 +111,7 @@ def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]
         cluster.run(cluster.now + pause_s)
         inject(cluster, fault, which, nodes)
     cluster.heal()
-    for node in cluster.nodes:
-        if node.stopped is not None and node.alive:
-            cluster.kill(node)
+    cluster.delay_s = 0.002
     return cluster
 
 
@@ -121,15 +134,17 @@ def check_heals(nodes: int, slack: int, seed: int, script: list[tuple[float, str
     if not cluster.up:
         return  # every agent has left: too few at the start, say
 
-    def at_rest() -> bool:
-        if not cluster.up:
-            return True
-        parked = len(cluster.up) < least
-        return (parked and sum(n.machine.is_coordinator for n in cluster.up) == 1) or (
-            cluster.settled()
-        )
+    cluster.run_until(
+        lambda: not cluster.up or cluster.parked() or cluster.settled(), within=HEALED_WITHIN_S
+    )
 
-    cluster.run_until(at_rest, within=HEALED_WITHIN_S)
+
+def check_stops(nodes: int, slack: int, seed: int, script: list[tuple[float, str, int]]) -> None:
+    cluster = play(nodes, max(1, nodes - slack), seed, script)
+    for node in list(cluster.up):
+        cluster.report(node, StopAsked(reason="SIGTERM"))
+    if cluster.up:
+        cluster.run_until(lambda: not cluster.up, within=HEALED_WITHIN_S)
 
 
 @scripts
@@ -141,11 +156,7 @@ def test_all_living_agents_agree_once_the_faults_end(nodes, slack, seed, script)
 @scripts
 @quick
 def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, script):
-    cluster = play(nodes, max(1, nodes - slack), seed, script)
-    for node in list(cluster.up):
-        cluster.report(node, StopAsked(reason="SIGTERM"))
-    if cluster.up:
-        cluster.run_until(lambda: not cluster.up, within=HEALED_WITHIN_S)
+    check_stops(nodes, slack, seed, script)
 
 
 @pytest.mark.slow
