@@ -6,8 +6,14 @@ the connection it came on is closed.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import functools
 import json
+import math
+import types
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -178,27 +184,50 @@ def decode(payload: bytes) -> Message:
         elif cls is Abort:
             raw["victims"] = tuple(raw["victims"])
         message = cls(**raw)
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
     assert isinstance(message, Message)
     _check_types(message)
     return message
 
 
-def _check_types(message: Any) -> None:
-    """Refuse a field whose JSON type is not the declared one (strings and numbers only)."""
-    for spec in dataclasses.fields(message):
-        value, want = getattr(message, spec.name), str(spec.type)
-        if want == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{type(message).__name__}.{spec.name} is {value!r}, not an int")
-        if want == "str" and not isinstance(value, str):
-            raise ValueError(f"{type(message).__name__}.{spec.name} is {value!r}, not a string")
-        if dataclasses.is_dataclass(value):
-            _check_types(value)
-        elif isinstance(value, tuple):
-            for item in value:
-                if dataclasses.is_dataclass(item):
-                    _check_types(item)
+def _check_types(record: Message | Report) -> None:
+    """Refuse a message or report with a field whose content is not of the declared type."""
+    cls: Any = type(record)
+    for name, fits in _fields_of(cls):
+        if not fits(getattr(record, name)):
+            raise ValueError(f"{cls.__name__}.{name} is {getattr(record, name)!r:.80}")
+
+
+@functools.cache
+def _fields_of(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((spec.name, _fits(hints[spec.name])) for spec in dataclasses.fields(cls))
+
+
+@functools.cache
+def _fits(want: Any) -> Callable[[Any], bool]:
+    """Return the test whether a value is a `want`, for the types that messages are made of."""
+    inner = [_fits(part) for part in typing.get_args(want) if part is not ...]
+    match typing.get_origin(want):
+        case types.UnionType:
+            return lambda value: any(fits(value) for fits in inner)
+        case builtins.tuple:
+            return lambda value: type(value) is tuple and all(map(inner[0], value))
+        case builtins.dict:
+            return lambda value: (
+                type(value) is dict
+                and all(map(inner[0], value))
+                and all(map(inner[1], value.values()))
+            )
+    if dataclasses.is_dataclass(want) and isinstance(want, type):
+        parts = _fields_of(want)
+        return lambda value: (
+            type(value) is want and all(fits(getattr(value, name)) for name, fits in parts)
+        )
+    if want is float:
+        return lambda value: type(value) in (int, float) and math.isfinite(value)
+    return lambda value: want is Any or type(value) is want
 
 
 def tell(report: Report) -> Told:

@@ -1,0 +1,203 @@
+"""The wire form: whatever was said comes through, whatever else comes is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.agent.messages import (
+    Abort,
+    Ask,
+    Elect,
+    Formed,
+    Join,
+    PastFailure,
+    Ping,
+    Reject,
+    Stop,
+    Told,
+    Vote,
+    Welcome,
+    Won,
+    decode,
+    encode,
+    tell,
+    untell,
+)
+from elastic_trainer.agent.notices import (
+    Member,
+    NodeLeaving,
+    StopAsked,
+    WorkersEnded,
+    WorkersFailed,
+    WorkersRunning,
+)
+from elastic_trainer.failures import Action, Failure, Kind
+
+text, number = st.text(max_size=8), st.integers(-(2**70), 2**70)
+members = st.builds(Member, agent_id=text, node=text, address=text, port=number, workers=number)
+past = st.builds(
+    PastFailure,
+    node=st.none() | text,
+    kind=text,
+    detail=text,
+    step=number,
+    age_s=st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9),
+)
+several = st.lists(members, max_size=3).map(tuple)
+messages = st.one_of(
+    st.builds(Join, member=members, job=text, last_epoch=number),
+    st.builds(Welcome, term=number),
+    st.builds(Reject, code=st.none() | number, reason=text),
+    st.builds(Ping),
+    st.builds(
+        Formed,
+        epoch=number,
+        term=number,
+        members=several,
+        spares=several,
+        store_address=text,
+        store_port=number,
+        coordinator=text,
+        reason=text,
+        history=st.lists(past, max_size=3).map(tuple),
+        barred=st.dictionaries(text, text, max_size=2),
+    ),
+    st.builds(Abort, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)),
+    st.builds(Ask, epoch=number, request=number),
+    st.builds(Stop, code=number, reason=text),
+    st.builds(Elect, candidate=text, job=text, term=number),
+    st.builds(Vote, lost=st.booleans()),
+    st.builds(Won, term=number, coordinator=text),
+)
+reports = st.one_of(
+    st.builds(
+        WorkersFailed,
+        epoch=number,
+        local_rank=number,
+        rank=number,
+        step=number,
+        failure=st.builds(
+            Failure, kind=st.sampled_from(Kind), action=st.sampled_from(Action), detail=text
+        ),
+    ),
+    st.builds(WorkersEnded, epoch=number, finished=st.booleans(), step=number),
+    st.builds(WorkersRunning, epoch=number, step=number),
+    st.builds(StopAsked, reason=text),
+    st.builds(NodeLeaving, reason=text),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | number | st.floats() | text,
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(text, part, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(messages)
+def test_a_message_comes_through(message):
+    assert decode(encode(message)) == message
+
+
+@given(reports)
+def test_a_report_comes_through(report):
+    assert untell(decode(encode(tell(report)))) == report
+
+
+@given(messages, st.data())
+def test_a_field_of_another_content_is_refused_or_taken_for_what_it_is(message, data):
+    """Never another exception, and never a message that its own wire form would not give."""
+    raw = json.loads(encode(message))
+    raw[data.draw(st.sampled_from(sorted(raw)))] = data.draw(anything)
+    try:
+        found = decode(json.dumps(raw).encode())
+    except ValueError:
+        return
+    assert decode(encode(found)) == found
+
+
+@given(reports, st.data())
+def test_a_report_of_another_content_is_refused_or_taken_for_what_it_is(report, data):
+    told = tell(report)
+    raw = {**told.report, data.draw(st.sampled_from(sorted(told.report))): data.draw(anything)}
+    try:
+        found = untell(Told(kind=told.kind, report=raw))
+    except ValueError:
+        return
+    assert untell(decode(encode(tell(found)))) == found
+
+
+@given(st.binary(max_size=40))
+def test_noise_is_refused(payload):
+    with pytest.raises(ValueError):  # noqa: PT011  JSON's, Unicode's or ours
+        decode(payload)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"t": "Vote", "lost": 1},
+        {"t": "Vote", "lost": "yes"},
+        {"t": "Welcome", "term": True},
+        {"t": "Welcome", "term": "1"},
+        {"t": "Welcome"},
+        {"t": "Welcome", "term": 1, "more": 2},
+        {"t": "Reject", "code": "93", "reason": ""},
+        {"t": "Abort", "epoch": 1, "reason": "", "victims": [1]},
+        {"t": "Abort", "epoch": 1, "reason": "", "victims": None},
+        {"t": "Ping", "member": 3},
+        {"t": "Join", "member": {"agent_id": "a"}, "job": "j", "last_epoch": 0},
+        {"t": "Elects"},
+        {"t": ["Vote"]},
+        {},
+        [],
+        "Vote",
+        7,
+        None,
+    ],
+)
+def test_what_is_no_message_is_refused(raw):
+    with pytest.raises(ValueError, match=r"not a message|Vote|Welcome|Reject|Abort"):
+        decode(json.dumps(raw).encode())
+
+
+@pytest.mark.parametrize("field", ["barred", "history", "members"])
+@pytest.mark.parametrize("value", [7, "ab", [1], {"a": 1}])
+def test_an_ill_typed_epoch_is_refused(field, value):
+    epoch = Formed(
+        epoch=1,
+        term=1,
+        members=(),
+        spares=(),
+        store_address="",
+        store_port=1,
+        coordinator="",
+        reason="",
+        history=(),
+        barred={},
+    )
+    with pytest.raises(ValueError):  # noqa: PT011  says which field, in several ways
+        decode(json.dumps({**json.loads(encode(epoch)), field: value}).encode())
+
+
+def test_an_age_that_is_no_number_is_refused():
+    bad = b'[{"node":null,"kind":"","detail":"","step":1,"age_s":NaN}]'
+    payload = (
+        b'{"t":"Formed","epoch":1,"term":1,"members":[],"spares":[],"store_address":"",'
+        b'"store_port":1,"coordinator":"","reason":"","barred":{},"history":' + bad + b"}"
+    )
+    with pytest.raises(ValueError, match="history"):
+        decode(payload)
+    assert decode(payload.replace(b"NaN", b"1.5")).history[0].age_s == 1.5
+
+
+def test_a_bomb_of_brackets_is_refused():
+    with pytest.raises(ValueError, match="not a message"):
+        decode(b"[" * 200_000)
+
+
+def test_an_unknown_report_is_refused():
+    with pytest.raises(ValueError, match="not a report"):
+        untell(Told(kind="Formatted", report={}))
