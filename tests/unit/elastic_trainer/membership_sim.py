@@ -101,6 +101,8 @@ class Cluster:
         self.lose_replies = False
         self.cut: set[tuple[str, str]] = set()
         """(from node, to node): nothing gets through, nothing is refused."""
+        self.refusing: set[tuple[str, str]] = set()
+        """(from node, to node): the address means another machine there, and it refuses."""
         self.epoch_owner: dict[int, str] = {}
         self.term_owner: dict[int, str] = {}
         self.published: dict[int, EpochFormed] = {}
@@ -151,6 +153,7 @@ class Cluster:
     def heal(self) -> None:
         """Undo all cuts, board faults and pauses."""
         self.cut.clear()
+        self.refusing.clear()
         self.board_cut.clear()
         self.board_down_until = self.board_stalled_until = self.now
         self.lose_replies = False
@@ -186,6 +189,12 @@ class Cluster:
         if not stop():
             self.now = max(self.now, until)
 
+    def run_events(self, count: int) -> None:
+        """Let the next `count` events happen."""
+        for _ in range(count):
+            self.now, _, function = heapq.heappop(self._heap)
+            function()
+
     def run_until(self, condition: Callable[[], bool], within: float) -> float:
         """Run until `condition`; return the seconds it took, or fail after `within`."""
         begun = self.now
@@ -216,6 +225,7 @@ class Cluster:
             sum(n.machine.is_coordinator for n in up) == 1
             and len(formed) == 1
             and None not in formed
+            and self.board is not None
             and up[0].formed.epoch == max(self.published) == self.board[0].epoch
             and len(up[0].formed.members) == size
             and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
@@ -320,7 +330,7 @@ class Cluster:
                 self.now + self.settings.dial_timeout_s,
                 lambda: self._dial_failed(node, conn, refused=False),
             )
-        elif not target.alive:
+        elif not target.alive or (node.me.node, target.me.node) in self.refusing:
             self._dial_failed(node, conn, refused=True)
         elif node.alive and conn in node.dialing:
             link = Link((node, target), (conn, next(target.accepted)))
@@ -411,7 +421,7 @@ class Cluster:
             self._check_swap(node, self.board[0] if self.board else BoardState(), state)
             state = BoardState.decode(state.encode())
             self.board = (state, (token or 0) + 1)
-        newest, new_token = self.board
+        newest, new_token = self.board or (BoardState(), 0)
         if self.lose_replies and self.random.random() < 0.5:
             self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
         else:
@@ -431,7 +441,8 @@ class Cluster:
 
     def _check_swap(self, node: Node, old: BoardState, new: BoardState) -> None:
         me, holder = node.me.agent_id, new.lease.holder if new.lease else None
-        assert new.epoch in (old.epoch, old.epoch + 1), f"epoch {old.epoch} -> {new.epoch}"
+        newest = max([old.epoch, *self.published])
+        assert new.epoch in (old.epoch, newest + 1), f"epoch {old.epoch} -> {new.epoch}"
         assert new.commits == old.commits
         assert holder in (me, None), "puts another's name on the board"
         if new.epoch > old.epoch:

@@ -323,3 +323,148 @@ def test_members_are_placed_in_the_natural_order_of_their_names():
     notice = cluster.up[0].formed
     assert isinstance(notice, EpochFormed)
     assert [m.node for m in notice.members] == [f"node{i}" for i in range(11)]
+
+
+# --- what was found by random faults -------------------------------------------------------
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_a_coordinator_that_dies_at_any_moment_of_a_recovery_is_succeeded(nodes, restarted):
+    """Between taking an epoch's number and publishing it, say; also when its port answers again."""
+    for events in range(60):
+        cluster = started(nodes)
+        old = coordinator(cluster)
+        cluster.fail_worker(others(cluster)[0])
+        cluster.run_events(events)
+        cluster.kill(old)
+        if restarted:
+            cluster.add(old.me.node)
+        took = cluster.run_until(cluster.settled, within=20.0)
+        assert took < 1.0, f"{took} s after {events} events"
+
+
+def test_workers_end_when_the_job_parks_under_a_successor():
+    cluster = started(3, least=3)
+    cluster.kill(coordinator(cluster))
+    assert cluster.run_until(cluster.parked, within=20.0) < 1.0
+
+
+def test_workers_end_on_a_node_that_comes_back_to_a_parked_job():
+    cluster = started(3, least=3)
+    back, *_ = others(cluster)
+    cluster.partition({back.me.node})
+    cluster.run(cluster.now + 20.0)
+    cluster.kill(next(n for n in others(cluster) if n is not back))
+    cluster.heal()
+    cluster.run_until(cluster.parked, within=20.0)
+
+
+def test_a_request_lost_with_a_connection_is_made_again():
+    cluster = started(3)
+    cluster.reset(coordinator(cluster))
+    cluster.report(coordinator(cluster), StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 3.0)
+    assert {n.stopped.code for n in cluster.nodes} == {91}
+
+
+def test_broken_connections_alone_cost_no_epoch():
+    cluster = started(4)
+    for node in cluster.up:
+        cluster.reset(node)
+    cluster.run(cluster.now + 5.0)
+    assert cluster.settled()
+    assert max(cluster.published) == 1
+
+
+def test_a_stop_holds_when_a_node_leaves_meanwhile():
+    cluster = started(3)
+    leaving, *_ = others(cluster)
+    cluster.report(coordinator(cluster), StopAsked(reason="SIGTERM"))
+    cluster.report(leaving, NodeLeaving(reason="unreapable worker"))
+    cluster.run(cluster.now + 3.0)
+    assert {n.stopped.code for n in cluster.nodes} == {91, 92}
+    assert leaving.stopped.code == 92
+
+
+def test_a_deposed_coordinator_ends_nobodys_job():
+    cluster = started(5)
+    old, member = coordinator(cluster), others(cluster)[0]
+    cluster.partition({old.me.node, member.me.node})
+    cluster.board_cut |= {old.me.node, member.me.node}
+    cluster.run(cluster.now + 30.0)
+    assert old.machine.is_coordinator
+    cluster.report(old, StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 1.0)
+    cluster.board_cut.clear()
+    cluster.run(cluster.now + 2.0)
+    assert not old.machine.is_coordinator
+    assert old.stopped is None
+    assert member.stopped is None
+    cluster.heal()
+    cluster.run(cluster.now + 30.0)
+    assert {n.stopped.code for n in cluster.nodes} == {91}  # by the coordinator that counts
+
+
+def test_a_board_that_is_down_for_long_does_not_end_a_campaign():
+    cluster = started(2)
+    cluster.kill(coordinator(cluster), silent=True)
+    cluster.board_down_until = cluster.now + 45.0
+    cluster.run(cluster.now + 45.0)
+    cluster.run_until(cluster.settled, within=20.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_lease_won_unheard_is_taken_up(seed):
+    cluster = Cluster(settings(3), seed=seed)
+    for i in range(3):
+        cluster.add(f"node{i}")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.lose_replies = True
+    cluster.kill(coordinator(cluster))
+    cluster.run(cluster.now + 3.0)
+    cluster.lose_replies = False
+    cluster.run_until(cluster.settled, within=2.0)
+
+
+def test_a_second_agent_on_the_coordinators_node_is_refused():
+    cluster = started(2)
+    first = coordinator(cluster)
+    second = cluster.add(first.me.node)
+    cluster.run(cluster.now + 1.0)
+    assert second.stopped.code == 93
+    assert first.me.node in second.stopped.reason
+    assert coordinator(cluster) is first
+    assert cluster.settled()
+
+
+def test_epochs_rise_also_over_a_board_that_was_emptied():
+    cluster = started(2)
+    cluster.board = None
+    cluster.run_until(lambda: cluster.settled() and max(cluster.published) > 1, within=30.0)
+
+
+def test_a_live_lease_is_not_taken_where_its_address_means_another_machine():
+    """Not even when one renewal of it is a little late."""
+    cluster = started(2)
+    live = coordinator(cluster).me
+    cluster.run(cluster.settings.lease_renew_s + 0.1)
+    cluster.refusing.add(("far", live.node))
+    far = cluster.add("far", job="other")
+    cluster.run(2 * cluster.settings.lease_renew_s - 0.1)
+    cluster.board_cut.add(live.node)
+    cluster.run(cluster.now + 1.5)
+    cluster.board_cut.clear()
+    cluster.run(cluster.now + 20.0)
+    assert far.stopped.code == 93
+    assert coordinator(cluster).me == live
+
+
+def test_a_crash_that_follows_a_rank_ends_with_93_before_it_costs_a_second_node():
+    cluster = started(4)
+    for _ in range(3):
+        first = next(n for n in cluster.up if n.me == n.formed.members[0])
+        cluster.fail_worker(first, Kind.CRASH, "AssertionError: loss is NaN")
+        cluster.run(cluster.now + 2.0)
+    codes = sorted(n.stopped.code for n in cluster.nodes)
+    assert codes in ([92, 93, 93, 93], [93, 93, 93, 93])

@@ -25,6 +25,7 @@ FAULTS = (
     "resume",
     "cut",
     "one_way",
+    "refuse",
     "heal",
     "board_down",
     "lose_replies",
@@ -69,6 +70,8 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.partition(set(names[: which % nodes]))
         case "one_way" if nodes > 1:
             cluster.cut.add((names[which % nodes], names[(which + 1) % nodes]))
+        case "refuse" if nodes > 1:
+            cluster.refusing.add((names[which % nodes], names[(which + 1) % nodes]))
         case "heal":
             cluster.cut.clear()
         case "board_down":
