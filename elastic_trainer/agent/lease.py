@@ -81,8 +81,8 @@ class LeaseKeeper:
             return Standing.DEPOSED
         if won and purpose == "form":
             self._forming, self.epoch = False, state.epoch
-        if self._forming or self._ended is not None:
-            self._swap()
+        if self._forming or self._ended is not None or not won:
+            self._swap()  # also a renewal that was lost: two beats must not be far apart
         return Standing.HELD
 
     def opened(self, epoch: int, address: str, port: int) -> None:
