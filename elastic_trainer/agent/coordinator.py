@@ -71,8 +71,6 @@ class Coordinator(Watch):
         """Agent ids of the current epoch."""
         self._lost: list[str] = []
         """Nodes of the last epoch that died since."""
-        self._absent: set[str] = set()
-        """Nodes that had joined and died: a first epoch does not wait for them."""
         self._failed: list[tuple[str, WorkersFailed]] = []
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
@@ -106,7 +104,6 @@ class Coordinator(Watch):
     def joined(self, join: Join) -> Turn | None:
         """An agent has joined: form or grow; one that missed the epoch's news ends it."""
         ctx, member = self.ctx, join.member
-        self._absent.discard(member.node)
         conns = self.peers.conns((member.agent_id,))
         runs = self._phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
@@ -114,7 +111,7 @@ class Coordinator(Watch):
             ctx.outbox.append(Send(conns, Abort(epoch=join.last_epoch, reason=over, victims=())))
         if member.agent_id in self._members:
             if self._phase in BUSY and not runs:
-                return self._abort(f"{member.node} missed the epoch", (member.node,))
+                self._end_epoch(f"{member.node} missed the epoch", (member.node,))
             if self._phase == "draining":
                 ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(self._asked))))
         return self.advance()
@@ -204,7 +201,7 @@ class Coordinator(Watch):
                 self._failed.append((node, report))
                 if self._phase in BUSY:
                     victims = () if report.failure.kind is Kind.COLLATERAL else (node,)
-                    return self._abort(f"worker failed: {report.failure.detail}", victims)
+                    self._end_epoch(f"worker failed: {report.failure.detail}", victims)
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
@@ -239,15 +236,12 @@ class Coordinator(Watch):
     def lost(self, peer: Peer, reason: str) -> Turn | None:
         """An agent is dead: its epoch ends at once."""
         member = peer.member
-        self.peers.remove(peer)
-        for what in ("gone", "probe"):
-            self.ctx.timers.pop(f"{what} {member.agent_id}", None)
+        self.forget(peer)
         self.ctx.log("member.lost", member=member.node, reason=reason)
-        self._absent.add(member.node)
         if member.agent_id in self._members:
             self._lost.append(member.node)
             if self._phase in BUSY:
-                return self._abort(f"node lost: {member.node}: {reason}", (member.node,))
+                self._end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
         return self.advance()
 
     def _evict(self, node: str, reason: str) -> None:
@@ -261,11 +255,7 @@ class Coordinator(Watch):
             self._end_epoch(f"{node} was put out: {reason}", (node,))
         if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
             self.dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
-            self.peers.remove(peer)
-
-    def _abort(self, reason: str, victims: tuple[str, ...]) -> Turn | None:
-        self._end_epoch(reason, victims)
-        return self.advance()
+            self.forget(peer)
 
     def _end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
         ctx = self.ctx
@@ -304,7 +294,7 @@ class Coordinator(Watch):
             return bool(self.expected)
         settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.expected_nodes
-        return len(self.peers) + len(self._absent) < wanted
+        return len(self.peers) + len(self.absent) < wanted
 
     def _park(self) -> Turn | None:
         barred, need = self.ctx.barred, self.ctx.settings.min_nodes

@@ -37,6 +37,8 @@ class Watch(Role, ABC):
         super().__init__(ctx)
         self.peers = Peers(ctx.me, ctx.now)
         self.expected = expected
+        self.absent: set[str] = set()
+        """Nodes that had joined and left: a first epoch does not wait for them."""
 
     @abstractmethod
     def advance(self) -> Turn | None:
@@ -87,6 +89,7 @@ class Watch(Role, ABC):
             self.dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=reason))
             if turn := self.lost(older, "replaced by a newer agent of the node"):
                 return turn
+        self.absent.discard(member.node)
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, address=member.address)
         replaced = self.peers.connect(member, conn, ctx.now)
@@ -171,6 +174,13 @@ class Watch(Role, ABC):
                 if turn := self.lost(peer, f"silent for {silent_s:.1f} s"):
                     return turn
         return None
+
+    def forget(self, peer: Peer) -> None:
+        """Count an agent no longer."""
+        self.peers.remove(peer)
+        self.absent.add(peer.member.node)
+        for what in ("gone", "probe"):
+            self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
 
     def dismiss(self, peer: Peer, last_word: Stop) -> None:
         """Say a last word to an agent and hang up."""
