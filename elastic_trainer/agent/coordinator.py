@@ -323,8 +323,10 @@ class Coordinator(Watch):
             return self.advance()
         current = set(self._members) or {member.agent_id for member in ctx.everyone}
         members = choose_members(pool, current, size)
-        spares = tuple(m for m in pool if m not in members)
-        if ctx.me not in members + spares:
+        self._members = tuple(m.agent_id for m in members)
+        chosen = set(self._members)
+        spares = tuple(m for m in pool if m.agent_id not in chosen)
+        if ctx.me.node in ctx.barred:  # it coordinates, but runs no workers
             spares = (*spares, ctx.me)
         formed = Formed(
             epoch=keeper.epoch,
@@ -338,7 +340,6 @@ class Coordinator(Watch):
             history=ctx.history.to_wire(ctx.now),
             barred=ctx.barred,
         )
-        self._members = tuple(m.agent_id for m in members)
         self._ended, self._asked = {}, Request.NONE
         self._phase, self.expected, self._said_parked = "starting", None, None
         self.send_all(formed)

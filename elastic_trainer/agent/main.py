@@ -79,7 +79,7 @@ def run(options: Options) -> int:
         stack.callback(waker.close)
         store = EpochStore(address, ports)
         stack.callback(store.close)
-        reactor = Reactor()
+        reactor = Reactor(crashed=die)
         reactor.start()
         stack.callback(reactor.stop)
         me, client = build_client(
@@ -99,6 +99,13 @@ def run(options: Options) -> int:
         )
         agent.run()
     return agent.exit_code
+
+
+def die(error: BaseException) -> None:
+    """End the process at once, and with it the zygote and the workers: the node counts as lost."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _agent_config(options: Options, me: Member, scratch: Path) -> AgentConfig:

@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -57,9 +58,16 @@ class HoldfastRendezvous(RendezvousHandler):
     """One node's handler; torchelastic's agent calls it from one thread."""
 
     def __init__(
-        self, client: MembershipClient, me: Member, run_id: str, close: Callable[[], None]
+        self,
+        client: MembershipClient,
+        me: Member,
+        run_id: str,
+        close: Callable[[], None],
+        crashes: list[BaseException],
     ) -> None:
         self._client, self._me, self._run_id, self._close = client, me, run_id, close
+        self._crashes = crashes
+        """What ended the network's thread; torchelastic is told at its next call."""
         self._formed: EpochFormed | None = None
         self._aborted = False
         self._asked_to_grow = False
@@ -77,7 +85,8 @@ class HoldfastRendezvous(RendezvousHandler):
             raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
         address = params.get("address") or params.local_addr or _own_address()
         ports = parse_ports(params.get("ports"))
-        reactor = Reactor()
+        crashes: list[BaseException] = []
+        reactor = Reactor(crashed=crashes.append)
         endpoint = Endpoint(reactor, address, ports)
         reactor.start()
         store = EpochStore(address, ports)
@@ -110,7 +119,7 @@ class HoldfastRendezvous(RendezvousHandler):
             reactor.stop()
             store.close()
 
-        return cls(client, me, params.run_id, close)
+        return cls(client, me, params.run_id, close, crashes)
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
@@ -125,10 +134,12 @@ class HoldfastRendezvous(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the job is over; the message says why.
+            RendezvousConnectionError: the network's thread has crashed.
         """
         self._leave_epoch()
         while True:
             self._take(self._client.notice(1.0))
+            self._raise_crash()
             if self._stopped is not None:
                 raise RendezvousClosedError(self._stopped.reason)
             formed = self._formed
@@ -169,6 +180,10 @@ class HoldfastRendezvous(RendezvousHandler):
         while (notice := self._client.notice(0.0)) is not None:
             self._take(notice)
 
+    def _raise_crash(self) -> None:
+        for error in self._crashes:
+            raise RendezvousConnectionError(f"the network's thread has crashed: {error}") from error
+
     def _take(self, notice: Notice | None) -> None:
         match notice:
             case EpochFormed():
@@ -194,6 +209,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Above zero when torchelastic should stop its workers and come back."""
+        self._raise_crash()
         before = self._formed
         self._drain()
         changed = self._formed is not before or self._aborted or self._asked_to_grow

@@ -60,9 +60,15 @@ class _Link:
 
 
 class Reactor:
-    """The thread that serves every endpoint registered with it, and their timers."""
+    """The thread that serves every endpoint registered with it, and their timers.
 
-    def __init__(self) -> None:
+    Args:
+        crashed: called on the thread when an error of ours ends it, after every socket is
+            closed. An agent that can neither hear nor speak must not go on with its workers.
+    """
+
+    def __init__(self, crashed: Callable[[BaseException], None] | None = None) -> None:
+        self._crashed = crashed
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -72,7 +78,7 @@ class Reactor:
         self._halting = False
         self._stopped = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._loop, name="holdfast-peers", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="holdfast-peers", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -105,6 +111,17 @@ class Reactor:
     def _halt(self) -> None:
         self._halting = True
 
+    def _serve(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            self._close_all()
+            if self._crashed is None:
+                raise
+            self._crashed(error)
+        else:
+            self._close_all()
+
     def _loop(self) -> None:
         while not self._halting:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
@@ -119,6 +136,8 @@ class Reactor:
                 self._calls.popleft()()
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
+
+    def _close_all(self) -> None:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import socket
 import struct
 import time
@@ -189,6 +191,27 @@ def test_the_last_step_ends_the_run(nodes):
     assert {node.wait_for(JobStopped).code for node in group} == {0}
     late = nodes("node5", nodes=2, job="job3")
     assert late.wait_for(JobStopped).code == 0
+
+
+def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told():
+    told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    reactor = Reactor(crashed=told.put)
+    endpoint = Endpoint(reactor, "127.0.0.1")
+
+    class Broken:
+        def received(self, conn, payload):
+            raise ZeroDivisionError
+
+    reactor.start()
+    reactor.call(lambda: endpoint.serve(Broken()))
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as sock:
+        sock.sendall(struct.pack(">I", 1) + b"x")
+        assert isinstance(told.get(timeout=5), ZeroDivisionError)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    reactor.stop()
 
 
 @pytest.mark.parametrize(
