@@ -163,9 +163,10 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             self.config, board, self.events, self.who.epoch, self.device
         )
-        self.step = self.saved_step = self.checkpoints.restore(self.model, self.optimizer)
-        if self.step == 0:
+        restored = self.checkpoints.restore(self.model, self.optimizer)
+        if restored is None:
             initialise(self.model, self.config.train.seed)
+        self.step = self.saved_step = restored or 0
 
     def _open_data(self) -> None:
         config, who = self.config, self.who

@@ -86,11 +86,11 @@ class CheckpointManager:
         self._closed = False
         self._last_due_mono: float | None = None
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
         """Load the newest valid checkpoint in place; collective.
 
         Returns:
-            Its step; 0 when the run has no checkpoint yet.
+            Its step; None when the run has no checkpoint yet.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
@@ -108,7 +108,7 @@ class CheckpointManager:
             ),
         )
         if found is None:
-            return 0
+            return None
         seconds = round(self._mono() - started, 4)
         self._emit("checkpoint.restored", found.step, dir=found.dir, seconds=seconds)
         return found.step

@@ -105,7 +105,7 @@ def test_save_and_restore_with_events_and_generator(tmp_path):
 
 
 def test_nothing_to_restore_is_step_zero(tmp_path):
-    assert Run(tmp_path).restore() == 0
+    assert Run(tmp_path).restore() is None
 
 
 def test_torch_reads_our_checkpoints(tmp_path):
