@@ -14,12 +14,12 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag, ValidationError
 
+from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
 from launcher import spec_models as sections
 from launcher.errors import Problem, UserError, Where
 from launcher.hardware import tight_domain
-from launcher.hf_config import ConfigError, parse_hf_config
 from launcher.spec_check import cross_check
 from launcher.spec_errors import MODEL_TAGS, problems_of
 from launcher.spec_rules import Facts
