@@ -88,6 +88,18 @@ CODES: Final[dict[str, Code]] = {
     "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": Code("The board cannot be read.", "Check the run directory's file system."),
     "HF303": Code("A checkpoint of another global batch.", "Use the one it was made with."),
+    # Checkpoints out to and in from Hugging Face's format.
+    "HF320": Code("The checkpoint to export is damaged.", "Export another, or bring files back."),
+    "HF321": Code("The target of an export or import is there already.", "Name a new one."),
+    "HF322": Code("The target of an export or import cannot be written.", "Make room, or move."),
+    "HF323": Code("A file of the model cannot be read or is missing.", "Bring it there."),
+    "HF324": Code("A file of the model is damaged.", "Download it again; compare its sha256."),
+    "HF325": Code(
+        "The files' tensors are not those of the config.", "Use the config that belongs to them."
+    ),
+    "HF326": Code("A tensor of a dtype that is not read.", "Convert to F32, BF16 or F16."),
+    "HF327": Code("The checkpoint is of another model.", "Use the dimensions of its run."),
+    "HF328": Code("Wrong options of the converter.", "Use `holdfast checkpoint`."),
     # The agent's command line.
     "HF501": Code("Wrong options of holdfast-agent.", "See holdfast-agent --help."),
     "HF502": Code("job.json cannot be used.", "Render the job again."),

@@ -29,3 +29,7 @@ class FencedError(SaveFailedError):
 
 class UncertainError(SaveFailedError):
     """The board could not be asked whether it has the commit: its directory must stay."""
+
+
+class InputError(CheckpointError):
+    """What the user gave cannot be used: another path or option can help."""
