@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
 from elastic_trainer.data_index import micro_batch_samples
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.mesh import build_mesh
+from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.mesh import build_meshes
 from elastic_trainer.model import Llama, rope_table
 from elastic_trainer.optimizer import build_optimizer
-from elastic_trainer.parallelize import materialise, parallelize
+from elastic_trainer.parallelize import initialise, parallelize
 
 
 def main() -> None:
@@ -39,11 +39,12 @@ def main() -> None:
     dp, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
         model = Llama(config.model)
-    mesh = build_mesh(ParallelLayout(dp=dp), "cpu")
-    parallelize(model, mesh, precision="fp32", recompute="none", compile_blocks=False)
-    materialise(model, device, train.seed)
+    meshes = build_meshes(ParallelLayout(dp=dp), "cpu")
+    parallelize(model, meshes, precision="fp32", recompute="none", compile_blocks=False)
+    model.to_empty(device=device)
+    initialise(model, train.seed)
     optimizer = build_optimizer(model, train.optimizer)
-    rope = rope_table(config.model, train.seq_len, device)
+    rope = rope_table(config.model, torch.arange(train.seq_len), device)
     corpus = open_corpus(
         config.data,
         seq_len=train.seq_len,
@@ -61,6 +62,7 @@ def main() -> None:
                 micro_batch=train.micro_batch,
                 dp=dp,
                 dp_rank=rank,
+                rounds=micro_batches_per_rank(train.global_batch // train.micro_batch, dp),
             ):
                 used = samples or range(train.micro_batch)
                 inputs, targets = corpus.samples(used)

@@ -44,17 +44,19 @@ def samples_of_step(step: int, global_batch: int) -> range:
 
 
 def micro_batch_samples(
-    step: int, *, global_batch: int, micro_batch: int, dp: int, dp_rank: int
+    step: int, *, global_batch: int, micro_batch: int, dp: int, dp_rank: int, rounds: int
 ) -> list[range | None]:
     """Return the samples of every micro-batch this dp rank runs in `step`, in order.
 
-    Global micro-batch j goes to dp rank j % dp. Every rank runs ceil(M / dp): None is
-    one that weighs zero, since uneven counts hang under FSDP2.
+    Global micro-batch j goes to dp rank j % dp. Every rank runs `rounds` of them, at
+    least ceil(M / dp): None is one that weighs zero, since uneven counts hang under
+    FSDP2 and a pipeline's schedule may ask for more.
     """
     num_micro_batches = global_batch // micro_batch
+    assert rounds * dp >= num_micro_batches, f"{rounds} rounds x dp {dp} < {num_micro_batches}"
     first = samples_of_step(step, global_batch).start
     out: list[range | None] = []
-    for j in range(dp_rank, -(-num_micro_batches // dp) * dp, dp):
+    for j in range(dp_rank, rounds * dp, dp):
         start = first + j * micro_batch
         out.append(range(start, start + micro_batch) if j < num_micro_batches else None)
     return out

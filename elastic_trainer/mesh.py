@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,40 +12,55 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from elastic_trainer.layout import ParallelLayout
 
-FSDP_AXES = ("dp_replicate", "dp_shard")
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The views of one mesh that parallelisation works on; None where the degree is one."""
+
+    fsdp: DeviceMesh
+    """Parameters are sharded over its last axis (dp_shard x cp), replicated over a first."""
+    tp: DeviceMesh | None
+    pp: DeviceMesh | None
+    cp: DeviceMesh | None
 
 
-class UnsupportedLayoutError(Exception):
-    """The trainer cannot run this layout: the user's mistake, not to be retried."""
-
-
-def build_mesh(layout: ParallelLayout, device_type: str) -> DeviceMesh:
-    """Return the mesh of `layout`, outermost axis first.
+def build_meshes(layout: ParallelLayout, device_type: str) -> Meshes:
+    """Make the process groups of `layout`, ranks in its order.
 
     dp becomes `dp_replicate` x `dp_shard` where it is split (HSDP), else `dp_shard`.
-    Every group of the mesh has the time-out of the default group, which must exist.
-
-    Raises:
-        UnsupportedLayoutError: an axis other than dp is larger than one.
+    Context-parallel ranks hold the same parameters, so FSDP shards over them as well.
+    Every group has the time-out of the default group, which must exist. Collective.
     """
-    beyond = [axis for axis in ("tp", "cp", "pp") if getattr(layout, axis) > 1]
-    if beyond:
-        raise UnsupportedLayoutError(
-            f"HF710 layout: {layout} uses {', '.join(beyond)}; this version trains with data "
-            "parallelism only (dp and dp_replicate): set the others to 1"
-        )
-    if layout.dp_replicate > 1:
-        mesh = init_device_mesh(
-            device_type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=FSDP_AXES
-        )
-    else:
-        mesh = init_device_mesh(device_type, (layout.dp_shard,), mesh_dim_names=FSDP_AXES[1:])
+    sizes = _axis_sizes(layout)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shard_axes = tuple(axis for axis in sizes if axis in ("dp_shard", "cp"))
+    shard = mesh[shard_axes]
+    if len(shard_axes) > 1:
+        shard = shard._flatten("fsdp")  # noqa: SLF001  as torchtitan; there is no public way
+    fsdp = shard
+    if "dp_replicate" in sizes:
+        fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], shard])  # noqa: SLF001
     # torch gives new groups its own default: 30 min on gloo, 10 on NCCL. Options in
     # `backend_override` would say it at once, but gloo's groups then never come up.
     timeout = group_timeout(dist.group.WORLD, device_type)
-    for group in mesh.get_all_groups():
+    for group in {*mesh.get_all_groups(), *fsdp.get_all_groups()}:
         _set_pg_timeout(timeout, group)
-    return mesh
+    views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp")}
+    return Meshes(fsdp=fsdp, **views)
+
+
+def _axis_sizes(layout: ParallelLayout) -> dict[str, int]:
+    """Return axis -> degree, outermost first; of axes of one only a needed dp_shard stays."""
+    sizes = {}
+    for axis in reversed(layout.order):
+        if axis == "dp":
+            if layout.dp_replicate > 1:
+                sizes["dp_replicate"] = layout.dp_replicate
+            if layout.dp_shard > 1 or layout.cp == 1:
+                sizes["dp_shard"] = layout.dp_shard
+        elif getattr(layout, axis) > 1:
+            sizes[axis] = getattr(layout, axis)
+    return sizes
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:

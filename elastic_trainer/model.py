@@ -33,9 +33,9 @@ def rope_frequencies(shape: ModelShape) -> Tensor:
     return torch.lerp(scaled, frequencies, smooth.clamp(0.0, 1.0))
 
 
-def rope_table(shape: ModelShape, seq_len: int, device: torch.device | str) -> Tensor:
-    """Return cosines and sines, shape (2, T, E/2), fp32."""
-    angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), rope_frequencies(shape))
+def rope_table(shape: ModelShape, positions: Tensor, device: torch.device | str) -> Tensor:
+    """Return cosines and sines at `positions` (T,), shape (2, T, E/2), fp32."""
+    angles = torch.outer(positions.to(torch.float64), rope_frequencies(shape))
     return torch.stack([angles.cos(), angles.sin()]).float().to(device)
 
 
@@ -45,6 +45,16 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope[0], rope[1]
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.type_as(x)
+
+
+class CausalAttention(nn.Module):
+    """Softmax attention where a position sees itself and those before it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E)."""
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 class Attention(nn.Module):
@@ -58,6 +68,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, shape.dim, bias=False)
+        self.core = CausalAttention()
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
@@ -67,10 +78,7 @@ class Attention(nn.Module):
             for w in (self.wq, self.wk, self.wv)
         )
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        y: Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        y: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
         return y
 
 
@@ -128,18 +136,35 @@ class Llama(nn.Module):
         return y
 
 
-def initial_value(name: str, size: torch.Size, shape: ModelShape, seed: int) -> Tensor:
-    """Return the whole initial tensor of the parameter `name`, fp32 on the CPU.
+INITIAL_ROWS = 64
+"""Rows of a tensor that share one random generator; any layout can make any of them."""
 
-    A function of (seed, name) alone, so every layout starts from the same values.
-    Normal with deviation 0.02, divided by sqrt(2 L) where a branch joins the
-    residual stream (GPT-2's scheme); norms are one.
+
+def initial_rows(name: str, size: torch.Size, rows: range, shape: ModelShape, seed: int) -> Tensor:
+    """Return rows (of the first dim) of the initial value of parameter `name`, fp32, CPU.
+
+    A function of (seed, name, row) alone, so every layout starts from the same values,
+    and each rank makes little more than it keeps. Normal with deviation 0.02, divided
+    by sqrt(2 L) where a branch joins the residual stream (GPT-2's scheme); norms are one.
+
+    Args:
+        name: as in `Llama.named_parameters()`.
+        size: of the whole tensor.
+        rows: which rows, step 1.
+        shape: the model.
+        seed: of the run.
     """
     if "norm" in name:
-        return torch.ones(size)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.ones(len(rows), *size[1:])
     deviation = 0.02
     if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
         deviation /= math.sqrt(2 * shape.num_layers)
-    return torch.empty(size).normal_(0.0, deviation, generator=generator)
+    blocks = []
+    for block in range(rows.start // INITIAL_ROWS, -(-rows.stop // INITIAL_ROWS)):
+        digest = hashlib.sha256(f"{seed}:{name}:{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        begin = block * INITIAL_ROWS
+        height = min(INITIAL_ROWS, size[0] - begin)
+        values = torch.empty(height, *size[1:]).normal_(0.0, deviation, generator=generator)
+        blocks.append(values[max(0, rows.start - begin) : rows.stop - begin])
+    return torch.cat(blocks) if blocks else torch.empty(0, *size[1:])

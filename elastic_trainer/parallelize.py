@@ -1,4 +1,4 @@
-"""Applies a mesh to a model: activation checkpointing, compile, FSDP2, in that order."""
+"""Applies meshes to a model: TP, CP, activation checkpointing, compile, FSDP2, in that order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from elastic_trainer.model import Llama, initial_value
+from elastic_trainer.context_parallel import GatheredAttention
+from elastic_trainer.mesh import Meshes
+from elastic_trainer.model import Llama, initial_rows
+from elastic_trainer.tensor_parallel import apply_tensor_parallel
 
 _SAVED_OPS = {
     torch.ops.aten.mm.default,
@@ -25,32 +28,43 @@ _SAVED_OPS = {
 
 
 def parallelize(
-    model: Llama, mesh: DeviceMesh, *, precision: str, recompute: str, compile_blocks: bool
+    stage: Llama, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
 ) -> None:
-    """Wrap `model` (on the meta device) in place; gradients are summed over dp, not averaged.
+    """Wrap `stage` (on the meta device) in place; gradients are summed over dp, not averaged.
 
     Args:
-        model: still without values.
-        mesh: from `build_mesh`.
+        stage: the model, or a pipeline stage of it; still without values.
+        meshes: from `build_meshes`.
         precision: bf16 computes in bf16 with fp32 parameters and reductions; fp32.
         recompute: none, selective or full.
         compile_blocks: torch.compile every block.
     """
-    for name, block in model.layers.items():
+    if meshes.tp is not None:
+        apply_tensor_parallel(stage, meshes.tp)
+    for name, block in stage.layers.items():
+        if meshes.cp is not None:
+            block.attention.core = GatheredAttention(meshes.cp)
         if recompute != "none":
             block = _recomputed(block, recompute)  # noqa: PLW2901
-            model.layers[name] = block
+            stage.layers[name] = block
         if compile_blocks:
             block.compile(fullgraph=True)
+    _shard(stage, meshes, precision)
+
+
+def _shard(stage: Llama, meshes: Meshes, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for block in model.layers.values():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
+    # A pipeline runs many micro-batches between two optimizer steps: gathering the
+    # parameters for each of them again would cost more than keeping them.
+    keep = meshes.pp is not None
+    for block in stage.layers.values():
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(stage, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The sum, not the mean: dividing by a dp of 3 would round.
             module.set_force_sum_reduction_for_comms(enable=True)
@@ -71,26 +85,26 @@ def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
     )
 
 
-def materialise(model: Llama, device: torch.device, seed: int) -> None:
-    """Give a sharded meta model memory on `device` and its initial values."""
-    model.to_empty(device=device)
-    initialise(model, seed)
-
-
 def initialise(model: Llama, seed: int) -> None:
     """Give a sharded model its initial values; the same ones in every layout.
 
-    Each rank computes whole tensors, one at a time, and keeps its shard: about 0.2
-    billion values a second, so not for a model that a checkpoint is loaded into.
+    Each rank makes only the rows it keeps (`initial_rows`), and of those all columns.
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
             clean = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-            whole = initial_value(clean, param.shape, model.shape, seed).to(param.device)
+            local, part = param, tuple(slice(0, length) for length in param.shape)
             if isinstance(param, DTensor):
-                shard = distribute_tensor(
-                    whole, param.device_mesh, param.placements, src_data_rank=None
-                )
-                param.to_local().copy_(shard.to_local())
-            else:
-                param.copy_(whole)
+                local = param.to_local()
+                part = _slice_of(param)
+            rows = range(part[0].start, part[0].stop)
+            values = initial_rows(clean, param.shape, rows, model.shape, seed)
+            local.copy_(values[(slice(None), *part[1:])])
+
+
+def _slice_of(param: DTensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank holds."""
+    sizes, offsets = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))

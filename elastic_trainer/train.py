@@ -16,13 +16,12 @@ from pathlib import Path
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.data import DataError
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.mesh import UnsupportedLayoutError
 from elastic_trainer.preload import preload
 from elastic_trainer.trainer import run_worker
 
 preload()
 
-USER_ERRORS = (CheckpointError, DataError, UnsupportedLayoutError)
+USER_ERRORS = (CheckpointError, DataError)
 """A restart cannot help: exit 93."""
 
 

@@ -19,20 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
-from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.feed import Feed
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.ledger import LedgerWriter
-from elastic_trainer.mesh import build_mesh
 from elastic_trainer.metrics import utilisation
-from elastic_trainer.model import Llama, rope_table
 from elastic_trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -40,7 +38,7 @@ from elastic_trainer.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from elastic_trainer.parallelize import initialise, parallelize
+from elastic_trainer.parallelize import initialise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ class Trainer:
             return self._loop()
         finally:
             self.checkpoints.close()
-            self.ledger.close()
+            self.feed.close()
 
     # --- set-up ------------------------------------------------------------------------
 
@@ -142,20 +140,12 @@ class Trainer:
         )
 
     def _build_model(self) -> None:
-        train, shape = self.config.train, self.config.model
-        self.mesh = build_mesh(self.layout, self.device.type)
-        with torch.device("meta"):
-            self.model = Llama(shape)
-        parallelize(
-            self.model,
-            self.mesh,
-            precision=train.precision,
-            recompute=train.recompute,
-            compile_blocks=train.compile,
+        self.engine = Engine(
+            self.config, self.rung, self.who.rank, self.device, on_forward=self.heartbeat.beat
         )
-        self.model.to_empty(device=self.device)  # values come from a checkpoint, or `initialise`
-        self.rope = rope_table(shape, train.seq_len, self.device)
-        self.optimizer = build_optimizer(self.model, train.optimizer)
+        self.model = self.engine.model
+        self.engine.allocate()
+        self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
 
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
@@ -169,21 +159,30 @@ class Trainer:
         self.step = self.saved_step = restored or 0
 
     def _open_data(self) -> None:
-        config, who = self.config, self.who
-        self.dp_rank = self.layout.coordinate(who.rank)["dp"]
-        self.corpus = open_corpus(
+        config, who, here = self.config, self.who, self.engine.coordinate
+        corpus = open_corpus(
             config.data,
             seq_len=config.train.seq_len,
             seed=config.train.seed,
             vocab_size=config.model.vocab_size,
             cache_dir=who.run_dir / "cache",
         )
-        self.ledger = LedgerWriter(
-            who.run_dir,
-            epoch=who.epoch,
-            dp_rank=self.dp_rank,
-            resume_step=self.step,
-            layout=str(self.layout),
+        ledger = None
+        if here["pp"] == here["cp"] == here["tp"] == 0:  # it speaks for its dp index
+            ledger = LedgerWriter(
+                who.run_dir,
+                epoch=who.epoch,
+                dp_rank=here["dp"],
+                resume_step=self.step,
+                layout=str(self.layout),
+            )
+        self.feed = Feed(
+            corpus,
+            config.train,
+            self.rung,
+            coordinate=here,
+            ledger=ledger,
+            device=self.device,
         )
         self._emit(
             "trainer.started",
@@ -202,7 +201,7 @@ class Trainer:
             begun = time.monotonic()
             result, lr = self._train_step(self.step + 1)
             self.step, loss = self.step + 1, result.loss
-            self.ledger.end_step(self.step)
+            self.feed.end_step(self.step)
             seconds = time.monotonic() - begun
             self._report_step(result, lr, seconds, first=first)
             first = False
@@ -223,16 +222,7 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[StepResult, float]:
         """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for samples in micro_batch_samples(
-            step,
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-            dp=self.layout.dp,
-            dp_rank=self.dp_rank,
-        ):
-            loss_sum += self._micro_batch(samples, step)
-            self.heartbeat.beat()
+        loss_sum = self.engine.forward_backward(self.feed.micro_batches(step))
         result = self._agree(loss_sum, step)
         clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
@@ -240,24 +230,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return result, lr
-
-    def _micro_batch(self, samples: range | None, step: int) -> Tensor:
-        """Return the sum of token losses; gradients are added up in the model.
-
-        None is a micro-batch of weight zero: any tokens will do.
-        """
-        train = self.config.train
-        if samples is not None:
-            self.ledger.fed(samples)
-        first = (step - 1) * train.global_batch
-        used = samples if samples is not None else range(first, first + train.micro_batch)
-        inputs, targets = (t.to(self.device) for t in self.corpus.samples(used))
-        logits = self.model(inputs, self.rope)
-        loss_sum = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        weight = 0.0 if samples is None else 1.0
-        # Gradients are summed over dp: scaled so, they are those of one process.
-        (loss_sum * (weight / (train.global_batch * train.seq_len))).backward()
-        return loss_sum.detach().double() * weight
 
     def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
         """Add up losses, gradient norms and requests over all ranks, in one collective.

@@ -66,6 +66,7 @@ CODES: Final[dict[str, Code]] = {
     "HF116": Code("`dp: auto` has no solution.", "Use the number of nodes named."),
     "HF117": Code("layout.order does not name the four axes once each.", "Reorder them."),
     "HF118": Code("schedule and interleave contradict each other.", "Change one of them."),
+    "HF119": Code("Tied embeddings with more than one pipeline stage.", "Use pp 1."),
     # Cluster, elasticity.
     "HF120": Code("elastic.min_nodes is more than the cluster has.", "Lower it."),
     "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
@@ -122,7 +123,6 @@ CODES: Final[dict[str, Code]] = {
     "HF703": Code("A token outside the vocabulary.", "Use the tokenizer it was made with."),
     "HF704": Code("The tokenizer cannot be used.", "Name a tokenizer.json, or use bytes."),
     "HF705": Code("A data format the trainer cannot read yet.", "Use text or nanogpt."),
-    "HF710": Code("A layout the trainer cannot run yet.", "Use dp and dp_replicate only."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

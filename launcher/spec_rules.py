@@ -181,6 +181,18 @@ def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding
         )
 
 
+def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Tied embedding and head are one parameter: both on one stage."""
+    if layout.pp > 1 and facts.shape.tie_embeddings:
+        yield _finding(
+            "HF119",
+            "layout.pp",
+            f"{layout.pp} stages would part the embedding and the head of {facts.model_name}, "
+            "which share their weights; use pp 1, or a model with tie_embeddings: false",
+            "model",
+        )
+
+
 def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     """The step is a whole number of micro-batches, at least one for every dp rank."""
     batch, micro = facts.global_batch, facts.micro_batch
@@ -249,6 +261,7 @@ RULES: Final[tuple[Rule, ...]] = (
     sequence_divides,
     tables_divide,
     stages_have_layers,
+    tied_tables_share_a_stage,
     batch_divides,
     pipeline_is_fed,
 )

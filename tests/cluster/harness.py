@@ -59,6 +59,7 @@ def make_config(
     model: ModelShape = SHAPE,
     optimizer: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
+    interleave: int = 1,
     **sections: Any,
 ) -> TrainConfig:
     """Return the job of one worker a node that may run in `layouts`; `sections` is of `train`."""
@@ -69,8 +70,8 @@ def make_config(
         Rung(
             num_nodes=layout.world_size,
             layout=layout,
-            micro_batches=micro_batches_per_rank(
-                values["global_batch"] // values["micro_batch"], layout.dp
+            micro_batches=rounds(
+                values["global_batch"] // values["micro_batch"], layout, interleave
             ),
         )
         for layout in sorted(layouts, key=lambda layout: -layout.world_size)
@@ -89,7 +90,19 @@ def make_config(
             dir=str(run / "checkpoints"), **{"every_s": None, **(checkpoint or {})}
         ),
         elastic=ElasticSection(start_ceiling_s=40.0),
+        schedule="interleaved" if interleave > 1 else "1f1b",
+        interleave=interleave,
     )
+
+
+def rounds(num_micro_batches: int, layout: ParallelLayout, interleave: int) -> int:
+    """Return the micro-batches per dp rank, as the launcher plans them."""
+    number = micro_batches_per_rank(num_micro_batches, layout.dp)
+    if layout.pp > 1:
+        number = max(number, layout.pp)
+        if interleave > 1:
+            number = -(-number // layout.pp) * layout.pp
+    return number
 
 
 @dataclass

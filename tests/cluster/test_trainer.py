@@ -173,8 +173,3 @@ def test_a_token_beyond_the_vocabulary_is_not_tried_again(tmp_path):
     data = {"path": str(path), "format": "nanogpt"}
     message = refused(Run(tmp_path, make_config(tmp_path, ParallelLayout(dp=2), data=data)), 2)
     assert message.startswith(f"DataError: HF703 data.path: {path} has token 256")
-
-
-def test_an_axis_that_cannot_be_trained_on_yet_is_named(tmp_path):
-    message = refused(Run(tmp_path, make_config(tmp_path, ParallelLayout(tp=2))), 2)
-    assert message.startswith("UnsupportedLayoutError: HF710 layout: dp1-pp1-cp1-tp2 uses tp")

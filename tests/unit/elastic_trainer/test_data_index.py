@@ -45,16 +45,13 @@ def test_an_order_is_not_a_shift_of_the_corpus():
     micro_batch=st.integers(1, 4),
     num_micro_batches=st.integers(1, 40),
     dp=st.integers(1, 9),
+    padding=st.integers(0, 3),
 )
-def test_ranks_share_the_samples_of_a_step(step, micro_batch, num_micro_batches, dp):
+def test_ranks_share_the_samples_of_a_step(step, micro_batch, num_micro_batches, dp, padding):
     global_batch = micro_batch * num_micro_batches
-    by_rank = [
-        micro_batch_samples(
-            step, global_batch=global_batch, micro_batch=micro_batch, dp=dp, dp_rank=rank
-        )
-        for rank in range(dp)
-    ]
-    rounds = micro_batches_per_rank(num_micro_batches, dp)
+    rounds = micro_batches_per_rank(num_micro_batches, dp) + padding
+    sizes = {"global_batch": global_batch, "micro_batch": micro_batch, "dp": dp, "rounds": rounds}
+    by_rank = [micro_batch_samples(step, **sizes, dp_rank=rank) for rank in range(dp)]
     assert [len(mine) for mine in by_rank] == [rounds] * dp  # uneven counts hang under FSDP2
     fed = [sample for mine in by_rank for samples in mine if samples for sample in samples]
     assert sorted(fed) == list(samples_of_step(step, global_batch))

@@ -95,7 +95,12 @@ def test_whatever_dies_nothing_is_lost_or_repeated(history, micro_batch):
             steps = []
             for step in range(resumed + 1, end + 1):
                 mine = micro_batch_samples(
-                    step, global_batch=global_batch, micro_batch=micro_batch, dp=dp, dp_rank=rank
+                    step,
+                    global_batch=global_batch,
+                    micro_batch=micro_batch,
+                    dp=dp,
+                    dp_rank=rank,
+                    rounds=-(-5 // dp),
                 )
                 steps.append((step, [[s.start, s.stop] for s in mine if s is not None]))
             files.append(file(number, resumed, *steps))

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.model import Llama, apply_rope, initial_value, rope_frequencies, rope_table
+from elastic_trainer.model import Llama, apply_rope, initial_rows, rope_frequencies, rope_table
 from elastic_trainer.models import PRESETS, ModelShape
 
 SHAPE = ModelShape(num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
@@ -16,7 +18,7 @@ def build(shape=SHAPE, seed=0):
     model = Llama(shape)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(initial_value(name, param.shape, shape, seed))
+            param.copy_(initial_rows(name, param.shape, range(len(param)), shape, seed))
     return model
 
 
@@ -83,7 +85,7 @@ def test_rotation_is_hugging_faces():
     shape = ModelShape(
         num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8, rope_theta=100.0
     )
-    table = rope_table(shape, 5, "cpu")
+    table = rope_table(shape, torch.arange(5), "cpu")
     assert table.shape == (2, 5, 4)
     cos, sin = (torch.cat([part, part], dim=-1) for part in table)
     rotated_half = torch.cat([-x[..., 4:], x[..., :4]], dim=-1)
@@ -96,7 +98,8 @@ def reference(model, tokens):
     """The same decoder written out with nothing but matrix products."""
     weights = dict(model.named_parameters())
     shape, size = model.shape, model.shape.head_size
-    cos, sin = (torch.cat([part, part], dim=-1) for part in rope_table(shape, len(tokens), "cpu"))
+    table = rope_table(shape, torch.arange(len(tokens)), "cpu")
+    cos, sin = (torch.cat([part, part], dim=-1) for part in table)
     mask = torch.full((len(tokens), len(tokens)), -math.inf).triu(1)
 
     def norm(x, name):
@@ -129,28 +132,44 @@ def test_the_decoder_computes_what_a_plain_one_does():
         for param in model.parameters():
             param.mul_(5).add_(0.01)  # away from the start, where attention is uniform
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-    logits = model(tokens, rope_table(SHAPE, 8, "cpu"))
+    logits = model(tokens, rope_table(SHAPE, torch.arange(8), "cpu"))
     for row, sequence in zip(logits, tokens, strict=True):
         torch.testing.assert_close(row, reference(model, sequence), rtol=1e-4, atol=1e-4)
 
 
 def test_no_token_sees_a_later_one():
-    model, rope = build(), rope_table(SHAPE, 6, "cpu")
+    model, rope = build(), rope_table(SHAPE, torch.arange(6), "cpu")
     one, other = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[1, 2, 3, 9, 9, 9]])
     a, b = model(one, rope), model(other, rope)
     assert torch.equal(a[:, :3], b[:, :3])
     assert not torch.equal(a[:, 3:], b[:, 3:])
 
 
+def whole(name, size, seed):
+    return initial_rows(name, size, range(size[0]), SHAPE, seed)
+
+
 def test_initial_values_depend_on_seed_and_name_alone():
     size = torch.Size([200, 100])
     name = "layers.0.ffn.w1.weight"
-    value = initial_value(name, size, SHAPE, 1)
+    value = whole(name, size, 1)
     torch.manual_seed(99)
-    assert torch.equal(initial_value(name, size, SHAPE, 1), value)
-    assert not torch.equal(initial_value(name, size, SHAPE, 2), value)
-    assert not torch.equal(initial_value("layers.1.ffn.w1.weight", size, SHAPE, 1), value)
+    assert torch.equal(whole(name, size, 1), value)
+    assert not torch.equal(whole(name, size, 2), value)
+    assert not torch.equal(whole("layers.1.ffn.w1.weight", size, 1), value)
     assert value.std().item() == pytest.approx(0.02, rel=0.03)
-    joined = initial_value("layers.0.attention.wo.weight", size, SHAPE, 1)
+    joined = whole("layers.0.attention.wo.weight", size, 1)
     assert joined.std().item() == pytest.approx(0.02 / math.sqrt(4), rel=0.03)
-    assert initial_value("layers.0.ffn_norm.weight", torch.Size([4]), SHAPE, 1).tolist() == [1] * 4
+    assert whole("layers.0.ffn_norm.weight", torch.Size([4]), 1).tolist() == [1] * 4
+
+
+@given(st.integers(0, 200), st.integers(0, 200))
+def test_any_rows_of_an_initial_value_are_those_of_the_whole(one, other):
+    size = torch.Size([200, 3])
+    first, stop = sorted([one, other])
+    for name in ("embedding.weight", "norm.weight"):
+        rows = initial_rows(name, size, range(first, stop), SHAPE, 1)
+        assert torch.equal(rows, whole(name, size, 1)[first:stop])
+    assert not torch.equal(
+        whole("head.weight", size, 1)[:64], whole("head.weight", size, 1)[64:128]
+    )

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.mesh import UnsupportedLayoutError, build_mesh
 from elastic_trainer.model import Block, rope_table
 from elastic_trainer.models import ModelShape
 from elastic_trainer.parallelize import _recomputed
@@ -33,7 +30,7 @@ def operators_of_backward(recompute):
     if recompute != "none":
         block = _recomputed(block, recompute)
     x = torch.randn(2, 8, SHAPE.dim, requires_grad=True)
-    loss = block(x, rope_table(SHAPE, 8, "cpu")).sum()
+    loss = block(x, rope_table(SHAPE, torch.arange(8), "cpu")).sum()
     with Operators() as operators:
         loss.backward()
     assert x.grad is not None
@@ -53,10 +50,3 @@ def test_recompute_repeats_what_it_says(recompute, products, attention, activati
     assert seen["mm"] == products
     assert seen[SDPA] == attention
     assert seen["silu"] == activation
-
-
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
-def test_an_axis_that_cannot_be_trained_on_is_refused(axis):
-    layout = dataclasses.replace(ParallelLayout(dp=2), **{axis: 2})
-    with pytest.raises(UnsupportedLayoutError, match=rf"HF710 layout: .*uses {axis};.*set the"):
-        build_mesh(layout, "cpu")

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PURE = {"layout", "models", "ladder", "config", "failures", "events", "ledger_audit", "hf_config"}
+PURE = {
+    "layout",
+    "models",
+    "stages",
+    "ladder",
+    "config",
+    "failures",
+    "events",
+    "ledger_audit",
+    "hf_config",
+}
 RUN = "from launcher.cli.main import run_cli; assert run_cli({}) == 0"
 HEAVY = {"torch", "numpy", "rich", "jinja2", "matplotlib", "elastic_trainer.agent"}
 

@@ -1,0 +1,83 @@
+"""What this rank feeds to forward: its micro-batches of a step, and the ledger of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastic_trainer.config import TrainSection
+from elastic_trainer.context_parallel import zigzag_positions
+from elastic_trainer.data import Corpus
+from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.ladder import Rung
+from elastic_trainer.ledger import LedgerWriter
+from elastic_trainer.tensor_parallel import IGNORED
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens of one forward pass, each (B, T / cp) int64 on the device."""
+
+    inputs: Tensor
+    targets: Tensor
+    """IGNORED everywhere in a micro-batch that only fills up the step."""
+
+
+class Feed:
+    """Reads the corpus for one rank.
+
+    Args:
+        corpus: open.
+        train: sizes of the batch.
+        rung: the layout, and how many micro-batches every dp rank runs.
+        coordinate: this rank's, from `layout.coordinate`.
+        ledger: of this rank's dp index; None on ranks that leave it to another.
+        device: where the tokens go.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        train: TrainSection,
+        rung: Rung,
+        *,
+        coordinate: dict[str, int],
+        ledger: LedgerWriter | None,
+        device: torch.device,
+    ) -> None:
+        self._corpus, self._train, self._rung = corpus, train, rung
+        self._dp_rank, self._ledger, self._device = coordinate["dp"], ledger, device
+        self._positions = zigzag_positions(train.seq_len, rung.layout.cp, coordinate["cp"])
+
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of `step`; what is yielded counts as fed."""
+        train = self._train
+        for samples in micro_batch_samples(
+            step,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            dp=self._rung.layout.dp,
+            dp_rank=self._dp_rank,
+            rounds=self._rung.micro_batches,
+        ):
+            if samples is not None and self._ledger is not None:
+                self._ledger.fed(samples)
+            first = (step - 1) * train.global_batch
+            used = samples if samples is not None else range(first, first + train.micro_batch)
+            inputs, targets = (part[:, self._positions] for part in self._corpus.samples(used))
+            if samples is None:  # any tokens will do
+                targets = torch.full_like(targets, IGNORED)
+            yield MicroBatch(inputs.to(self._device), targets.to(self._device))
+
+    def end_step(self, step: int) -> None:
+        """Note that the optimizer has used the gradient of `step`."""
+        if self._ledger is not None:
+            self._ledger.end_step(step)
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
