@@ -180,12 +180,16 @@ def _write_weights(
     progress = ByteCount(on_progress, checked_bytes + output_bytes)
     if METADATA_NAME not in manifest.files:
         raise DamagedError(f"the manifest names no {METADATA_NAME}")
+    # The index first: a wrong model shows before terabytes are digested.
+    rest = [name for name in manifest.files if name != METADATA_NAME]
+    storage.verify(commit.dir, manifest, [METADATA_NAME])
     path = storage.root / commit.dir
     reader = TensorReader(CheckpointReader(path, manifest.files[METADATA_NAME]))
-    reader.check(sizes)  # a wrong model shows before terabytes are digested
-    for name, entry in manifest.files.items():
+    reader.check(sizes)
+    progress.add(manifest.files[METADATA_NAME].size_bytes)
+    for name in rest:
         storage.verify(commit.dir, manifest, [name])
-        progress.add(entry.size_bytes)
+        progress.add(manifest.files[name].size_bytes)
     groups = hf_names.pack(sizes_bytes, max_file_bytes)
     files = hf_names.file_names(len(groups))
     for file, names in zip(files, groups, strict=True):

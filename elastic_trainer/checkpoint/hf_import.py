@@ -136,7 +136,13 @@ def write_tensors(
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner).wait()
+    try:
+        results = writer.write_data(plan, planner).wait()
+    except RuntimeError as error:
+        # torch.save, closing its archive, covers up why it could not be written.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     writer.finish(metadata, [results])
 
 

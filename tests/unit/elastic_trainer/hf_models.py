@@ -1,0 +1,80 @@
+"""Small models in Hugging Face's format, for tests."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint import hf_names
+from elastic_trainer.checkpoint.hf_export import Exported, export_hf
+from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.models import ModelShape
+
+SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=100)
+
+
+def random_weights(shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return Hugging Face's name -> values that differ from tensor to tensor."""
+    out = {}
+    for name, size in hf_names.param_sizes(shape).items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        out[hf_names.to_hf(name)] = torch.randn(size, generator=generator).to(dtype)
+    return out
+
+
+def write_hf(
+    path: Path, shape: ModelShape, weights: dict[str, Tensor], *, num_files: int = 1, **config
+) -> Path:
+    """Write a directory as `save_pretrained` does and return it."""
+    path.mkdir(parents=True)
+    files = hf_names.file_names(num_files)
+    names = list(weights)
+    parts = [names[i::num_files] for i in range(num_files)]
+    for file, part in zip(files, parts, strict=True):
+        save_file({n: weights[n] for n in part}, path / file, metadata={"format": "pt"})
+    if num_files > 1:
+        index = hf_names.index_of(zip(files, parts, strict=True), 0)
+        (path / hf_names.INDEX_NAME).write_text(json.dumps(index))
+    text = json.dumps({**hf_names.hf_config(shape, "bfloat16"), **config})
+    (path / hf_names.CONFIG_NAME).write_text(text)
+    return path
+
+
+def read_hf(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a directory, each from the file that the index names."""
+    if (path / hf_names.SINGLE_NAME).exists():
+        return load_file(path / hf_names.SINGLE_NAME)
+    weight_map = json.loads((path / hf_names.INDEX_NAME).read_text())["weight_map"]
+    loaded = {file: load_file(path / file) for file in set(weight_map.values())}
+    assert sum(map(len, loaded.values())) == len(weight_map)
+    return {name: loaded[file][name] for name, file in weight_map.items()}
+
+
+def newest(run: Path) -> Commit:
+    """Return the newest commit of a run."""
+    current = FileBoard(run / "board").get_state()
+    assert current is not None
+    return BoardState.decode(current[0]).commits[-1]
+
+
+def export_run(run: Path, shape: ModelShape, out: Path, **options) -> Exported:
+    """Export the newest checkpoint of a run."""
+    storage = CheckpointStorage(run / "checkpoints")
+    return export_hf(storage, newest(run), shape, out, **options)
+
+
+def equal_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Return whether names, dtypes, sizes and bytes are equal; NaNs count as their bits."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        for name in left
+    )
