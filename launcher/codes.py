@@ -122,7 +122,9 @@ CODES: Final[dict[str, Code]] = {
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),
     "HF703": Code("A token outside the vocabulary.", "Use the tokenizer it was made with."),
     "HF704": Code("The tokenizer cannot be used.", "Name a tokenizer.json, or use bytes."),
-    "HF705": Code("A data format the trainer cannot read yet.", "Use text or nanogpt."),
+    "HF705": Code("A data format the trainer cannot read.", "Use text, nanogpt or megatron."),
+    "HF706": Code("Another corpus than the one the run began with.", "Put the former one back."),
+    "HF707": Code("The corpus's files are damaged.", "Copy them again, or make them again."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

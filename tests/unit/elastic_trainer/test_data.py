@@ -9,21 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpora import corpus_of, megatron, raw_tokens, shard
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from elastic_trainer import train
-from elastic_trainer.config import DataSection
-from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError, open_corpus
+from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError
 from elastic_trainer.failures import Action, classify
 
 UNKNOWN = "[U]"
-
-
-def corpus_of(path, run, *, seq_len=4, seed=0, vocab_size=256, **section):
-    section = DataSection(path=str(path), **section)
-    return open_corpus(
-        section, seq_len=seq_len, seed=seed, vocab_size=vocab_size, cache_dir=run / "cache"
-    )
 
 
 def tokens_of(corpus):
@@ -63,9 +56,24 @@ def test_nanogpt_takes_the_only_bin_of_a_folder(tmp_path):
     assert tokens_of(corpus_of(tmp_path, tmp_path, format="nanogpt")) == list(range(9))
 
 
-def raw_tokens(corpus):
-    """The corpus as it lies there."""
-    return corpus._tokens[:].tolist()
+@pytest.mark.parametrize(
+    "kind", [{}, {"magic": 20240801, "version": 7, "letter": "I"}], ids=["gpt2", "llama3"]
+)
+def test_a_shard_header_is_no_token(kind, tmp_path):
+    path = shard(tmp_path / "s.bin", range(40), **kind)
+    assert raw_tokens(corpus_of(path, tmp_path, format="nanogpt")) == list(range(40))
+
+
+def test_shards_of_a_folder_are_one_corpus_in_the_order_of_their_names(tmp_path):
+    sizes = {"2": range(13, 14), "10": range(5, 13), "3": range(14, 14), "4": range(14, 40)}
+    for number, tokens in sizes.items():
+        shard(tmp_path / f"train_{number.zfill(6)}.bin", tokens)
+    order = [*sizes["2"], *sizes["3"], *sizes["4"], *sizes["10"]]
+    corpus = corpus_of(tmp_path, tmp_path, format="nanogpt")
+    assert raw_tokens(corpus) == order
+    for start in range(len(order)):
+        for stop in range(start, len(order) + 1):
+            assert corpus._tokens[start:stop].tolist() == order[start:stop]
 
 
 def test_text_is_the_bytes_of_all_files_in_order_with_separators(tmp_path):
@@ -103,6 +111,7 @@ def test_text_is_encoded_once_until_it_changes(tmp_path):
     corpus_of(path, tmp_path)
     assert cached(tmp_path) == first
     path.write_text("abcdefg")
+    (tmp_path / "corpus.json").unlink()  # else another corpus is refused: test_data_pin.py
     assert raw_tokens(corpus_of(path, tmp_path))[:7] == list(b"abcdefg")
     assert len(cached(tmp_path)) == 2
 
@@ -134,6 +143,7 @@ def test_a_tokenizer_encodes_whole_documents(limit, tmp_path):
     corpus_of(folder, tmp_path, tokenizer=tokenizer)
     assert cached(tmp_path) == first
     tokenizer_file(tmp_path / "tokenizer.json", words=("cat", "the", "sat"))
+    (tmp_path / "corpus.json").unlink()
     corpus = corpus_of(folder, tmp_path, tokenizer=tokenizer)
     assert raw_tokens(corpus) == [0, 3, 2, 4, 3, 2, 0, 4, 1]
 
@@ -201,8 +211,44 @@ def broken_tokenizer(tmp_path):
     corpus_of(tmp_path / "a.txt", tmp_path, tokenizer=str(tmp_path / "t.json"))
 
 
+def negative_token(tmp_path):
+    megatron(tmp_path / "c", [[1, 2, 3, -7, 5]], letter="i")
+    corpus_of(tmp_path / "c", tmp_path, format="megatron").samples(range(1))
+
+
+def cut_shard(tmp_path):
+    shard(tmp_path / "cut.bin", range(9), count=12)
+    corpus_of(tmp_path / "cut.bin", tmp_path, format="nanogpt")
+
+
+def shard_of_less_than_nothing(tmp_path):
+    shard(tmp_path / "minus.bin", [], count=-512)
+    corpus_of(tmp_path / "minus.bin", tmp_path, format="nanogpt")
+
+
+def empty_shard(tmp_path):
+    shard(tmp_path / "zero.bin", [])
+    corpus_of(tmp_path / "zero.bin", tmp_path, format="nanogpt")
+
+
+def shards_of_two_kinds(tmp_path):
+    shard(tmp_path / "fineweb_train_000001.bin", range(9))
+    shard(tmp_path / "fineweb_val_000000.bin", range(9))
+    corpus_of(tmp_path, tmp_path, format="nanogpt")
+
+
+def shards_of_two_tokenizers(tmp_path):
+    shard(tmp_path / "s_1.bin", range(9))
+    shard(tmp_path / "s_2.bin", range(9), magic=20240801, version=7, letter="I")
+    corpus_of(tmp_path, tmp_path, format="nanogpt")
+
+
+def folder_without_bins(tmp_path):
+    corpus_of(tmp_path, tmp_path, format="nanogpt")
+
+
 def unknown_format(tmp_path):
-    corpus_of(tmp_path, tmp_path, format="megatron")
+    corpus_of(tmp_path, tmp_path, format="webdataset")
 
 
 MISTAKES = [
@@ -214,11 +260,18 @@ MISTAKES = [
     (nothing_left_by_the_tokenizer, "HF702", ("blank.txt is empty", "name a file")),
     (short_text, "HF702", ("short.txt has 4 tokens", "needs at least 9: use a longer corpus")),
     (odd_bin, "HF701", ("odd.bin has 5 bytes, an odd number", "2 bytes a token")),
-    (two_bins, "HF701", ("holds 2 .bin files", "name one")),
+    (two_bins, "HF701", ("holds 2 .bin files", "train.bin has no shard header", "name one")),
+    (folder_without_bins, "HF701", ("holds no .bin files", "name a folder")),
+    (cut_shard, "HF707", ("cut.bin has 1042 bytes", "12 tokens", "copy or write it again")),
+    (shard_of_less_than_nothing, "HF707", ("minus.bin has 1024 bytes", "-512 tokens")),
+    (empty_shard, "HF702", ("zero.bin is empty", "name a file")),
+    (shards_of_two_kinds, "HF701", ("fineweb_train_, fineweb_val_", "a folder of its own")),
+    (shards_of_two_tokenizers, "HF707", ("uint16 and uint32", "one tokenizer")),
+    (negative_token, "HF703", ("has token -7", "the tokenizer the corpus was made with")),
     (beyond_the_vocabulary, "HF703", ("large.bin has token 300", "or a larger vocab_size")),
     (missing_tokenizer, "HF704", ("t.json", "use tokenizer: bytes")),
     (broken_tokenizer, "HF704", ("t.json is not a tokenizer.json", "use tokenizer: bytes")),
-    (unknown_format, "HF705", ("megatron cannot be trained on yet", "use text or nanogpt")),
+    (unknown_format, "HF705", ("webdataset cannot be trained on", "use text, nanogpt or megatron")),
 ]
 
 

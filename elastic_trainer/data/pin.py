@@ -1,0 +1,93 @@
+"""The corpus a run began with, pinned in RUN/corpus.json.
+
+Sample order is a function of the number of windows: another corpus gives other samples,
+and what was trained on no longer follows from (seed, sample index).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.data.errors import DataError
+
+_VERSION = 1
+_SHOWN = 16
+"""Characters of a digest that a message shows."""
+
+
+def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
+    """Write `identity` to `file`, or see that it says the same already.
+
+    All workers of an epoch come here at once: the first `link` wins, as on the board,
+    and the others compare with what it wrote.
+
+    Args:
+        file: RUN/corpus.json.
+        identity: of the corpus, see `Source`.
+        where: the corpus, for messages.
+
+    Raises:
+        DataError: HF706, `file` describes another corpus, or is no description.
+        OSError: `file` cannot be read or written.
+    """
+    try:
+        found = file.read_bytes()
+    except FileNotFoundError:
+        ours = {"v": _VERSION, "path": where, **identity}
+        if _publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
+            return
+        found = file.read_bytes()
+    was = _decoded(found, file)
+    now = {"v": _VERSION, **identity}
+    keys = [key for key in (*now, *was) if key != "path"]
+    differences = [
+        f"{key} {_shown(now.get(key))}, was {_shown(was.get(key))}"
+        for key in dict.fromkeys(keys)
+        if now.get(key) != was.get(key)
+    ]
+    if differences:
+        raise DataError(
+            f"HF706 data.path: {where} is not the corpus this run began with: "
+            f"{'; '.join(differences)}: put the former one back, or start a new run; to go on "
+            f"with other samples on purpose, delete {file}"
+        )
+
+
+def _publish(file: Path, content: bytes) -> bool:
+    """Make `file` with `content`, complete or not at all; return False when it exists."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temp = file.parent / f".{file.name}-{uuid.uuid4().hex}"
+    try:
+        with temp.open("xb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            os.link(temp, file)
+        except FileExistsError:
+            return False  # also after a lost reply of NFS: the caller then reads its own
+        return True
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _decoded(content: bytes, file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"HF706 data.path: {file}, which says what corpus this run began with, is damaged "
+            f"({value}): put it back from a copy, or delete it if the corpus is the same"
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    return "unknown" if value is None else str(value)[:_SHOWN]

@@ -1,0 +1,82 @@
+"""What every reader returns: a flat sequence of tokens, and what identifies it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_WHOLE_BYTES = 1 << 20
+"""Files up to this size are digested whole."""
+_BLOCK_BYTES = 16 << 10
+_NUM_BLOCKS = 32
+"""Blocks digested of larger files, all files of a corpus together."""
+
+
+class Tokens(Protocol):
+    """A flat sequence of integer tokens. A numpy array is one, and the fastest."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        ...
+
+    def __getitem__(self, window: slice, /) -> Array:
+        """Return tokens [window.start, window.stop), 1-D, integers; the step is None.
+
+        Raises:
+            DataError: HF707, the files turn out to be damaged there.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A corpus as it lies on storage."""
+
+    tokens: Tokens
+    identity: dict[str, int | str]
+    """What differs when the tokens do: sizes, digests. No paths, no times: files get copied."""
+
+
+def map_array(file: Path, dtype: np.dtype[Any], *, offset_bytes: int, length: int) -> Array:
+    """Map `length` values of `file`; nothing is read before it is asked for.
+
+    A plain array over the map: slicing np.memmap itself costs several times as much.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    mapped = np.memmap(file, dtype=dtype, mode="r", offset=offset_bytes, shape=(length,))
+    return mapped.view(np.ndarray)
+
+
+def digest(files: Sequence[Path]) -> str:
+    """Return a SHA-256 over the sizes and contents of `files`, in hexadecimal.
+
+    Up to 1 MiB a file counts whole; of larger ones evenly spread blocks of 16 KiB, the first
+    and the last bytes among them, so that a terabyte costs no more than a megabyte. An edit
+    between the blocks that leaves the size as it was is not seen.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    total = hashlib.sha256()
+    num_blocks = max(2, _NUM_BLOCKS // len(files))
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            size_bytes = stream.seek(0, 2)
+            total.update(f"{size_bytes}\n".encode())
+            if size_bytes <= _WHOLE_BYTES:
+                stream.seek(0)
+                total.update(stream.read())
+                continue
+            for block in range(num_blocks):
+                stream.seek((size_bytes - _BLOCK_BYTES) * block // (num_blocks - 1))
+                total.update(stream.read(_BLOCK_BYTES))
+    return total.hexdigest()
