@@ -10,6 +10,8 @@ from launcher.errors import Problem
 from launcher.render.local import resolve
 from launcher.spec import JobSpec
 
+_PAIR = (".bin", ".idx")
+
 
 def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
     """Return what keeps `spec` from running on this machine; empty when nothing does.
@@ -23,18 +25,63 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     path = Path(resolve(spec.data.path, base_dir))
-    mistake = _unreadable(path)
+    mistake = _bad_pair(path) if spec.data.format == "megatron" else _bad_corpus(path)
     if mistake:
         yield spec.problem(mistake[0], "data.path", mistake[1])
-    elif path.is_dir() and next(path.iterdir(), None) is None:
-        yield spec.problem("HF203", "data.path", f"{path} is empty; put the corpus there")
-    elif path.is_file() and path.stat().st_size == 0:
-        yield spec.problem("HF203", "data.path", f"{path} is an empty file")
     if spec.data.tokenizer != "bytes":
         tokenizer = Path(resolve(spec.data.tokenizer, base_dir))
         mistake = _unreadable(tokenizer)
         if mistake:
             yield spec.problem(mistake[0], "data.tokenizer", mistake[1])
+
+
+def _bad_corpus(path: Path) -> tuple[str, str] | None:
+    """Return (code, message) when `path` is no file or folder with something in it."""
+    mistake = _unreadable(path)
+    if mistake:
+        return mistake
+    if path.is_dir() and next(path.iterdir(), None) is None:
+        return "HF203", f"{path} is empty; put the corpus there"
+    if path.is_file() and path.stat().st_size == 0:
+        return "HF203", f"{path} is an empty file"
+    return None
+
+
+def _bad_pair(path: Path) -> tuple[str, str] | None:
+    """Return (code, message) when `path` does not mean a .bin and its .idx.
+
+    It may be their prefix, one of the two, or a folder with one pair, as the trainer's
+    data/megatron.py reads it; a test holds the two together.
+    """
+    prefix = path.with_suffix("") if path.suffix in _PAIR else path
+    try:
+        there = [suffix for suffix in _PAIR if Path(f"{prefix}{suffix}").is_file()]
+        is_folder = not there and path.is_dir()
+    except OSError as error:
+        return "HF202", f"{path} cannot be looked at: {error.strerror}"
+    if is_folder:
+        mistake = _unreadable(path)
+        found = [] if mistake else _prefixes(path)
+        if len(found) != 1:
+            names = ", ".join(each.name for each in found[:4]) or "none"
+            message = (
+                f"{path} holds {len(found)} Megatron datasets ({names}), a folder must hold one "
+                "pair of .bin and .idx; name one by its prefix"
+            )
+            return mistake or ("HF203", message)
+        prefix = found[0]
+    elif not there:
+        return "HF201", f"{prefix}.bin and {prefix}.idx do not exist; mend the path"
+    files = [Path(f"{prefix}{suffix}") for suffix in _PAIR]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        return "HF201", f"{missing[0]} does not exist; a Megatron dataset has a .bin and an .idx"
+    return _bad_corpus(files[0]) or _bad_corpus(files[1])
+
+
+def _prefixes(folder: Path) -> list[Path]:
+    """Return what the .bin and .idx files of `folder` are called without these."""
+    return sorted({file.with_suffix("") for file in folder.iterdir() if file.suffix in _PAIR})
 
 
 def _unreadable(path: Path) -> tuple[str, str] | None:
@@ -65,9 +112,6 @@ def _checkpoints(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
 
 
 def _local_limits(spec: JobSpec) -> Iterator[Problem]:
-    if spec.data.format == "megatron":
-        message = "the trainer cannot read megatron yet; use text or nanogpt"
-        yield spec.problem("HF205", "data.format", message)
     if spec.command is not None:
         message = "the local target runs the built-in trainer only; leave command out"
         yield spec.problem("HF205", "command", message)

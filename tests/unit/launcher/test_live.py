@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from elastic_trainer.data.errors import DataError, UnreadableError
+from elastic_trainer.data.megatron import read_megatron
 from launcher.live import live_problems
 
 
@@ -28,7 +30,9 @@ def test_a_job_whose_paths_are_there_has_no_problems(make_spec, corpus):
         (["data.path=empty"], "HF203", "data.path"),
         (["data.path=empty.txt"], "HF203", "data.path"),
         (["data.tokenizer=gone.json"], "HF201", "data.tokenizer"),
-        (["data.format=megatron"], "HF205", "data.format"),
+        (["data.format=megatron"], "HF203", "data.path"),
+        (["data.format=megatron", "data.path=corpus/a.txt/b"], "HF201", "data.path"),
+        (["data.format=megatron", "data.path=" + "x" * 300], "HF202", "data.path"),
         (["checkpoint.dir=corpus/a.txt"], "HF204", "checkpoint.dir"),
         (["checkpoint.dir=corpus/a.txt/deep"], "HF204", "checkpoint.dir"),
         (["command=train.py"], "HF205", "command"),
@@ -40,6 +44,42 @@ def test_each_thing_in_the_way_is_named(make_spec, corpus, sets, code, key):
     (corpus / "empty.txt").touch()
     (problem,) = live_problems(make_spec(*sets), corpus)
     assert (problem.code, problem.where.key) == (code, key)
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "expected"),
+    [
+        ("c.bin c.idx", "c", None),
+        ("c.bin c.idx", "c.bin", None),
+        ("c.bin c.idx", "c.idx", None),
+        ("c.bin c.idx", "", None),
+        ("c.bin c.idx notes.txt", "", None),
+        ("c.v2.bin c.v2.idx", "c.v2", None),
+        ("c.v2.bin c.v2.idx", "c", ("HF201", "c.bin and ")),
+        ("c.bin", "c", ("HF201", "c.idx does not exist")),
+        ("c.idx", "c.idx", ("HF201", "c.bin does not exist")),
+        ("c.bin", "", ("HF201", "c.idx does not exist")),
+        ("", "", ("HF203", "holds 0 Megatron datasets (none)")),
+        ("a.bin a.idx b.bin", "", ("HF203", "holds 2 Megatron datasets (a, b)")),
+        ("a.bin a.idx b.bin b.idx", "b", None),
+        ("a.bin a.idx", "b", ("HF201", "b.bin and ")),
+    ],
+)
+def test_a_megatron_dataset_is_found_as_the_trainer_finds_it(
+    make_spec, tmp_path, files, path, expected
+):
+    (tmp_path / "d").mkdir()
+    for name in files.split():
+        (tmp_path / "d" / name).write_text("x")
+    problems = live_problems(make_spec("data.format=megatron", f"data.path=d/{path}"), tmp_path)
+    if expected is None:
+        assert problems == []
+    else:
+        assert [problem.code for problem in problems] == [expected[0]]
+        assert expected[1] in str(problems[0])
+    with pytest.raises((DataError, UnreadableError)) as caught:
+        read_megatron(tmp_path / "d" / path)
+    assert ("HF707" in str(caught.value)) == (expected is None)  # the content was looked at
 
 
 def test_the_problem_names_the_line(make_spec, tmp_path):
