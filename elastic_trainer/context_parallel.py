@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention.bias import causal_lower_right
+
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:
@@ -55,9 +56,18 @@ class GatheredAttention(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: int) -> Tensor:
-    """Attend to the first `visible` keys; the last query sees them all."""
-    mask = causal_lower_right(q.shape[2], visible)
+    """Attend to the first `visible` keys; the last query sees them all.
+
+    What torch's `causal_lower_right` does, which cannot be made under activation
+    checkpointing: this operator's causal mask ends at the lower right corner.
+    """
     k, v = k[:, :, :visible], v[:, :, :visible]
+    if q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+        out: Tensor = flash(q, k, v, is_causal=True)[0]
+        return out
+    length = q.shape[2]
+    mask = torch.ones(length, visible, dtype=torch.bool, device=q.device)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask.tril(visible - length), enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -96,13 +96,13 @@ def initialise(model: Llama, seed: int) -> None:
             local, part = param, tuple(slice(0, length) for length in param.shape)
             if isinstance(param, DTensor):
                 local = param.to_local()
-                part = _slice_of(param)
+                part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
             values = initial_rows(clean, param.shape, rows, model.shape, seed)
             local.copy_(values[(slice(None), *part[1:])])
 
 
-def _slice_of(param: DTensor) -> tuple[slice, ...]:
+def slice_of(param: DTensor) -> tuple[slice, ...]:
     """Return which part of the whole tensor this rank holds."""
     sizes, offsets = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements

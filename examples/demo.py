@@ -1,9 +1,10 @@
 """`make demo`: a training run loses nodes, reshards, goes on, and learns the same.
 
 1. Trains a small Llama on the standard library's sources over four emulated
-   nodes; one node dies, then the coordinator's, then one comes back.
+   nodes of two workers, with data, pipeline and tensor parallelism. A node dies, then
+   the coordinator's, then another, then one comes back; the layout follows.
 2. Repeats, with one process from the same state, the steps after each of these.
-3. Trains the same undisturbed three times, on 4, 3 and 2 nodes.
+3. Trains the same undisturbed three times, on 4, 2 and 1 nodes.
 4. Says whether all agree (examples/agreement.py), and draws everything.
 """
 
@@ -27,6 +28,8 @@ from elastic_trainer.agent.board import BoardState, Commit
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
 from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
 from launcher.errors import HoldfastError
 from launcher.ops import timeline
@@ -40,9 +43,9 @@ from launcher.ops.verdict import CLI_DONE
 
 JOB = Path(__file__).with_name("demo.yaml")
 CORPUS_BYTES = 4_000_000
-FAULTS = ("kill-node:2@23", "kill-coordinator@44", "return-node@52")
+FAULTS = ("kill-node:2@19", "kill-coordinator@35", "kill-node:3@51", "return-node@61")
 """The last one early enough that the node, which must start first, joins well before the end."""
-UNDISTURBED_NODES = (4, 3, 2)
+UNDISTURBED_NODES = (4, 2, 1)
 """Different layouts add the same numbers in different orders."""
 
 
@@ -143,7 +146,8 @@ def transitions(outcome: Outcome) -> list[tuple[str, int]]:
     for before, after in itertools.pairwise(spans):
         if after.resume_step is None:
             continue  # it ended before it had begun
-        what = f"{len(before.members)} → {len(after.members)} nodes"
+        nodes = f"{len(before.members)} → {len(after.members)} nodes"
+        what = f"{nodes}, {before.layout} → {after.layout}"
         found.append((what, after.resume_step))
     return found
 
@@ -163,16 +167,23 @@ def commit_of(run_dir: Path, step: int) -> Commit:
 
 
 def one_process(stage: Stage, source: Outcome, step: int) -> dict[int, float]:
-    """Return the losses of one process that goes on from `source`'s state of `step`."""
+    """Return the losses of one process, without any parallelism, from `source`'s `step`."""
     commit = commit_of(source.run_dir, step)
     text = (source.run_dir / "job.rendered.json").read_text(encoding="utf-8")
     config = TrainConfig.from_json(text)
     run_dir = stage.folder / f"one-process-from-{step}"
     checkpoints = run_dir / "checkpoints"
+    train = config.train
+    alone = Rung(
+        num_nodes=1,
+        layout=ParallelLayout(),
+        micro_batches=train.global_batch // train.micro_batch,
+    )
     config = dataclasses.replace(
         config,
         run_id=f"{config.run_id}-from-{step}",
-        ladder=dataclasses.replace(config.ladder, rungs=config.ladder.rungs[-1:]),
+        ladder=Ladder((alone,)),
+        gpus_per_node=1,
         checkpoint=dataclasses.replace(config.checkpoint, dir=str(checkpoints), every_steps=None),
     )
     create(run_dir, {"job.json": config.to_json()})
@@ -258,7 +269,7 @@ def demo(stage: Stage) -> bool:
     began = time.monotonic()
     corpus = stage.folder / "corpus" / "stdlib.txt"
     size = write_corpus(corpus)
-    stage.say(f"Training on 4 emulated nodes ({size / 1e6:.1f} MB of text), with faults:")
+    stage.say(f"Training on 4 emulated nodes of 2 ({size / 1e6:.1f} MB of text), with faults:")
     stage.console.print("  " + "  ".join(FAULTS))
     disturbed = train(stage, "disturbed", corpus, nodes=4, faults=FAULTS)
     stage.say("What happened")
@@ -283,7 +294,10 @@ def demo(stage: Stage) -> bool:
     stage.console.print(text, highlight=False)
     draw(stage, disturbed, undisturbed, text)
     stage.console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/dim]")
+    layouts = {entry["layout"] for entry in disturbed.summary["layouts"]}
+    stage.console.print(f"{len(layouts)} layouts: {', '.join(sorted(layouts, reverse=True))}")
     complete = len(nears) >= len(FAULTS) and disturbed.summary["samples_lost"] in (0, None)
+    complete = complete and len(layouts) >= 3
     return complete and whole.ok and all(item.ok for item in nears)
 
 
@@ -292,7 +306,7 @@ def draw(stage: Stage, disturbed: Outcome, undisturbed: dict[str, Curve], agreem
     data = report_data(
         disturbed.events,
         disturbed.summary,
-        title="Holdfast demo: four nodes, two lost, one back",
+        title="Holdfast demo: four nodes, three lost, one back",
         extra={label: sorted(curve.items()) for label, curve in undisturbed.items()},
         notes=[("Agreement with undisturbed training", agreement)],
     )

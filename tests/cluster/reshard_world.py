@@ -1,0 +1,131 @@
+"""State of known values, written in any layout and read back in any other.
+
+Every value is a function of its tensor's name, so no rank needs to be told what the
+others hold: each compares its own part, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint_world import CPU
+from exactness import Case
+from harness import make_config
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from elastic_trainer.agent.board import update
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
+from elastic_trainer.engine import Engine
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.models import ModelShape
+from elastic_trainer.optimizer import build_optimizer
+from elastic_trainer.parallelize import slice_of
+
+SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
+"""Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
+STEP = 3
+SCALARS = {"step": (torch.Size([]), torch.float32)}
+
+
+class World:
+    """This rank of a layout: model, optimizer with state, and managers for runs."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        config = self._config(Path("/nowhere"))
+        rung = config.ladder.rungs[0]
+        self.engine = Engine(config, rung, dist.get_rank(), CPU)
+        self.engine.allocate()
+        self.model = self.engine.model
+        self.optimizer = build_optimizer(self.model, config.train.optimizer)
+        sizes = {}
+        for name, param in self.model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                sizes[f"optim.state.{name}.{key}"] = (param.shape, param.dtype)
+            sizes[f"optim.state.{name}.step"] = SCALARS["step"]
+        create_optimizer_state(self.model, self.optimizer, sizes)
+
+    def write(self, run: Path) -> None:
+        """Fill everything with its own values and save it as step STEP of `run`."""
+        for name, local, wanted in self.parts():
+            local.copy_(wanted)
+            assert local.isfinite().all(), name
+        torch.set_rng_state(rng_of(run))
+        manager = self._manager(run, epoch=1)
+        assert manager.save(self.model, self.optimizer, STEP, wait=True)
+        manager.close()
+
+    def read(self, run: Path) -> list[str]:
+        """Restore `run` over garbage; return what differs from what was written."""
+        for _, local, _ in self.parts():
+            local.fill_(-7.0)
+        torch.manual_seed(99)
+        manager = self._manager(run, epoch=2)
+        step = manager.restore(self.model, self.optimizer)
+        manager.close()
+        wrong = [] if step == STEP else [f"step {step}"]
+        if not torch.equal(torch.get_rng_state(), rng_of(run)):
+            wrong.append("rng")
+        return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield (name, this rank's part, the value it has when it is right)."""
+        for section, tensors in live_tensors(self.model, self.optimizer).items():
+            for name, tensor in tensors.items():
+                whole = value_of(f"{section}.{name}", tensor.shape)
+                if isinstance(tensor, DTensor):
+                    yield name, tensor.to_local().detach(), whole[slice_of(tensor)]
+                else:
+                    yield name, tensor.detach(), whole
+
+    def _config(self, run: Path):
+        case = self.case
+        return make_config(
+            run,
+            case.layout,
+            model=SHAPE,
+            interleave=case.interleave,
+            micro_batch=case.micro_batch,
+            seq_len=48,
+            global_batch=10,
+        )
+
+    def _manager(self, run: Path, epoch: int) -> CheckpointManager:
+        board = FileBoard(run / "board")
+        if dist.get_rank() == 0:
+            update(board, lambda state: dataclasses.replace(state, epoch=max(epoch, state.epoch)))
+        events = EventLog(run, f"worker-{dist.get_rank()}-{os.getpid()}", epoch=epoch)
+        return CheckpointManager(self._config(run), board, events, epoch, CPU)
+
+
+def value_of(name: str, size: torch.Size) -> Tensor:
+    """Return the whole tensor `name`: a function of its name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
+    return torch.empty(size).normal_(generator=torch.Generator().manual_seed(seed))
+
+
+def rng_of(run: Path) -> Tensor:
+    """Return the generator state that `run` was saved with."""
+    seed = int.from_bytes(hashlib.sha256(run.name.encode()).digest()[:6], "little")
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def write(run: Path, case: Case) -> None:
+    """Body of a rank that saves."""
+    World(case).write(run)
+
+
+def read_all(runs: list[Path], case: Case) -> dict[str, list[str]]:
+    """Body of a rank that restores every run in turn; return what was wrong, by run."""
+    world = World(case)
+    answers = {run.name: world.read(run) for run in runs}
+    return {name: wrong for name, wrong in answers.items() if wrong}
