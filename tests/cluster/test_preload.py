@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from harness import SHAPE as TWO_LAYERS
 from harness import Run, make_config
 
 from elastic_trainer.layout import ParallelLayout
+
+SHAPE = dataclasses.replace(TWO_LAYERS, num_layers=4)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -25,12 +30,17 @@ os._exit(0)
 """
 
 
-def test_a_recovering_worker_imports_nothing_after_the_entry_point(tmp_path):
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp", "cp"])
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_a_recovering_worker_imports_nothing_after_the_entry_point(axis, interleave, tmp_path):
     """Rank 0 of two: restores, trains two steps, saves."""
-    layout = ParallelLayout(dp=2)
-    run = Run(tmp_path, make_config(tmp_path, layout, steps=1, recompute="selective"))
+    if interleave > 1 and axis != "pp":
+        pytest.skip("only a pipeline is interleaved")
+    layout = ParallelLayout(**{axis: 2})
+    options = {"recompute": "selective", "interleave": interleave, "model": SHAPE}
+    run = Run(tmp_path, make_config(tmp_path, layout, steps=1, **options))
     run.train(1, 2)
-    run.write(make_config(tmp_path, layout, steps=3, recompute="selective"))
+    run.write(make_config(tmp_path, layout, steps=3, **options))
     with run.epoch(2, 2, absent=(0,)) as group:
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM],

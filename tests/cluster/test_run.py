@@ -55,6 +55,18 @@ def summary_of(result):
     return json.loads(result.stdout)
 
 
+PIPELINE = """\
+name: pipeline
+model: {num_layers: 4, dim: 32, num_heads: 4, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}
+layout: {tp: 2, pp: 2, dp: auto}
+cluster: {nodes: 2, gpus_per_node: 2, gpu: cpu}
+train: {seq_len: 32, global_batch: 4, micro_batch: 2, steps: 40, precision: fp32, recompute: none}
+data: {path: text.txt, format: text, tokenizer: bytes}
+checkpoint: {every_s: null, every_steps: 4, keep: 20}
+elastic: {min_nodes: 1, hang_ceiling_s: 40, start_ceiling_s: 80, join_timeout_s: 60}
+"""
+
+
 def leftovers(run_dir):
     """Processes that name the run directory in their environment or command line."""
     found = []
@@ -84,6 +96,39 @@ def wait_for(run_dir, name, wanted, process, seconds=45):
 
 def wait_for_step(run_dir, step, process):
     return wait_for(run_dir, "step.completed", lambda event: event["step"] >= step, process)
+
+
+@pytest.mark.timeout(240)
+def test_a_pipeline_loses_a_node_goes_on_without_one_and_returns(job, tmp_path):
+    job.write_text(PIPELINE)
+    curves = {}
+    for name, faults in (("faults", ["kill-node:1@10", "return-node@14"]), ("plain", [])):
+        run_dir = tmp_path / name
+        options = [option for fault in faults for option in ("--fault", fault)]
+        summary = summary_of(holdfast(*arguments(job, run_dir, *options), timeout=110))
+        assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
+        curves[name] = losses(run_dir)
+        layouts = [entry["layout"] for entry in summary["layouts"]]
+        if faults:
+            assert layouts == ["dp1-pp2-cp1-tp2", "dp1-pp1-cp1-tp2", "dp1-pp2-cp1-tp2"]
+        else:
+            assert layouts == ["dp1-pp2-cp1-tp2"]
+        assert leftovers(run_dir) == []
+    assert list(curves["faults"]) == list(curves["plain"]) == list(range(1, 41))
+    for step, loss in curves["plain"].items():
+        assert curves["faults"][step] == pytest.approx(loss, rel=2e-5), step
+
+
+def losses(run_dir):
+    """Step -> loss of its last execution."""
+    lines = [
+        json.loads(line)
+        for path in (run_dir / "events").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    done = [event for event in lines if event["event"] == "step.completed"]
+    done.sort(key=lambda event: (event["step"], event["epoch"]))
+    return {event["step"]: event["loss"] for event in done}
 
 
 def test_a_node_and_the_coordinator_die(job, tmp_path):
