@@ -52,10 +52,21 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     tied = model.shape.tie_embeddings and len(outer) == 3
     if outer:
         parallelize_module(model, mesh, outer)
+    if "embedding" in outer:
+        model.embedding.register_forward_hook(_arrived)
     if tied:  # each was cut by itself, by rows of the vocabulary both
         model.head.weight = model.embedding.weight
     for block in model.layers.values():
         _cut_block(block, mesh)
+
+
+def _arrived(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    """Return activations that are there, not on their way.
+
+    A compiled block doubles the gradient of an input that is still being reduced
+    (torch 2.13, without an error).
+    """
+    return output.clone()
 
 
 def _cut_block(block: Block, mesh: DeviceMesh) -> None:

@@ -175,3 +175,15 @@ def test_tied_embeddings_agree_under_tensor_parallelism(tmp_path):
     one = trained(tmp_path / "one", ONE, model=tied, optimizer={"lr": 3e-4})
     layout, optimizer = ParallelLayout(dp=2, tp=2), {"lr": 3e-4}
     agree(trained(tmp_path / "two", layout, model=tied, optimizer=optimizer, micro_batch=2), one)
+
+
+@pytest.mark.slow  # needs a C++ compiler, and minutes
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"cp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_compiled_blocks_agree_on_every_axis(degrees, recompute, one_tiny_process, tmp_path):
+    case = Case(ParallelLayout(**degrees), micro_batch=5)
+    run = trained_case(tmp_path / "run", case, compile=True, recompute=recompute)
+    errors = compare(run, one_tiny_process)
+    assert errors.loss <= BOUND
+    assert errors.grad_norm <= BOUND
+    assert errors.gradients <= 5e-6
