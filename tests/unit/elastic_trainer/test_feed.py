@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from elastic_trainer.config import TrainSection
+from elastic_trainer.data.corpus import Corpus
+from elastic_trainer.feed import Feed
+from elastic_trainer.ladder import Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.ledger import LedgerWriter
+from elastic_trainer.tensor_parallel import IGNORED
+
+SEQ_LEN = 8
+TRAIN = TrainSection(seq_len=SEQ_LEN, global_batch=5, steps=9)
+CPU = torch.device("cpu")
+
+
+def corpus():
+    tokens = np.arange(12 * SEQ_LEN + 1, dtype="<u4")
+    return Corpus(tokens, seq_len=SEQ_LEN, seed=1, vocab_size=1000, where="here")
+
+
+def feed(layout, rank, rounds, ledger=None):
+    rung = Rung(num_nodes=1, layout=layout, micro_batches=rounds)
+    where = layout.coordinate(rank)
+    return Feed(corpus(), TRAIN, rung, coordinate=where, ledger=ledger, device=CPU)
+
+
+def test_ranks_of_a_step_see_every_token_of_its_samples_once():
+    layout = ParallelLayout(dp=2, cp=2)
+    seen = []
+    for rank in range(4):
+        for batch in feed(layout, rank, rounds=3).micro_batches(4):
+            counted = batch.targets != IGNORED
+            assert batch.inputs.shape == batch.targets.shape == (1, SEQ_LEN // 2)
+            assert bool(counted.all()) or not bool(counted.any())
+            assert torch.equal(batch.targets[counted], batch.inputs[counted] + 1)
+            seen += batch.targets[counted].tolist()
+    _, targets = corpus().samples(range(15, 20))
+    assert sorted(seen) == sorted(targets.flatten().tolist())
+
+
+def test_all_ranks_run_the_rounds_of_the_rung_and_one_writes_them_down(tmp_path):
+    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=1, resume_step=0, layout="x")
+    layout = ParallelLayout(dp=2)
+    mine = feed(layout, 1, rounds=4, ledger=ledger)
+    batches = list(mine.micro_batches(1))
+    assert [bool((b.targets != IGNORED).all()) for b in batches] == [True, True, False, False]
+    mine.end_step(1)
+    mine.close()
+    text = (tmp_path / "ledger/e000001-dp00001.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines[1] == {"step": 1, "samples": [[1, 2], [3, 4]]}
