@@ -36,6 +36,7 @@ exactness: .venv/ready
 docs: .venv/ready
 	$(PY) -m launcher.cli.docs > docs/cli.md
 	$(PY) -m launcher.cli.docs errors > docs/errors.md
+	$(PY) -m launcher.cli.docs resume > docs/resume.md
 
 format: .venv/ready
 	.venv/bin/ruff check --fix .

@@ -113,6 +113,21 @@ class NetworkSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartFrom:
+    """The checkpoint of another run that this one starts from, as that run's board has it."""
+
+    run: str
+    """Where it came from, `RUN@STEP`; for people."""
+    checkpoints: str
+    """Absolute folder of the other run's checkpoints."""
+    epoch: int
+    step: int
+    dir: str
+    """Its directory in `checkpoints`."""
+    manifest_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The whole of job.json. `run_dir` is where it lies, on shared storage."""
 
@@ -134,6 +149,8 @@ class TrainConfig:
     """Pipeline schedule: 1f1b or interleaved."""
     interleave: int = 1
     """Stages per rank of the interleaved schedule."""
+    start_from: StartFrom | None = None
+    """None: from initial values."""
     version: int = JOB_JSON_VERSION
 
     def rung_of(self, num_nodes: int) -> Rung:
@@ -178,5 +195,6 @@ class TrainConfig:
                 "checkpoint": CheckpointSection(**raw["checkpoint"]),
                 "elastic": ElasticSection(**raw["elastic"]),
                 "network": NetworkSection(**raw["network"]),
+                "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
             }
         )

@@ -21,7 +21,7 @@ class LedgerAudit:
     """Steps that were executed again after a restore; their first execution did not count."""
 
 
-def audit(files: Iterable[Iterable[str]], *, global_batch: int) -> LedgerAudit:
+def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int = 0) -> LedgerAudit:
     """Account for every sample of the effective history.
 
     Epochs count in order; one that resumed at step s takes back what earlier ones did
@@ -31,6 +31,7 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int) -> LedgerAudit:
     Args:
         files: the lines of each ledger file.
         global_batch: samples per step.
+        start_step: the step whose state the run started from, 0 for a fresh one.
     """
     epochs: dict[int, _Epoch] = {}
     for lines in files:
@@ -44,9 +45,9 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int) -> LedgerAudit:
         for step, parts in epoch.steps.items():
             if len(parts) == epoch.num_files:
                 history[step] = [piece for part in parts for piece in part]
-    top = max(history, default=0)
+    top = max(history, default=start_step)
     lost = repeated = 0
-    for step in range(1, top + 1):
+    for step in range(start_step + 1, top + 1):
         first, last = (step - 1) * global_batch, step * global_batch
         seen: dict[int, int] = {}
         for start, stop in history.get(step, []):

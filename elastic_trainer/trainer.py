@@ -188,7 +188,7 @@ class Trainer:
             "trainer.started",
             layout=str(self.layout),
             resume_step=self.step,
-            restored_from="storage" if self.step else None,
+            restored_from=self.checkpoints.restored_from,
         )
 
     # --- the loop --------------------------------------------------------------------------

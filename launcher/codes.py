@@ -89,6 +89,7 @@ CODES: Final[dict[str, Code]] = {
     "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": Code("The board cannot be read.", "Check the run directory's file system."),
     "HF303": Code("A checkpoint of another global batch.", "Use the one it was made with."),
+    "HF304": Code("The checkpoint a run starts from cannot be used.", "Use another step."),
     # Checkpoints out to and in from Hugging Face's format.
     "HF320": Code("The checkpoint to export is damaged.", "Export another, or bring files back."),
     "HF321": Code("The target of an export or import is there already.", "Name a new one."),
@@ -116,6 +117,10 @@ CODES: Final[dict[str, Code]] = {
     "HF613": Code("Not a run directory, or one that cannot be read.", "Give one under ./runs."),
     "HF614": Code("Too few or too many nodes for a run.", "Use the number named."),
     "HF615": Code("The run has a live job already.", "Stop it, or start another run."),
+    "HF630": Code("There is no such checkpoint.", "Name one that is listed."),
+    "HF631": Code("A checkpoint is damaged.", "Bring the files back, or use another step."),
+    "HF632": Code("A package is missing that this command needs.", "Install the extra named."),
+    "HF633": Code("A run cannot start from that checkpoint.", "Set the key back, or start anew."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),

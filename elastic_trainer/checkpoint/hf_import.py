@@ -11,14 +11,12 @@ in memory at a time. Chunks also spare a rank that needs a few rows the rest.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,15 +238,13 @@ def _digests(directory: Path, on_read: Callable[[int], None]) -> Iterator[tuple[
 
 
 def _manifest(run_id: str, shape: ModelShape, files: dict[str, FileEntry]) -> Manifest:
-    fields: dict[str, Any] = {
-        "run_id": run_id,
-        "epoch": 0,
-        "step": 0,
-        "consumed_samples": 0,
-        "layout": str(ParallelLayout()),
-        "world_size": 1,
-        "files": files,
-    }
-    if "model" in {field.name for field in dataclasses.fields(Manifest)}:
-        fields["model"] = shape
-    return Manifest(**fields)
+    return Manifest(
+        run_id=run_id,
+        epoch=0,
+        step=0,
+        consumed_samples=0,
+        layout=str(ParallelLayout()),
+        world_size=1,
+        files=files,
+        model=shape,
+    )

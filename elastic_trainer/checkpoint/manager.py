@@ -17,7 +17,7 @@ from elastic_trainer.agent.board import Board, Commit
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.restore import restore
+from elastic_trainer.checkpoint.restore import restore, restore_from
 from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
 from elastic_trainer.checkpoint.state import RNG, STEP, TRAINER, Stager, live_tensors
 from elastic_trainer.checkpoint.storage import CheckpointStorage
@@ -85,12 +85,16 @@ class CheckpointManager:
         self._broken = False
         self._closed = False
         self._last_due_mono: float | None = None
+        self.restored_from: str | None = None
+        """`storage`, or the other run's checkpoint; None before a restore has found any."""
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
         """Load the newest valid checkpoint in place; collective.
 
+        The run's own; before it has one, the one it starts from.
+
         Returns:
-            Its step; None when the run has no checkpoint yet.
+            Its step; None when there is neither.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
@@ -107,7 +111,18 @@ class CheckpointManager:
                 "checkpoint.skipped", commit.step, dir=commit.dir, reason=reason
             ),
         )
-        if found is None:
+        if found is not None:
+            self.restored_from = "storage"
+        elif (start := self._config.start_from) is not None:
+            found = restore_from(
+                model,
+                optimizer,
+                start,
+                self._group,
+                global_batch=self._config.train.global_batch,
+            )
+            self.restored_from = start.run
+        else:
             return None
         seconds = round(self._mono() - started, 4)
         self._emit("checkpoint.restored", found.step, dir=found.dir, seconds=seconds)
@@ -214,6 +229,7 @@ class CheckpointManager:
             layout=layout,
             world_size=world_size,
             files={},
+            model=config.model,
         )
 
     def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:

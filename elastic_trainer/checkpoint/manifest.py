@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_trainer.agent.board import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
+from elastic_trainer.models import ModelShape
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -46,6 +47,8 @@ class Manifest:
     """Text form of the layout that wrote it; informative, any layout can read it."""
     world_size: int
     files: Mapping[str, FileEntry]
+    model: ModelShape | None = None
+    """Whose parameters they are; None in manifests of before it was written."""
     version: int = MANIFEST_VERSION
 
     def encode(self) -> bytes:
@@ -69,7 +72,8 @@ class Manifest:
         files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
         if bad := [name for name in files if "/" in name or name in ("", ".", "..")]:
             raise ValueError(f"manifest names {bad[0]!r}, which is no plain file name")
-        return cls(**{**value, "files": files})
+        model = ModelShape(**value["model"]) if value.get("model") else None
+        return cls(**{**value, "files": files, "model": model})
 
 
 def directory_name(step: int, epoch: int, attempt: int = 1) -> str:

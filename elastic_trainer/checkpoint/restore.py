@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from elastic_trainer.checkpoint.state import (
     live_tensors,
 )
 from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.config import StartFrom
 
 
 def restore(
@@ -35,7 +37,7 @@ def restore(
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
-    """Load the newest valid commit in place; collective.
+    """Load the newest valid commit of this run in place; collective.
 
     Returns:
         What was loaded; None when the run has no commit yet.
@@ -55,9 +57,7 @@ def restore(
     skipped: list[str] = []
     for commit in reversed(commits):
         try:
-            manifest = _verified(commit, storage, group)
-            _check_cursor(manifest, global_batch)
-            group.together(partial(_load, commit, manifest, storage, model, optimizer))
+            _load_commit(commit, model, optimizer, storage, group, global_batch=global_batch)
         except StepFailedError as error:
             skipped.append(f"{commit.dir}: {error}")
             on_skip(commit, str(error))
@@ -66,6 +66,53 @@ def restore(
     if skipped:
         raise CheckpointError("HF301", _nothing_left(skipped, storage))
     return None
+
+
+def restore_from(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    start: StartFrom,
+    group: Collective,
+    *,
+    global_batch: int,
+) -> Commit:
+    """Load another run's checkpoint in place; collective.
+
+    Raises:
+        CheckpointError: HF304, it cannot be used: never a silent start from nothing;
+            HF303, the data cursor does not fit the job.
+    """
+    commit = Commit(
+        epoch=start.epoch,
+        step=start.step,
+        dir=start.dir,
+        manifest_sha256=start.manifest_sha256,
+    )
+    storage = CheckpointStorage(Path(start.checkpoints))
+    try:
+        _load_commit(commit, model, optimizer, storage, group, global_batch=global_batch)
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF304",
+            f"the checkpoint this run starts from, {start.run} in {storage.root / commit.dir}, "
+            f"cannot be used ({error}). Bring the files back, or start a run from another step; "
+            "`holdfast checkpoint verify` says which are good",
+        ) from error
+    return commit
+
+
+def _load_commit(
+    commit: Commit,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    storage: CheckpointStorage,
+    group: Collective,
+    *,
+    global_batch: int,
+) -> None:
+    manifest = _verified(commit, storage, group)
+    _check_cursor(manifest, global_batch)
+    group.together(partial(_load, commit, manifest, storage, model, optimizer))
 
 
 def _commits(board: Board) -> tuple[Commit, ...]:

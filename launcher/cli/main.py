@@ -17,6 +17,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
     "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
+    "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
 }
 """Command -> module and one line of help. The module's command is `command`, or has its name."""

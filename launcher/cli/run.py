@@ -25,6 +25,7 @@ Examples:
   holdfast run examples/tiny-cpu.yaml
   holdfast run examples/tiny-cpu.yaml --fault kill-node:2@30 --fault return-node@60
   holdfast run --resume runs/tiny-20260101-120000
+  holdfast run examples/tiny-cpu.yaml --from runs/tiny-20260101-120000@50 --set train.steps=200
 """
 
 
@@ -49,6 +50,12 @@ Examples:
 @click.option(
     "--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an earlier run."
 )
+@click.option(
+    "--from",
+    "start",
+    metavar="RUN[@STEP]",
+    help="Start a new run from another one's checkpoint; docs/resume.md has what may differ.",
+)
 @json_option
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 def run(
@@ -59,6 +66,7 @@ def run(
     sets: Sequence[str],
     run_dir: Path | None,
     resume: Path | None,
+    start: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -70,7 +78,13 @@ def run(
     """
     try:
         prepared = _prepare(
-            job, nodes=nodes, faults=faults, sets=sets, run_dir=run_dir, resume=resume
+            job,
+            nodes=nodes,
+            faults=faults,
+            sets=sets,
+            run_dir=run_dir,
+            resume=resume,
+            start=start,
         )
         if prepared is None:
             assert resume is not None
@@ -101,10 +115,11 @@ def _prepare(
     sets: Sequence[str],
     run_dir: Path | None,
     resume: Path | None,
+    start: str | None,
 ) -> local_job.Prepared | None:
     """Return what is to be run; None: the run to go on with is finished."""
     if resume is not None:
-        options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir))
+        options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir), ("--from", start))
         given = [name for name, value in options if value]
         if given:
             raise UserError(
@@ -121,6 +136,7 @@ def _prepare(
         faults=faults,
         sets=sets,
         run_dir=run_dir,
+        start=start,
         stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
     )
 

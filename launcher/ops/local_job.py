@@ -23,6 +23,7 @@ from launcher.ops.faults import Fault, parse_faults
 from launcher.ops.local_run import Interrupts, LocalRun
 from launcher.ops.progress import Progress, View
 from launcher.ops.record import LauncherLog, RunRecord
+from launcher.ops.start_from import keep_corpus, start_from
 from launcher.ops.summary import summarise
 from launcher.ops.timeline import layouts_of
 from launcher.ops.verdict import Verdict, judge
@@ -66,6 +67,7 @@ def prepare_new(
     sets: Sequence[str],
     run_dir: Path | None,
     stamp: str,
+    start: str | None = None,
 ) -> Prepared:
     """Read, plan and render `job` into a new run directory.
 
@@ -76,6 +78,7 @@ def prepare_new(
         sets: arguments of `--set`.
         run_dir: None: `./runs/<name>-<stamp>`.
         stamp: local time as text, to name the run.
+        start: `RUN[@STEP]`, the checkpoint of another run to start from.
 
     Raises:
         UserError: anything wrong with the above; nothing is left behind.
@@ -95,11 +98,16 @@ def prepare_new(
     directory = (run_dir or Path("runs") / run_id).absolute()
     bundle = render_local(spec, plan(spec), run_id=run_id, run_dir=directory, base_dir=folder)
     rendered = TrainConfig.from_json(bundle[run_dirs.JOB_JSON])
+    if start is not None:
+        rendered = start_from(rendered, start, spec)
+        bundle = {**bundle, run_dirs.JOB_JSON: rendered.to_json()}
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     parsed = _faults(narrowed, num_nodes, faults)
     existed = directory.exists()
     run_dirs.create(directory, bundle)
+    if rendered.start_from is not None:
+        keep_corpus(rendered.start_from, directory)
     try:
         run_dirs.check_checkpoint_dir(rendered)
     except UserError:
@@ -220,7 +228,8 @@ def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
         ]
         for path in files
     )
-    return audit(lines, global_batch=config.train.global_batch)
+    start_step = config.start_from.step if config.start_from else 0
+    return audit(lines, global_batch=config.train.global_batch, start_step=start_step)
 
 
 def check_data(config: TrainConfig) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.cli.docs import cli_reference, error_reference
+from launcher.cli.docs import cli_reference, error_reference, resume_reference
 from launcher.codes import CODES
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +18,12 @@ def test_the_command_reference_is_that_of_the_commands():
 def test_the_error_reference_is_that_of_the_codes():
     assert (ROOT / "docs" / "errors.md").read_text() == error_reference(), (
         "run: python -m launcher.cli.docs errors > docs/errors.md"
+    )
+
+
+def test_the_resume_table_is_that_of_the_keys():
+    assert (ROOT / "docs" / "resume.md").read_text() == resume_reference(), (
+        "run: python -m launcher.cli.docs resume > docs/resume.md"
     )
 
 

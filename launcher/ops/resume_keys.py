@@ -1,0 +1,136 @@
+"""What may differ between a run and the one it starts from. Pure.
+
+docs/resume.md is generated from the table (`python -m launcher.cli.docs resume`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.models import ModelShape
+
+
+class Key(NamedTuple):
+    """A key of the job, or all below it."""
+
+    may_change: bool
+    reason: str
+    """What happens when it changes, or why it may not."""
+
+
+_FITS = "the saved tensors would not fit, or would mean something else"
+_NEXT = "which samples come next depends on it: some would be lost or repeated"
+
+KEYS: Final[Mapping[str, Key]] = {
+    "name": Key(True, "it is a new run"),
+    "model": Key(False, _FITS),
+    "model.rope_theta": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_scaling_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_low_freq_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_high_freq_factor": Key(True, "longer contexts; the loss may jump"),
+    "model.rope_original_context": Key(True, "longer contexts; the loss may jump"),
+    "layout": Key(True, "resharded; the same batches, sums in another order"),
+    "cluster": Key(True, "resharded; the same batches, sums in another order"),
+    "train.seq_len": Key(False, _NEXT),
+    "train.global_batch": Key(False, _NEXT),
+    "train.seed": Key(False, _NEXT),
+    "train.micro_batch": Key(True, "the same batches, sums in another order"),
+    "train.steps": Key(True, "the learning rate decays towards the new last step"),
+    "train.precision": Key(True, "from the next step; parameters are saved in fp32"),
+    "train.recompute": Key(True, "changes memory and speed, nothing else"),
+    "train.compile": Key(True, "changes speed, and the order of sums"),
+    "train.optimizer": Key(True, "from the next step; the moments are kept"),
+    "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
+    "data.format": Key(False, _NEXT),
+    "data.tokenizer": Key(False, _NEXT),
+    "checkpoint": Key(True, "the new run's own"),
+    "elastic": Key(True, "the new run's own"),
+    "network": Key(True, "the new run's own"),
+}
+"""Key -> may it change. The longest key that fits counts."""
+
+_OWN_TO_A_RUN = ("run_id", "model_name", "version", "start_from")
+_SPEC_KEYS = {
+    "ladder": "layout",
+    "schedule": "layout",
+    "interleave": "layout",
+    "gpus_per_node": "cluster",
+    "device": "cluster",
+}
+"""Names in job.json -> what the user wrote them as."""
+
+
+class Difference(NamedTuple):
+    """A key that differs and may not."""
+
+    key: str
+    before: Any
+    now: Any
+    reason: str
+
+
+def forbidden(before: TrainConfig, now: TrainConfig) -> list[Difference]:
+    """Return what keeps `now` from going on where a run of `before` had come to."""
+    old, new = _flat(before), _flat(now)
+    return [
+        Difference(key, old.get(key), new.get(key), rule.reason)
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not (rule := rule_of(key)).may_change
+    ]
+
+
+def forbidden_shape(before: ModelShape, now: ModelShape) -> list[Difference]:
+    """Return the dimensions of `now` for which weights of `before` cannot be used."""
+    old, new = (
+        {**dataclasses.asdict(shape), "head_dim": shape.head_size} for shape in (before, now)
+    )
+    keys = [name for name in old if old[name] != new[name]]
+    rules = {name: rule_of(f"model.{name}") for name in keys}
+    return [
+        Difference(f"model.{name}", old[name], new[name], rule.reason)
+        for name, rule in rules.items()
+        if not rule.may_change
+    ]
+
+
+def rule_of(key: str) -> Key:
+    """Return the rule of a key of the job file."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        rule = KEYS.get(".".join(parts[:length]))
+        if rule is not None:
+            return rule
+    raise AssertionError(f"{key} has no rule")
+
+
+def _flat(config: TrainConfig) -> dict[str, Any]:
+    raw = {k: v for k, v in dataclasses.asdict(config).items() if k not in _OWN_TO_A_RUN}
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key in _SPEC_KEYS:
+            flat[f"{_SPEC_KEYS[key]}.{key}"] = value
+        else:
+            flat.update(_leaves(key, value))
+    # 0 stands for dim / num_heads: the same number, written or not.
+    flat["model.head_dim"] = config.model.head_size
+    return flat
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    rows = [
+        f"| `{key}` | {'yes' if rule.may_change else '**no**'} | {rule.reason} |"
+        for key, rule in KEYS.items()
+    ]
+    return "\n".join(["| Key | May change | |", "|---|---|---|", *rows]) + "\n"

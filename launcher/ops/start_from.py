@@ -1,0 +1,79 @@
+"""`holdfast run --from RUN@STEP`: another run's checkpoint as the start of a new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic_trainer.config import StartFrom, TrainConfig
+from launcher.errors import Problem, UserError
+from launcher.ops.checkpoints import Reference, RunCheckpoints
+from launcher.ops.resume_keys import Difference, forbidden, forbidden_shape
+from launcher.spec import JobSpec
+
+CORPUS_PIN = "corpus.json"
+"""Which corpus a run was trained on; the trainer writes and compares it."""
+
+
+def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfig:
+    """Return `config` with the checkpoint it starts from.
+
+    Args:
+        config: of the new run.
+        reference: `RUN` or `RUN@STEP`.
+        spec: what `config` was made from, for the lines of mistakes.
+
+    Raises:
+        UserError: there is no such checkpoint, or every key that may not differ (HF633).
+    """
+    wanted = Reference.parse(reference)
+    found = RunCheckpoints.of(wanted.run)
+    commit = found.choose(wanted.step)
+    manifest = found.manifest(commit)
+    if found.config is not None and commit.step > 0:
+        differences = forbidden(found.config, config)
+    else:
+        shape = manifest.model or (found.config.model if found.config else config.model)
+        differences = forbidden_shape(shape, config.model)
+    name = f"{wanted.run}@{commit.step}"
+    problems = list(_problems(differences, name, commit.step, config, spec))
+    if problems:
+        raise UserError.many(problems)
+    start = StartFrom(
+        run=name,
+        checkpoints=str(found.storage.root),
+        epoch=commit.epoch,
+        step=commit.step,
+        dir=commit.dir,
+        manifest_sha256=commit.manifest_sha256,
+    )
+    return dataclasses.replace(config, start_from=start)
+
+
+def keep_corpus(start: StartFrom, run_dir: Path) -> None:
+    """Hold the new run to the corpus of the old one, whose samples it goes on with."""
+    pin = Path(start.run.rpartition("@")[0]) / CORPUS_PIN
+    if start.step > 0 and pin.is_file():
+        shutil.copyfile(pin, run_dir / CORPUS_PIN)
+
+
+def _problems(
+    differences: list[Difference], name: str, step: int, config: TrainConfig, spec: JobSpec
+) -> Iterator[Problem]:
+    for key, before, now, reason in differences:
+        section = key.split(".")[0]
+        yield spec.problem(
+            "HF633",
+            section if section == "model" else key,
+            f"{key.split('.')[-1]} was {before} in {name} and is {now}: {reason}; set it back"
+            + ("" if section == "model" else ", or start a run of its own without --from"),
+        )
+    if config.train.steps <= step:
+        yield spec.problem(
+            "HF633",
+            "train.steps",
+            f"{name} has done step {step}, so steps {config.train.steps} leaves nothing to do; "
+            f"use more, as in --set train.steps={step + 1000}",
+        )
