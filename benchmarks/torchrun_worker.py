@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def main() -> None:
     dp, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
         model = Llama(config.model)
-    meshes = build_meshes(ParallelLayout(dp=dp), "cpu")
+    meshes = build_meshes(ParallelLayout(dp=dp), "cpu", timedelta(minutes=30))
     parallelize(model, meshes, precision="fp32", recompute="none", compile_blocks=False)
     model.to_empty(device=device)
     initialise(model, train.seed)

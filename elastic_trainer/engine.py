@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ class Engine:
     ) -> None:
         self._config, self._rung, self._device = config, rung, device
         self.coordinate = rung.layout.coordinate(rank)
-        self.meshes = build_meshes(rung.layout, device.type)
+        self.meshes = build_meshes(
+            rung.layout, device.type, timedelta(seconds=config.elastic.start_ceiling_s)
+        )
         with torch.device("meta"):
             self.model = Llama(config.model)  # names are the same in every layout
         layout, interleave = rung.layout, config.interleave

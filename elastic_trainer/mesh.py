@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -24,12 +22,17 @@ class Meshes:
     cp: DeviceMesh | None
 
 
-def build_meshes(layout: ParallelLayout, device_type: str) -> Meshes:
+def build_meshes(layout: ParallelLayout, device_type: str, timeout: timedelta) -> Meshes:
     """Make the process groups of `layout`, ranks in its order.
 
     dp becomes `dp_replicate` x `dp_shard` where it is split (HSDP), else `dp_shard`.
     Context-parallel ranks hold the same parameters, so FSDP shards over them as well.
-    Every group has the time-out of the default group, which must exist. Collective.
+    Collective, on the default group, which must exist.
+
+    Args:
+        layout: of as many ranks as the default group has.
+        device_type: `cuda` or `cpu`.
+        timeout: how long operations of every group wait for their peers.
     """
     sizes = _axis_sizes(layout)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -42,7 +45,6 @@ def build_meshes(layout: ParallelLayout, device_type: str) -> Meshes:
         fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], shard])  # noqa: SLF001
     # torch gives new groups its own default: 30 min on gloo, 10 on NCCL. Options in
     # `backend_override` would say it at once, but gloo's groups then never come up.
-    timeout = group_timeout(dist.group.WORLD, device_type)
     for group in {*mesh.get_all_groups(), *fsdp.get_all_groups()}:
         _set_pg_timeout(timeout, group)
     views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp")}
@@ -61,10 +63,3 @@ def _axis_sizes(layout: ParallelLayout) -> dict[str, int]:
         elif getattr(layout, axis) > 1:
             sizes[axis] = getattr(layout, axis)
     return sizes
-
-
-def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """Return how long operations of `group` on `device_type` wait for their peers."""
-    options = group._get_backend(torch.device(device_type)).options  # noqa: SLF001
-    timeout: timedelta = options._timeout  # noqa: SLF001
-    return timeout

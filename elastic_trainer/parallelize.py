@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.context_parallel import GatheredAttention
 from elastic_trainer.mesh import Meshes
 from elastic_trainer.model import Llama, initial_rows
@@ -92,13 +93,12 @@ def initialise(model: Llama, seed: int) -> None:
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
-            clean = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
             local, part = param, tuple(slice(0, length) for length in param.shape)
             if isinstance(param, DTensor):
                 local = param.to_local()
                 part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
-            values = initial_rows(clean, param.shape, rows, model.shape, seed)
+            values = initial_rows(clean_name(name), param.shape, rows, model.shape, seed)
             local.copy_(values[(slice(None), *part[1:])])
 
 

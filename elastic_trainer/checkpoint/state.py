@@ -24,14 +24,15 @@ NamedTensors = dict[str, dict[str, Tensor]]
 """Section (`model`, `optim`, `trainer`) -> name -> tensor; DCP joins the two with a dot."""
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what wrappers put into it: the one in checkpoints."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def _named_params(model: nn.Module) -> dict[int, str]:
-    return {id(param): _clean(name) for name, param in model.named_parameters()}
+    return {id(param): clean_name(name) for name, param in model.named_parameters()}
 
 
 def _optimizer_tensors(
@@ -48,7 +49,7 @@ def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedTen
     """Return the tensors of `model` and `optimizer` themselves, not copies."""
     return {
         MODEL: {
-            _clean(name): value
+            clean_name(name): value
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor)
         },

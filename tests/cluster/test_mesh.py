@@ -6,10 +6,11 @@ import multiprocessing
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.mesh import build_meshes, group_timeout
+from elastic_trainer.mesh import build_meshes
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train"])
@@ -18,10 +19,8 @@ TIMEOUT = timedelta(seconds=37)
 
 def _rank(rank, port, layout, answers):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=layout.world_size, timeout=TIMEOUT
-    )
-    meshes = build_meshes(layout, "cpu")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size)
+    meshes = build_meshes(layout, "cpu", TIMEOUT)
     views = [mesh for mesh in (meshes.fsdp, meshes.tp, meshes.pp, meshes.cp) if mesh is not None]
     groups = {
         name: dist.get_process_group_ranks(mesh.get_group(name))
@@ -30,6 +29,10 @@ def _rank(rank, port, layout, answers):
     }
     every = [group for mesh in views for group in mesh.get_all_groups()]
     answers.put((rank, groups, [group_timeout(group, "cpu") for group in every]))
+
+
+def group_timeout(group, device_type):
+    return group._get_backend(torch.device(device_type)).options._timeout
 
 
 def _groups(layout, monkeypatch):

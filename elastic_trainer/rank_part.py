@@ -1,0 +1,131 @@
+"""What one rank of a layout holds, without the other ranks: shapes, counts, bytes.
+
+Builds the rank's part on the meta device under torch's fake process group, by the
+trainer's own code, so a layout of 16,384 GPUs can be looked at on a laptop:
+
+    python -m elastic_trainer.rank_part RUN/job.json --rank 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic_trainer.checkpoint.state import clean_name
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.engine import Engine
+from elastic_trainer.ladder import Rung, TooFewNodes
+
+_FP32_BYTES, _BF16_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """One rank's part of the model; sizes in elements and bytes."""
+
+    rank: int
+    coordinate: dict[str, int]
+    stages: tuple[tuple[int, ...], ...]
+    """Layers of each pipeline stage it holds; one stage of all layers without a pipeline."""
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    """Parameter -> (shape of the whole, shape of the shard this rank stores)."""
+    num_params_held: int
+    """Parameters of its stages, whole: what its tp and FSDP groups share."""
+    num_params_stored: int
+    """Elements of its own shards."""
+    parameter_bytes: int
+    """fp32 shards."""
+    gradient_bytes: int
+    """fp32 shards."""
+    optimizer_bytes: int
+    """AdamW's two moments, fp32 shards."""
+    gathered_bytes: int
+    """Parameters gathered for computing at the same time, in the compute dtype: with a
+    pipeline all it holds, else the largest block and what is outside the blocks."""
+
+
+def rank_part(config: TrainConfig, rung: Rung, rank: int) -> RankPart:
+    """Build the part of `rank`; no process group may exist yet, and none is left behind."""
+    world_size = rung.layout.world_size
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
+            engine = Engine(config, rung, rank, torch.device("cpu"))
+        return _describe(engine, config, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
+    shapes, gathered = {}, {}
+    stored = 0
+    for wrapped_name, param in engine.model.named_parameters():
+        name = clean_name(wrapped_name)
+        assert isinstance(param, DTensor), name
+        local = tuple(param.to_local().shape)
+        shapes[name] = (tuple(param.shape), local)
+        stored += torch.Size(local).numel()
+        block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        gathered[block] = gathered.get(block, 0) + _after_tp(param)
+    if engine.stages:
+        together = sum(gathered.values())
+    else:
+        blocks = [size for block, size in gathered.items() if block]
+        together = gathered.get("", 0) + max(blocks, default=0)
+    layers = [tuple(stage.span.layers) for stage in engine.stages]
+    return RankPart(
+        rank=rank,
+        coordinate=engine.coordinate,
+        stages=tuple(layers) or (tuple(range(config.model.num_layers)),),
+        shapes=shapes,
+        num_params_held=sum(torch.Size(whole).numel() for whole, _ in shapes.values()),
+        num_params_stored=stored,
+        parameter_bytes=_FP32_BYTES * stored,
+        gradient_bytes=_FP32_BYTES * stored,
+        optimizer_bytes=2 * _FP32_BYTES * stored,
+        gathered_bytes=together
+        * (_BF16_BYTES if config.train.precision == "bf16" else _FP32_BYTES),
+    )
+
+
+def _after_tp(param: DTensor) -> int:
+    """Return the elements of `param` on one rank once FSDP has gathered it: its tp shard."""
+    names = param.device_mesh.mesh_dim_names or ()
+    numel = param.numel()
+    if "tp" in names and param.placements[names.index("tp")].is_shard():
+        numel //= param.device_mesh["tp"].size()
+    return numel
+
+
+def main() -> int:
+    """Print the part of a rank as JSON."""
+    parser = argparse.ArgumentParser(prog="elastic_trainer.rank_part", description=__doc__)
+    parser.add_argument("job_json", type=Path)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--nodes", type=int, help="nodes that are left; default: all")
+    options = parser.parse_args()
+    config = TrainConfig.from_json(options.job_json.read_text(encoding="utf-8"))
+    try:
+        rung = config.ladder.rung_for(options.nodes or config.ladder.max_nodes)
+    except TooFewNodes as error:
+        parser.error(str(error))
+    if not 0 <= options.rank < rung.layout.world_size:
+        parser.error(f"--rank: {rung.layout} has ranks 0 to {rung.layout.world_size - 1}")
+    part = dataclasses.asdict(rank_part(config, rung, options.rank))
+    sys.stdout.write(json.dumps({"layout": str(rung.layout), **part}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
