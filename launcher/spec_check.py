@@ -93,7 +93,10 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         message = "interleaved needs interleave: 2 or more; for one stage per rank use 1f1b"
         yield finding("HF118", "layout.schedule", message, "layout.interleave")
     if layout.schedule == "1f1b" and layout.interleave > 1:
-        message = f"{layout.interleave} stages per rank need schedule: interleaved"
+        message = (
+            f"{layout.interleave} stages per rank need schedule: interleaved; set it, or use "
+            "interleave: 1"
+        )
         yield finding("HF118", "layout.interleave", message, "layout.schedule")
     if cluster.gpu != CPU and cluster.gpu not in GPUS:
         gpu = cluster.gpu.upper()
