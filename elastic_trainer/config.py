@@ -117,7 +117,7 @@ class StartFrom:
     """The checkpoint of another run that this one starts from, as that run's board has it."""
 
     run: str
-    """Where it came from, `RUN@STEP`; for people."""
+    """Absolute run directory it came from; for people and the record."""
     checkpoints: str
     """Absolute folder of the other run's checkpoints."""
     epoch: int
@@ -125,6 +125,11 @@ class StartFrom:
     dir: str
     """Its directory in `checkpoints`."""
     manifest_sha256: str
+
+    @property
+    def name(self) -> str:
+        """`RUN@STEP`, as a user would write it."""
+        return f"{self.run}@{self.step}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ CODES: Final[dict[str, Code]] = {
     "HF204": Code("A folder cannot be written.", "Choose another, or grant the permission."),
     "HF205": Code("The target cannot do this yet.", "Use what it can do."),
     "HF206": Code("An unknown target.", "Use one of those listed."),
+    "HF207": Code("checkpoint.dir has the checkpoints of another run.", "Use one of its own."),
     # Checkpoints, on the nodes.
     "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": Code("The board cannot be read.", "Check the run directory's file system."),
@@ -111,7 +112,7 @@ CODES: Final[dict[str, Code]] = {
     "HF601": Code("A --fault of another form.", "Write ACTION[:TARGET]@STEP, as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),
     "HF603": Code("A --fault outside the run's steps.", "Use a step before the last one."),
-    "HF610": Code("Options of `run` that exclude each other.", "Leave one of them out."),
+    "HF610": Code("Options that exclude each other.", "Leave one of them out."),
     "HF611": Code("The run directory is in use already.", "Use --resume, or another --run-dir."),
     "HF612": Code("A folder or file of the run cannot be written.", "Choose another place."),
     "HF613": Code("Not a run directory, or one that cannot be read.", "Give one under ./runs."),

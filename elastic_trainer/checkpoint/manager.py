@@ -86,7 +86,7 @@ class CheckpointManager:
         self._closed = False
         self._last_due_mono: float | None = None
         self.restored_from: str | None = None
-        """`storage`, or the other run's checkpoint; None before a restore has found any."""
+        """`storage`, or `RUN@STEP` of another run; None before a restore has found any."""
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
         """Load the newest valid checkpoint in place; collective.
@@ -112,7 +112,7 @@ class CheckpointManager:
             ),
         )
         if found is not None:
-            self.restored_from = "storage"
+            self.restored_from, place = "storage", found.dir
         elif (start := self._config.start_from) is not None:
             found = restore_from(
                 model,
@@ -121,11 +121,11 @@ class CheckpointManager:
                 self._group,
                 global_batch=self._config.train.global_batch,
             )
-            self.restored_from = start.run
+            self.restored_from, place = start.name, str(Path(start.checkpoints) / start.dir)
         else:
             return None
         seconds = round(self._mono() - started, 4)
-        self._emit("checkpoint.restored", found.step, dir=found.dir, seconds=seconds)
+        self._emit("checkpoint.restored", found.step, dir=place, seconds=seconds)
         return found.step
 
     def due(self, step: int, now_mono: float) -> bool:

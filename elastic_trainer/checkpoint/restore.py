@@ -94,9 +94,9 @@ def restore_from(
     except StepFailedError as error:
         raise CheckpointError(
             "HF304",
-            f"the checkpoint this run starts from, {start.run} in {storage.root / commit.dir}, "
+            f"the checkpoint this run starts from, {start.name} in {storage.root / commit.dir}, "
             f"cannot be used ({error}). Bring the files back, or start a run from another step; "
-            "`holdfast checkpoint verify` says which are good",
+            f"`holdfast checkpoint verify {start.run} --all` says which are good",
         ) from error
     return commit
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from elastic_trainer.agent.board import Commit
@@ -20,6 +20,9 @@ from elastic_trainer.checkpoint.manifest import (
     directory_name,
     superseded,
 )
+
+_READ_BYTES = 1 << 20
+"""Read at a time for a digest."""
 
 
 class CheckpointStorage:
@@ -112,8 +115,20 @@ class CheckpointStorage:
         except ValueError as error:
             raise DamagedError(str(error)) from error
 
-    def verify(self, name: str, manifest: Manifest, files: Iterable[str]) -> None:
+    def verify(
+        self,
+        name: str,
+        manifest: Manifest,
+        files: Iterable[str],
+        on_read: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Check size and sha256 of `files` in directory `name`.
+
+        Args:
+            name: of the directory.
+            manifest: what the files must be.
+            files: names, all of them in `manifest`.
+            on_read: called with the bytes just read, a MiB at a time.
 
         Raises:
             DamagedError: naming the first file that differs, and how.
@@ -127,7 +142,7 @@ class CheckpointStorage:
                     raise DamagedError(
                         f"{file} has {size_bytes} bytes, {expected.size_bytes} were saved"
                     )
-                actual = _entry(path)
+                actual = _entry(path, on_read)
             except OSError as error:
                 raise DamagedError(f"{file}: {error.strerror}") from error
             if actual != expected:
@@ -160,10 +175,15 @@ class CheckpointStorage:
         return remove
 
 
-def _entry(path: Path) -> FileEntry:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileEntry(size_bytes=file.tell(), sha256=digest.hexdigest())
+def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileEntry:
+    digest, size_bytes = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            digest.update(buffer[:num_read])
+            size_bytes += num_read
+            on_read(num_read)
+    return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
 
 
 def _fsync_dir(path: Path) -> None:

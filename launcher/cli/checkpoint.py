@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -22,8 +24,8 @@ from launcher.cli.common import (
     print_json,
 )
 from launcher.errors import UserError
-from launcher.ops.checkpoints import Commit, Reference, RunCheckpoints
-from launcher.ops.convert import export_options, run_converter
+from launcher.ops.checkpoints import Commit, Reference, RetiredError, RunCheckpoints
+from launcher.ops.convert import export_options, missing_tokenizer, run_converter
 
 EPILOG = """\b
 Examples:
@@ -39,29 +41,41 @@ def checkpoint() -> None:
     """List, verify, export and import checkpoints."""
 
 
+_LINES_EVERY_S = 5.0
+"""Between two lines of progress where there is no terminal."""
+_WIDE = 110
+"""Columns from which on the list shows the directories too."""
+_OTHERS = {
+    "milestone": "kept for ever (checkpoint.keep_every_steps)",
+    "unfinished": "a save under way, or one that was cut short",
+    "left over": "does not count; the next checkpoint removes it",
+}
+
+
 @checkpoint.command("list")
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN")
 @json_option
-def list_(*, run_dir: Path, as_json: bool) -> int:
+def list_(*, run: str, as_json: bool) -> int:
     """List the checkpoints of RUN, newest last.
 
     Those that count are on the run's board; a directory alone is only data.
     """
     try:
-        found = RunCheckpoints.of(run_dir)
+        found = _all_of(Reference.parse(run))
+        rows, others = found.rows(), found.others()
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
-    rows, others = found.rows(), found.others()
+    folder = str(found.storage.root)
     if as_json:
-        folder = str(found.storage.root)
         print_json({"dir": folder, "checkpoints": rows, "others": others})
         return EXIT_DONE
     if not rows:
-        click.echo(f"{run_dir} has no checkpoint yet")
+        click.echo(f"{run} has no checkpoint yet")
     else:
-        Console().print(_table(rows), highlight=False)
+        click.echo(f"in {folder}")
+        _print_table(rows)
     for other in others:
-        click.echo(f"not on the board: {other['dir']} ({other['kind']}, {_size(other)})")
+        click.echo(f"not on the board: {other['dir']}, {_size(other)}: {_OTHERS[other['kind']]}")
     return EXIT_DONE
 
 
@@ -78,19 +92,11 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
         found, commits = _chosen(reference, every=every)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
-    results = []
-    with _progress("verify", quiet=as_json) as report:
-        total = sum(found.size_bytes(commit) for commit in commits)
-        done = 0
-
-        def add(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            report(done, total)
-
-        for commit in commits:
-            wrong = found.verify(commit, add)
-            results.append({"step": commit.step, "dir": commit.dir, "damaged": wrong})
+    results = _verified(found, commits)
+    if not results:
+        gone = f"{found.run} has just replaced its checkpoint of step {commits[-1].step} by newer"
+        retired = UserError("HF630", f"{gone} ones; `holdfast checkpoint list` has them")
+        return exit_with_problems(retired, as_json=as_json)
     good = not any(result["damaged"] for result in results)
     if as_json:
         print_json({"ok": good, "checkpoints": results})
@@ -131,15 +137,16 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
         found = RunCheckpoints.of(wanted.run)
         commit = found.choose(wanted.step)
         options = export_options(found, commit, output, dtype)
-        result = _convert("export", options, as_json=as_json)
+        result = _convert("export", options)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
         print_json({"step": commit.step, "dir": str(output), **result})
     else:
-        click.echo(
-            f"step {commit.step}: {result['num_params']:,} parameters, {_size(result)} in {output}"
-        )
+        what = f"{result['num_params']:,} parameters, {_size(result)}, {dtype}"
+        click.echo(f"step {commit.step}: {what} in {output}")
+    if lost := missing_tokenizer(found):
+        click.echo(f"without a tokenizer: {lost} is not there any more", err=True)
     return EXIT_DONE
 
 
@@ -154,7 +161,7 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
     """
     try:
         options = ["--hf", str(source), "--run", str(run_dir)]
-        result = _convert("import", options, as_json=as_json)
+        result = _convert("import", options)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -167,26 +174,53 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
     return EXIT_DONE
 
 
+def _all_of(wanted: Reference) -> RunCheckpoints:
+    if wanted.step is not None:
+        raise UserError("HF610", f"list takes a RUN alone; leave @{wanted.step} out")
+    return RunCheckpoints.of(wanted.run)
+
+
 def _chosen(reference: str, *, every: bool) -> tuple[RunCheckpoints, list[Commit]]:
     wanted = Reference.parse(reference)
     if every and wanted.step is not None:
         raise UserError("HF610", "--all goes with a RUN alone; leave @STEP out")
     found = RunCheckpoints.of(wanted.run)
-    newest = found.choose(wanted.step)
-    return found, list(found.commits) if every else [newest]
+    chosen = found.choose(wanted.step)
+    return found, list(found.commits) if every else [chosen]
 
 
-def _convert(what: str, options: Sequence[str], *, as_json: bool) -> dict[str, Any]:
-    with _progress(what, quiet=as_json) as report:
+def _verified(found: RunCheckpoints, commits: Sequence[Commit]) -> list[dict[str, Any]]:
+    """Return what was found of each; those that the run has retired meanwhile are left out."""
+    results = []
+    with _progress("verify") as report:
+        total = sum(found.size_bytes(commit) for commit in commits)
+        done = 0
+
+        def add(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            report(done, total)
+
+        for commit in commits:
+            try:
+                wrong = found.verify(commit, add)
+            except RetiredError:
+                continue
+            results.append({"step": commit.step, "dir": commit.dir, "damaged": wrong})
+    return results
+
+
+def _convert(what: str, options: Sequence[str]) -> dict[str, Any]:
+    with _progress(what) as report:
         return run_converter([what, *options], on_progress=report)
 
 
 @contextmanager
-def _progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done: a bar on a terminal, nothing elsewhere."""
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show bytes done, on stderr: a bar on a terminal, now and then a line elsewhere."""
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _done, _total: None
+    if not console.is_terminal:
+        yield _lines(what, time.monotonic)
         return
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -194,24 +228,53 @@ def _progress(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return what fits 80 columns; --json has the rest."""
-    table = Table("step", "saved", "layout", "ranks", "samples", "size")
+def _lines(what: str, mono: Callable[[], float]) -> Callable[[int, int], None]:
+    """Return a reporter of lines; work that is done before the first one is due says nothing."""
+    due = mono() + _LINES_EVERY_S
+
+    def report(done: int, total: int) -> None:
+        nonlocal due
+        if mono() >= due:
+            due = mono() + _LINES_EVERY_S
+            sizes = [_size({"bytes": size}) for size in (done, total)]
+            click.echo(f"{what}: {sizes[0]} of {sizes[1]}", err=True)
+
+    return report
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the list: what fits 80 columns, and the directories where there is room."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # whoever reads a pipe wants whole lines
+    wide = console.width >= _WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "epoch", "saved", "layout", "ranks", "samples", "size"):
+        right = name in ("step", "epoch", "ranks", "samples", "size")
+        table.add_column(name, justify="right" if right else "left")
+    if wide:
+        table.add_column("directory")
     for row in rows:
-        step = f"{row['step']:,}"
+        table.add_row(*_cells(row), *([row["dir"]] if wide else []))
+    console.print(table, highlight=False)
+    for row in rows:
         if "damaged" in row:
-            table.add_row(step, "damaged", row["damaged"], "", "", "")
-            continue
-        saved = datetime.fromtimestamp(row["saved_unix"]).astimezone()
-        table.add_row(
-            step,
-            saved.strftime("%Y-%m-%d %H:%M:%S"),
-            row["layout"],
-            f"{row['world_size']:,}",
-            f"{row['consumed_samples']:,}",
-            _size(row),
-        )
-    return table
+            click.echo(f"step {row['step']} is damaged: {row['dir']}: {row['damaged']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    numbers = f"{row['step']:,}", f"{row['epoch']:,}"
+    if "damaged" in row:
+        return (*numbers, "DAMAGED", "", "", "", "")
+    saved = datetime.fromtimestamp(row["saved_unix"]).astimezone()
+    return (
+        *numbers,
+        saved.strftime("%Y-%m-%d %H:%M"),
+        row["layout"],
+        f"{row['world_size']:,}",
+        f"{row['consumed_samples']:,}",
+        _size(row),
+    )
 
 
 def _size(row: dict[str, Any]) -> str:

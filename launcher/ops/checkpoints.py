@@ -1,12 +1,13 @@
 """The checkpoints of a run, as its board and its checkpoint directory have them.
 
 The only file of the launcher that reads those two; with the node side's own readers,
-which import no torch.
+which import no torch. The run may be alive: what it retires meanwhile is no damage.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,21 @@ from typing import Any
 from elastic_trainer.agent.board import BoardState, Commit
 from elastic_trainer.agent.file_board import BoardCorruptError, FileBoard
 from elastic_trainer.checkpoint.errors import DamagedError
-from elastic_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_directory
+from elastic_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    parse_directory,
+    superseded,
+)
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import TrainConfig
 from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
 
-__all__ = ["Commit", "Reference", "RunCheckpoints"]
+__all__ = ["Commit", "Reference", "RetiredError", "RunCheckpoints", "refuse_foreign"]
+
+_MAX_DIGITS = 18
+"""Of a step; more is a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +43,15 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Read it; an @ that no number follows belongs to the path."""
+        """Read it; an @ that no number follows belongs to the path, as in `runs/a@5/`."""
         run, at, step = text.rpartition("@")
-        if at and step.isascii() and step.isdigit():
+        if at and step.isascii() and step.isdigit() and len(step) <= _MAX_DIGITS:
             return cls(Path(run), int(step))
         return cls(Path(text), None)
+
+
+class RetiredError(Exception):
+    """The run has replaced a checkpoint by newer ones while it was being read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +73,11 @@ class RunCheckpoints:
             UserError: HF613 no run directory; HF302 its board cannot be read.
         """
         if not (run / "board").is_dir():
-            raise UserError("HF613", f"{run} is no run directory: it has no board; see ./runs")
+            raise _no_run(run)
         has_job = (run / run_dirs.JOB_JSON).is_file() or (run / run_dirs.RENDERED).is_file()
         config = run_dirs.load(run) if has_job else None
-        try:
-            current = FileBoard(run / "board").get_state()
-            commits = BoardState.decode(current[0]).commits if current else ()
-        except (OSError, ValueError, BoardCorruptError) as error:
-            raise UserError("HF302", f"{run / 'board'} cannot be read: {error}") from error
         root = Path(config.checkpoint.dir) if config else run.absolute() / "checkpoints"
-        return cls(run=run, config=config, storage=CheckpointStorage(root), commits=commits)
+        return cls(run=run, config=config, storage=CheckpointStorage(root), commits=_commits(run))
 
     def choose(self, step: int | None) -> Commit:
         """Return the checkpoint of `step`, or the newest.
@@ -78,11 +86,14 @@ class RunCheckpoints:
             UserError: HF630 there is none.
         """
         if not self.commits:
-            raise UserError("HF630", f"{self.run} has no checkpoint yet")
+            raise UserError(
+                "HF630",
+                f"{self.run} has no checkpoint yet: none has been committed to its board",
+            )
         if step is None:
             return self.commits[-1]
-        every = [*self.commits, *self._milestones()]
-        for commit in every:
+        every = [*self._milestones(), *self.commits]
+        for commit in reversed(every):
             if commit.step == step:
                 return commit
         steps = ", ".join(map(str, sorted({commit.step for commit in every})))
@@ -97,28 +108,106 @@ class RunCheckpoints:
         try:
             return self.storage.read_manifest(commit)
         except DamagedError as error:
-            raise UserError("HF631", f"{self.storage.root / commit.dir}: {error}") from error
+            raise UserError(
+                "HF631",
+                f"the checkpoint of step {commit.step} is damaged: "
+                f"{self.storage.root / commit.dir}: {error}; use another step (`holdfast "
+                f"checkpoint verify {self.run} --all` says which are good), or bring the file back",
+            ) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what counts, newest last, as plain JSON types; damage is told, not raised."""
-        return [self._row(commit) for commit in self.commits]
+        rows = [(commit, self._row(commit)) for commit in self.commits]
+        if any("damaged" in row for _, row in rows):
+            current = _commits(self.run)
+            rows = [(c, row) for c, row in rows if "damaged" not in row or c in current]
+        return [row for _, row in rows]
 
     def others(self) -> list[dict[str, Any]]:
-        """Return checkpoint directories that do not count: kept for ever, or left over."""
+        """Return checkpoint directories that the board does not name, as plain JSON types.
+
+        `kind` is `milestone` (checkpoint.keep_every_steps keeps it for ever), `unfinished` (a
+        save under way, or one that was cut short) or `left over` (the next commit removes it).
+        """
         counted = {commit.dir for commit in self.commits}
-        every = self.config.checkpoint.keep_every_steps if self.config else None
+        names = self._directories()
+        _, milestones = superseded(
+            names,
+            self.commits,
+            epoch=sys.maxsize,
+            keep_every_steps=self.config.checkpoint.keep_every_steps if self.config else None,
+        )
         found = []
-        for path in sorted(self.storage.root.iterdir()) if self.storage.root.is_dir() else ():
-            parsed = parse_directory(path.name)
-            if parsed is None or path.name in counted:
+        for name in names:
+            parsed, path = parse_directory(name), self.storage.root / name
+            if parsed is None or name in counted:
                 continue
-            kept = every is not None and parsed[0] % every == 0 and (path / MANIFEST_NAME).exists()
-            kind = "milestone" if kept else "left over"
-            size_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-            found.append(
-                {"step": parsed[0], "dir": path.name, "kind": kind, "size_bytes": size_bytes}
-            )
+            try:
+                sizes = [file.stat().st_size for file in path.iterdir()]
+                complete = (path / MANIFEST_NAME).is_file()
+            except FileNotFoundError:
+                continue  # removed since it was listed: the run is alive
+            kind = ("milestone" if name in milestones else "left over") if complete else None
+            row = {"step": parsed[0], "epoch": parsed[1], "dir": name}
+            found.append({**row, "kind": kind or "unfinished", "size_bytes": sum(sizes)})
         return found
+
+    def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
+        """Read every byte of `commit`; return what is wrong, a line each.
+
+        Args:
+            commit: what `choose` returned.
+            on_read: called with the bytes just read; they add up to `size_bytes`.
+
+        Raises:
+            RetiredError: the run has retired it meanwhile.
+        """
+        wrong = list(self._damage(commit, on_read))
+        if wrong and commit in self.commits and commit not in _commits(self.run):
+            raise RetiredError
+        return wrong
+
+    def size_bytes(self, commit: Commit) -> int:
+        """Return what `verify` is going to read; 0 where the manifest is damaged."""
+        try:
+            manifest = self.storage.read_manifest(commit)
+        except DamagedError:
+            return 0
+        return sum(entry.size_bytes for entry in manifest.files.values())
+
+    def _damage(self, commit: Commit, on_read: Callable[[int], None]) -> list[str]:
+        try:
+            manifest = self.storage.read_manifest(commit)
+        except DamagedError as error:
+            return [str(error)]
+        wrong = []
+        for name, entry in sorted(manifest.files.items()):
+            left = entry.size_bytes
+
+            def count(size_bytes: int) -> None:
+                nonlocal left
+                left -= size_bytes
+                on_read(size_bytes)
+
+            try:
+                self.storage.verify(commit.dir, manifest, [name], count)
+            except DamagedError as error:
+                wrong.append(str(error))
+            on_read(left)  # what was not worth reading
+        return wrong
+
+    def _directories(self) -> list[str]:
+        root = self.storage.root
+        try:
+            return sorted(path.name for path in root.iterdir() if path.is_dir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UserError(
+                "HF202",
+                f"{root}, where {self.run} has its checkpoints, cannot be read: {error.strerror}; "
+                "grant the permission, or look at it from a machine that has it",
+            ) from error
 
     def _milestones(self) -> list[Commit]:
         """Return those kept for ever, which the board no longer names.
@@ -129,42 +218,10 @@ class RunCheckpoints:
         for other in self.others():
             if other["kind"] == "milestone":
                 raw = (self.storage.root / other["dir"] / MANIFEST_NAME).read_bytes()
-                epoch = (parse_directory(other["dir"]) or (0, 0))[1]
                 digest = hashlib.sha256(raw).hexdigest()
-                found.append(
-                    Commit(
-                        epoch=epoch, step=other["step"], dir=other["dir"], manifest_sha256=digest
-                    )
-                )
+                named = {key: other[key] for key in ("epoch", "step", "dir")}
+                found.append(Commit(**named, manifest_sha256=digest))
         return found
-
-    def verify(self, commit: Commit, on_bytes: Callable[[int], None]) -> list[str]:
-        """Read every byte of `commit`; return what is wrong, a line each.
-
-        Args:
-            commit: one of `commits`.
-            on_bytes: called with the size of each file that has been looked at.
-        """
-        try:
-            manifest = self.storage.read_manifest(commit)
-        except DamagedError as error:
-            return [str(error)]
-        wrong = []
-        for name, entry in sorted(manifest.files.items()):
-            try:
-                self.storage.verify(commit.dir, manifest, [name])
-            except DamagedError as error:
-                wrong.append(str(error))
-            on_bytes(entry.size_bytes)
-        return wrong
-
-    def size_bytes(self, commit: Commit) -> int:
-        """Return what `verify` is going to read; 0 where the manifest is damaged."""
-        try:
-            manifest = self.storage.read_manifest(commit)
-        except DamagedError:
-            return 0
-        return sum(entry.size_bytes for entry in manifest.files.values())
 
     def _row(self, commit: Commit) -> dict[str, Any]:
         row: dict[str, Any] = {"step": commit.step, "epoch": commit.epoch, "dir": commit.dir}
@@ -181,3 +238,57 @@ class RunCheckpoints:
             "size_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
             "saved_unix": round(saved_unix),
         }
+
+
+def refuse_foreign(config: TrainConfig) -> None:
+    """Check that a new run has its checkpoint directory to itself.
+
+    It would take the checkpoints of another run for left-overs and remove them.
+
+    Raises:
+        UserError: HF207 there are checkpoints already; HF202 nobody can tell.
+    """
+    directory = Path(config.checkpoint.dir)
+    try:
+        found = sorted(
+            path.name
+            for path in (directory.iterdir() if directory.is_dir() else ())
+            if parse_directory(path.name)
+        )
+    except OSError as error:
+        raise UserError(
+            "HF202", f"checkpoint.dir: {directory} cannot be read: {error.strerror}"
+        ) from error
+    if found:
+        raise UserError(
+            "HF207",
+            f"checkpoint.dir: {directory} has checkpoints of another run already ({found[-1]}), "
+            "which this one would remove; give it a folder of its own, as in "
+            f"--set checkpoint.dir={directory / config.run_id}",
+        )
+
+
+def _commits(run: Path) -> tuple[Commit, ...]:
+    """Return what counts now.
+
+    Raises:
+        UserError: HF302 the board cannot be read.
+    """
+    board = run / "board"
+    try:
+        current = FileBoard(board).get_state()
+        return BoardState.decode(current[0]).commits if current else ()
+    except (OSError, ValueError, BoardCorruptError) as error:
+        raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
+
+
+def _no_run(run: Path) -> UserError:
+    before, at, step = str(run).rpartition("@")
+    if at and (Path(before) / "board").is_dir():
+        return UserError(
+            "HF613",
+            f"{run}: {step!r} is no step; write {before}@STEP with a number, or {before} alone for "
+            "its newest checkpoint",
+        )
+    what = "is no run directory: it has no board" if run.is_dir() else "does not exist"
+    return UserError("HF613", f"{run} {what}; runs are made in ./runs unless --run-dir is given")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.codes import CODES
 from launcher.errors import PermanentError, UserError
 from launcher.ops.checkpoints import Commit, RunCheckpoints
 
@@ -27,15 +29,25 @@ def export_options(found: RunCheckpoints, commit: Commit, out: Path, dtype: str)
     config = found.config
     shape = found.manifest(commit).model or (config.model if config else None)
     if shape is None:
-        raise UserError("HF613", f"{found.run} does not say of which model its weights are")
+        raise UserError(
+            "HF613",
+            f"{found.run} does not say of which model its weights are: neither its job.json nor "
+            "the checkpoint's manifest has the dimensions; save it again with this version",
+        )
     options = ["--checkpoints", str(found.storage.root), "--dir", commit.dir]
     options += ["--manifest-sha256", commit.manifest_sha256, "--out", str(out)]
     options += ["--model-shape", json.dumps(dataclasses.asdict(shape)), "--dtype", dtype]
     if config is not None:
         options += ["--context", str(config.train.seq_len)]
-        if config.data.tokenizer != "bytes":
+        if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
             options += ["--tokenizer", config.data.tokenizer]
     return options
+
+
+def missing_tokenizer(found: RunCheckpoints) -> str | None:
+    """Return the run's tokenizer if it is not there any more: weights go without it."""
+    name = found.config.data.tokenizer if found.config else "bytes"
+    return name if name != "bytes" and not Path(name).is_file() else None
 
 
 def run_converter(
@@ -78,12 +90,15 @@ def run_converter(
             raise
         complaints.seek(0)
         said = complaints.read().strip()
-    if code == _WRONG_INPUT and said:
-        error_code, _, message = said.splitlines()[-1].partition(" ")
+    if code == 0 and result is not None:
+        return result
+    last = said.splitlines()[-1] if said else ""
+    error_code, _, message = last.partition(" ")
+    if code == _WRONG_INPUT and error_code in CODES:
         raise UserError(error_code, message)
-    if code != 0 or result is None:
-        raise PermanentError(said.splitlines()[-1] if said else f"the converter ended with {code}")
-    return result
+    if code == -signal.SIGKILL:
+        last = "it was killed by the system, most likely for want of memory; use a larger machine"
+    raise PermanentError(f"{arguments[0]} failed: {last or f'exit code {code}'}")
 
 
 def _follow(
@@ -92,6 +107,8 @@ def _follow(
     assert child.stdout is not None
     result: dict[str, Any] | None = None
     for line in child.stdout:
+        if not line.startswith("{"):
+            continue  # a library's remark
         message = json.loads(line)
         if "result" in message:
             result = message["result"]

@@ -64,14 +64,17 @@ class Fault:
         return f"{self.action}{target}@{self.step}"
 
 
-def parse_fault(text: str, *, num_nodes: int, num_workers: int, steps: int) -> Fault:
+def parse_fault(
+    text: str, *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
+) -> Fault:
     """Read one `ACTION[:TARGET]@STEP`.
 
     Args:
         text: the argument of one `--fault`.
         num_nodes: emulated nodes; targets are 0 to `num_nodes - 1`.
         num_workers: workers of the top rung; ranks are 0 to `num_workers - 1`.
-        steps: steps of the run; a fault after the last one would never strike.
+        steps: last step of the run; a fault after it would never strike.
+        start_step: the step the run starts from.
 
     Raises:
         UserError: HF601 unknown form, HF602 target missing, superfluous or out of
@@ -86,17 +89,18 @@ def parse_fault(text: str, *, num_nodes: int, num_workers: int, steps: int) -> F
     target = None if match["target"] is None else int(match["target"])
     step = int(match["step"])
     _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
-    if not 1 <= step < steps:
+    if not start_step < step < steps:
+        started = f", the run starts from step {start_step}" if start_step else ""
         raise UserError(
             "HF603",
             f"--fault {text}: a fault strikes after a completed step and before the last one; "
-            f"use 1 to {steps - 1} (train.steps is {steps})",
+            f"use {start_step + 1} to {steps - 1} (train.steps is {steps}{started})",
         )
     return Fault(action, target, step)
 
 
 def parse_faults(
-    texts: Sequence[str], *, num_nodes: int, num_workers: int, steps: int
+    texts: Sequence[str], *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
 ) -> tuple[Fault, ...]:
     """Read every `--fault`, in the order in which they strike.
 
@@ -108,7 +112,13 @@ def parse_faults(
     for text in texts:
         try:
             faults.append(
-                parse_fault(text, num_nodes=num_nodes, num_workers=num_workers, steps=steps)
+                parse_fault(
+                    text,
+                    num_nodes=num_nodes,
+                    num_workers=num_workers,
+                    steps=steps,
+                    start_step=start_step,
+                )
             )
         except UserError as error:
             problems += error.problems

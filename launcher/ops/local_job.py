@@ -19,11 +19,12 @@ from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
 from launcher.live import live_problems
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.checkpoints import refuse_foreign
 from launcher.ops.faults import Fault, parse_faults
 from launcher.ops.local_run import Interrupts, LocalRun
 from launcher.ops.progress import Progress, View
 from launcher.ops.record import LauncherLog, RunRecord
-from launcher.ops.start_from import keep_corpus, start_from
+from launcher.ops.start_from import corpus_pin, start_from
 from launcher.ops.summary import summarise
 from launcher.ops.timeline import layouts_of
 from launcher.ops.verdict import Verdict, judge
@@ -100,14 +101,15 @@ def prepare_new(
     rendered = TrainConfig.from_json(bundle[run_dirs.JOB_JSON])
     if start is not None:
         rendered = start_from(rendered, start, spec)
-        bundle = {**bundle, run_dirs.JOB_JSON: rendered.to_json()}
+        assert rendered.start_from is not None
+        pin = corpus_pin(rendered.start_from)
+        bundle = {**bundle, run_dirs.JOB_JSON: rendered.to_json(), **pin}
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     parsed = _faults(narrowed, num_nodes, faults)
     existed = directory.exists()
+    refuse_foreign(rendered)
     run_dirs.create(directory, bundle)
-    if rendered.start_from is not None:
-        keep_corpus(rendered.start_from, directory)
     try:
         run_dirs.check_checkpoint_dir(rendered)
     except UserError:
@@ -178,6 +180,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
             log=log,
             progress=Progress(
                 name=config.run_id,
+                start_step=start_step(config),
                 total_steps=config.train.steps,
                 num_nodes=prepared.num_nodes,
                 layouts=layouts_of(config),
@@ -228,8 +231,12 @@ def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
         ]
         for path in files
     )
-    start_step = config.start_from.step if config.start_from else 0
-    return audit(lines, global_batch=config.train.global_batch, start_step=start_step)
+    return audit(lines, global_batch=config.train.global_batch, start_step=start_step(config))
+
+
+def start_step(config: TrainConfig) -> int:
+    """Return the step whose state the run began with; 0 for initial values."""
+    return config.start_from.step if config.start_from else 0
 
 
 def check_data(config: TrainConfig) -> None:
@@ -248,7 +255,10 @@ def closing_lines(outcome: Outcome) -> str:
     """Return what a finished run says last."""
     summary = outcome.summary
     loss, goodput = summary["final_loss"], summary["goodput"]
-    parts = [f"finished: {summary['steps']} steps in {summary['wall_s']:.1f} s"]
+    what = f"{summary['steps']} steps"
+    if summary["start_step"]:
+        what = f"steps {summary['start_step'] + 1} to {summary['steps']}"
+    parts = [f"finished: {what} in {summary['wall_s']:.1f} s"]
     if loss is not None:
         parts.append(f"final loss {loss:.4f}")
     if goodput is not None:
@@ -276,4 +286,5 @@ def _faults(config: TrainConfig, num_nodes: int, texts: Sequence[str]) -> tuple[
         num_nodes=num_nodes,
         num_workers=config.ladder.rungs[0].layout.world_size,
         steps=config.train.steps,
+        start_step=start_step(config),
     )

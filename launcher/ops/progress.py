@@ -37,11 +37,12 @@ class Progress:
         total_steps: int,
         num_nodes: int,
         layouts: Mapping[int, str] | None = None,
+        start_step: int = 0,
     ) -> None:
         """Begin with nothing known; `layouts` is the ladder, num_nodes of the rung -> layout."""
         self._layouts = layouts or {}
         self.name, self.total_steps, self.num_nodes = name, total_steps, num_nodes
-        self.step = 0
+        self.step = start_step
         self.loss: float | None = None
         self.epoch = 0
         self.layout = ""

@@ -130,8 +130,13 @@ def html_report(data: ReportData) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><main>"
-        f"<h1>{title}</h1>{''.join(sections)}</main></body></html>\n"
+        f"<h1>{title}</h1>{_origin(data.summary)}{''.join(sections)}</main></body></html>\n"
     )
+
+
+def _origin(summary: Mapping[str, Any]) -> str:
+    start = summary.get("started_from")
+    return f"<p>Started from {escape(start)}.</p>" if start else ""
 
 
 def loss_chart(data: ReportData) -> str:
@@ -144,7 +149,8 @@ def loss_chart(data: ReportData) -> str:
         return canvas.render()
     margin = (max(losses) - min(losses) or 1.0) * 0.05
     last = max(step for curve in curves for step, _ in curve)
-    x = Scale(0, last, 70, 940)
+    first = min(step for curve in curves for step, _ in curve) - 1
+    x = Scale(first, last, 70, 940)
     y = Scale(min(losses) - margin, max(losses) + margin, 350, 50)
     colours = band_colours(data.summary["layouts"])
     for entry in data.summary["layouts"]:
@@ -194,10 +200,10 @@ def difference_chart(data: ReportData) -> str:
     canvas = Canvas(960, 260, "relative distance of the losses to the other runs")
     curves = [differences(data.loss, curve) for curve in data.extra.values()]
     values = [distance for curve in curves for _, distance in curve if distance > 0]
-    last = max((step for curve in curves for step, _ in curve), default=1)
+    steps = [step for curve in curves for step, _ in curve] or [1]
     top = math.ceil(math.log10(max(values, default=1e-6)))
     low = min(top - 2, math.floor(math.log10(max(min(values, default=1e-9), 1e-9))))
-    x, y = Scale(0, last, 70, 940), Scale(low, top, 210, 20)
+    x, y = Scale(min(steps) - 1, max(steps), 70, 940), Scale(low, top, 210, 20)
     canvas.axes(x, y, x_title="step", y_title="relative distance", log=True)
     for index, curve in enumerate(curves):
         colour = EXTRA[index % len(EXTRA)]
@@ -213,7 +219,8 @@ def progress_chart(data: ReportData) -> str:
     canvas = Canvas(960, 260, "completed steps over time")
     seconds = max(*(t for t, _ in data.progress), float(data.summary["wall_s"] or 0))
     x = Scale(0, seconds, 70, 940)
-    y = Scale(0, max(step for _, step in data.progress), 210, 30)
+    steps = [step for _, step in data.progress]
+    y = Scale(min(steps) - 1, max(steps), 210, 30)
     canvas.axes(x, y, x_title="seconds since the start", y_title="step")
     for number, failure in enumerate(data.summary["failures"], 1):
         pause_s = failure["recovered_s"]

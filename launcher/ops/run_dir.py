@@ -83,9 +83,12 @@ def load(run_dir: Path) -> TrainConfig:
     try:
         return TrainConfig.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            "HF613", f"{run_dir} is no run directory: it has no {JOB_JSON}; see ./runs"
-        ) from None
+        way_out = (
+            f"it holds imported weights; start with them: holdfast run JOB --from {run_dir}"
+            if (run_dir / "board").is_dir()
+            else f"it has no {JOB_JSON}; see ./runs"
+        )
+        raise UserError("HF613", f"{run_dir} is no run directory: {way_out}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
 

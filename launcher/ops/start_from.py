@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,12 +36,12 @@ def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfi
     else:
         shape = manifest.model or (found.config.model if found.config else config.model)
         differences = forbidden_shape(shape, config.model)
-    name = f"{wanted.run}@{commit.step}"
+    name = f"{wanted.run}@{commit.step}"  # as the user wrote it
     problems = list(_problems(differences, name, commit.step, config, spec))
     if problems:
         raise UserError.many(problems)
     start = StartFrom(
-        run=name,
+        run=str(wanted.run.absolute()),
         checkpoints=str(found.storage.root),
         epoch=commit.epoch,
         step=commit.step,
@@ -52,11 +51,21 @@ def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfi
     return dataclasses.replace(config, start_from=start)
 
 
-def keep_corpus(start: StartFrom, run_dir: Path) -> None:
-    """Hold the new run to the corpus of the old one, whose samples it goes on with."""
-    pin = Path(start.run.rpartition("@")[0]) / CORPUS_PIN
-    if start.step > 0 and pin.is_file():
-        shutil.copyfile(pin, run_dir / CORPUS_PIN)
+def corpus_pin(start: StartFrom) -> dict[str, str]:
+    """Return the file that holds the new run to the old one's corpus: it goes on with its samples.
+
+    None for imported weights, which have no samples behind them.
+
+    Raises:
+        UserError: HF202 it cannot be read.
+    """
+    pin = Path(start.run) / CORPUS_PIN
+    try:
+        return {CORPUS_PIN: pin.read_text(encoding="utf-8")} if start.step > 0 else {}
+    except FileNotFoundError:
+        return {}  # it was never trained with this version
+    except (OSError, ValueError) as error:
+        raise UserError("HF202", f"{pin} cannot be read: {error}") from error
 
 
 def _problems(

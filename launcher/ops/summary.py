@@ -26,6 +26,8 @@ def summarise(
 
     Seconds are rounded to milliseconds. Definitions:
 
+    - `steps`: the newest step that counts; the run's first one is `start_step` + 1.
+    - `started_from`: `RUN@STEP` of another run, whose state this one began with.
     - `wall_s`: time between `run.started` and `run.ended` (or the last event),
       summed over the attempts; the time in between, when nothing ran, is left out.
     - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
@@ -50,6 +52,7 @@ def summarise(
     busy_s = _busy_seconds(counted)
     executed = sum(len(span.steps) for span in spans)
     started = _first(events, "run.started")
+    start = config.start_from if config else None
     first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
     origin = started.t_unix if started else (events[0].t_unix if events else 0.0)
     return {
@@ -58,7 +61,9 @@ def summarise(
         "run_id": config.run_id if config else None,
         "state": _state(events, code),
         "code": code,
-        "steps": counted[-1].step if counted else 0,
+        "start_step": start.step if start else 0,
+        "started_from": start.name if start else None,
+        "steps": counted[-1].step if counted else start.step if start else 0,
         "steps_asked": config.train.steps if config else None,
         "steps_redone": executed - len(counted),
         "final_loss": counted[-1].loss if counted else None,

@@ -19,6 +19,7 @@ from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
+    StartFrom,
     TrainConfig,
     TrainSection,
 )
@@ -41,7 +42,9 @@ def _alone(tmp_path):
 class Run:
     """A one-rank run in a directory."""
 
-    def __init__(self, root, *, board=None, at=lambda _: None, width=3, batch=12, **checkpoint):
+    def __init__(
+        self, root, *, board=None, at=lambda _: None, width=3, batch=12, start=None, **checkpoint
+    ):
         torch.manual_seed(0)
         self.root = root
         self.model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
@@ -62,6 +65,7 @@ class Run:
             data=DataSection(path="/nowhere"),
             checkpoint=CheckpointSection(**section),
             elastic=ElasticSection(start_ceiling_s=20.0),
+            start_from=start,
         )
         self.log = EventLog(root, "worker-0")
         self.manager = CheckpointManager(config, self.board, self.log, 0, CPU, at=at)
@@ -106,6 +110,63 @@ def test_save_and_restore_with_events_and_generator(tmp_path):
 
 def test_nothing_to_restore_is_step_zero(tmp_path):
     assert Run(tmp_path).restore() is None
+
+
+def start_of(run):
+    """The newest checkpoint of `run` as the start of another."""
+    commit = BoardState.decode(run.board.get_state()[0]).commits[-1]
+    return StartFrom(
+        run=str(run.root), checkpoints=str(run.root / "checkpoints"), **dataclasses.asdict(commit)
+    )
+
+
+def test_a_run_starts_from_another_ones_checkpoint_and_then_from_its_own(tmp_path):
+    source = Run(tmp_path / "source")
+    source.step()
+    assert source.save(3)
+    start = start_of(source)
+    ours = Run(tmp_path / "ours", start=start)
+    assert ours.restore() == 3
+    assert ours.manager.restored_from == f"{tmp_path / 'source'}@3"
+    assert ours.events("checkpoint.restored")[0].fields["dir"] == f"{start.checkpoints}/{start.dir}"
+    assert torch.equal(ours.model[0].weight, source.model[0].weight)
+    state, theirs = ours.optimizer.state_dict()["state"], source.optimizer.state_dict()["state"]
+    assert all(torch.equal(state[i]["exp_avg_sq"], theirs[i]["exp_avg_sq"]) for i in theirs)
+    ours.step()
+    assert ours.save(4)
+    assert source.commits() == [3]  # the other run's board is not ours to write
+    again = Run(tmp_path / "ours", start=start)
+    assert again.restore() == 4
+    assert again.manager.restored_from == "storage"
+
+
+def damage(root):
+    for path in (root / "checkpoints").glob("*/__0_0.distcp"):
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+
+
+def test_a_damaged_start_is_never_a_start_from_nothing(tmp_path):
+    source = Run(tmp_path / "source")
+    source.step()
+    assert source.save(3)
+    damage(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=r"HF304 .*source@3 .*another sha256") as got:
+        Run(tmp_path / "ours", start=start_of(source)).restore()
+    assert got.value.exit_code == 93
+
+
+def test_when_all_of_its_own_are_damaged_the_start_is_no_way_out(tmp_path):
+    source = Run(tmp_path / "source")
+    source.step()
+    assert source.save(3)
+    ours = Run(tmp_path / "ours", start=start_of(source))
+    assert ours.restore() == 3
+    assert ours.save(4)
+    damage(tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="HF301"):
+        Run(tmp_path / "ours", start=start_of(source)).restore()
 
 
 def test_torch_reads_our_checkpoints(tmp_path):

@@ -21,12 +21,20 @@ def whole(step):
     return step, [[(step - 1) * B, step * B]]
 
 
-def account(*files):
-    return audit(files, global_batch=B)
+def account(*files, start_step=0):
+    return audit(files, global_batch=B, start_step=start_step)
 
 
 def test_an_undisturbed_run_lost_and_repeated_nothing():
     assert account(file(1, 0, whole(1), whole(2))) == LedgerAudit(2, 0, 0, 0)
+
+
+def test_a_run_that_starts_at_a_later_step_has_lost_nothing_before():
+    files = file(1, 2, whole(3), whole(4)), file(2, 2, whole(3), whole(4), whole(5))
+    assert account(*files, start_step=2) == LedgerAudit(3, 0, 0, 2)
+    assert account(file(1, 2, whole(3)), start_step=0).lost == 2 * B
+    assert account(file(1, 2, whole(4)), start_step=2).lost == B
+    assert account(file(1, 2), start_step=2) == LedgerAudit(0, 0, 0, 0)
 
 
 def test_no_ledger_is_no_history():

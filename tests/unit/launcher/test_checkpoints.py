@@ -12,34 +12,45 @@ from elastic_trainer.agent.board import Commit, update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manifest import Manifest, with_commit
 from elastic_trainer.checkpoint.storage import CheckpointStorage
+from launcher.cli.checkpoint import _lines
 from launcher.cli.main import run_cli
-from launcher.errors import UserError
-from launcher.ops.checkpoints import Reference, RunCheckpoints
+from launcher.errors import PermanentError, UserError
+from launcher.ops.checkpoints import Reference, RetiredError, RunCheckpoints, refuse_foreign
+from launcher.ops.convert import missing_tokenizer, run_converter
+from launcher.planning.search import plan
+from launcher.render.local import to_train_config
+from launcher.spec import JobSpec
+
+
+def save(run, step, *, keep=3):
+    """Save and commit a checkpoint as the trainer does, without its retirement of old ones."""
+    storage = CheckpointStorage(run / "checkpoints")
+    storage.root.mkdir(exist_ok=True)
+    board = FileBoard(run / "board")
+    name = storage.make(step, 1)
+    (storage.root / name / "__0_0.distcp").write_bytes(os.urandom(1000))
+    (storage.root / name / ".metadata").write_bytes(b"index")
+    manifest = Manifest(
+        run_id="r",
+        epoch=1,
+        step=step,
+        consumed_samples=step * 2,
+        layout="dp1-pp1-cp1-tp1",
+        world_size=1,
+        files=storage.digest(name, 0),
+    )
+    digest = storage.write_manifest(name, manifest)
+    commit = Commit(epoch=1, step=step, dir=name, manifest_sha256=digest)
+    update(board, lambda state: dataclasses.replace(state, epoch=1))
+    update(board, lambda state: with_commit(state, commit, keep=keep))
+    return storage
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run without a job: two checkpoints that count, and one directory that does not."""
-    storage = CheckpointStorage(tmp_path / "checkpoints")
-    storage.root.mkdir()
-    board = FileBoard(tmp_path / "board")
     for step in (4, 8):
-        name = storage.make(step, 1)
-        (storage.root / name / "__0_0.distcp").write_bytes(os.urandom(1000))
-        (storage.root / name / ".metadata").write_bytes(b"index")
-        manifest = Manifest(
-            run_id="r",
-            epoch=1,
-            step=step,
-            consumed_samples=step * 2,
-            layout="dp1-pp1-cp1-tp1",
-            world_size=1,
-            files=storage.digest(name, 0),
-        )
-        digest = storage.write_manifest(name, manifest)
-        commit = Commit(epoch=1, step=step, dir=name, manifest_sha256=digest)
-        update(board, lambda state: dataclasses.replace(state, epoch=1))
-        update(board, lambda state, c=commit: with_commit(state, c, keep=3))
+        storage = save(tmp_path, step)
     storage.make(9, 1)
     return tmp_path
 
@@ -55,6 +66,10 @@ def directory(run, step):
         ("runs/a@12", "runs/a", 12),
         ("runs/me@home", "runs/me@home", None),
         ("runs/me@home@3", "runs/me@home", 3),
+        ("runs/a@5/", "runs/a@5", None),
+        ("runs/a@", "runs/a@", None),
+        ("runs/a@-1", "runs/a@-1", None),
+        ("runs/a@" + "9" * 5000, "runs/a@" + "9" * 5000, None),
     ],
 )
 def test_references(text, path, step):
@@ -89,12 +104,17 @@ def test_list_tells_what_counts_from_what_does_not(run, capsys):
     told = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in told["checkpoints"]] == [4, 8]
     assert told["checkpoints"][0]["size_bytes"] == 1005
-    assert [(row["step"], row["kind"]) for row in told["others"]] == [(9, "left over")]
+    assert [(row["step"], row["kind"]) for row in told["others"]] == [(9, "unfinished")]
     (directory(run, 4) / "manifest.json").write_text("{}")
     assert run_cli(["checkpoint", "list", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "damaged" in out
-    assert "not on the board: step-000000009-e000001 (left over" in out
+    (four,) = [line for line in out.splitlines() if line.strip().startswith("4 ")]
+    assert "DAMAGED" in four
+    assert "step 4 is damaged: step-000000004-e000001: manifest.json has another sha256" in out
+    (eight,) = [line for line in out.splitlines() if line.strip().startswith("8 ")]
+    for cell in ("dp1-pp1-cp1-tp1", "16", "1 KB", "step-000000008-e000001"):
+        assert cell in eight
+    assert "not on the board: step-000000009-e000001, 0 B: a save under way, or" in out
 
 
 def flip(path):
@@ -128,5 +148,124 @@ def test_verify_finds_a_changed_manifest(run, capsys):
 def test_wrong_input(run, capsys):
     assert run_cli(["checkpoint", "verify", f"{run}@5"]) == 2
     assert run_cli(["checkpoint", "verify", f"{run}@4", "--all"]) == 2
+    assert run_cli(["checkpoint", "list", f"{run}@4"]) == 2
+    assert "leave @4 out" in capsys.readouterr().err
+    assert run_cli(["checkpoint", "verify", f"{run}@latest"]) == 2
+    assert f"'latest' is no step; write {run}@STEP with a number" in capsys.readouterr().err
     assert run_cli(["checkpoint", "export", str(run), "-o", str(run / "out")]) == 2
     assert "HF613" in capsys.readouterr().err
+
+
+JOB = """\
+name: tiny
+model: {num_layers: 2, dim: 32, num_heads: 4, ffn_dim: 48, vocab_size: 256}
+cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
+train: {seq_len: 32, global_batch: 4, steps: 10}
+data: {path: text, tokenizer: t.json}
+checkpoint: {keep_every_steps: 4}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    spec = JobSpec.from_text(JOB)
+    return to_train_config(spec, plan(spec), run_id="new", run_dir=tmp_path, base_dir=tmp_path)
+
+
+def test_milestones_are_told_from_what_is_left_over(tmp_path, config, capsys):
+    (tmp_path / "job.json").write_text(config.to_json())
+    for step in (4, 5, 8, 10):
+        save(tmp_path, step, keep=1)
+    found = RunCheckpoints.of(tmp_path)
+    kinds = {row["step"]: row["kind"] for row in found.others()}
+    assert kinds == {4: "milestone", 5: "left over", 8: "milestone"}
+    assert found.choose(4).dir == "step-000000004-e000001"
+    with pytest.raises(UserError, match="there are: 4, 8, 10"):
+        found.choose(5)
+    assert run_cli(["checkpoint", "verify", f"{tmp_path}@4"]) == 0
+    flip(directory(tmp_path, 4) / "__0_0.distcp")
+    assert run_cli(["checkpoint", "verify", f"{tmp_path}@4"]) == 1
+    capsys.readouterr()
+
+
+def test_what_a_live_run_retires_meanwhile_is_no_damage(run, capsys, monkeypatch):
+    before = RunCheckpoints.of(run)
+    storage = save(run, 12, keep=2)
+    storage.remove("step-000000004-e000001")
+    assert [row["step"] for row in before.rows()] == [8]
+    with pytest.raises(RetiredError):
+        before.verify(before.choose(4))
+    monkeypatch.setattr(RunCheckpoints, "of", lambda _: before)
+    assert run_cli(["checkpoint", "verify", str(run), "--all"]) == 0
+    assert capsys.readouterr().out == "step 8: good\n"
+    assert run_cli(["checkpoint", "verify", f"{run}@4"]) == 2
+    assert "has just replaced its checkpoint of step 4" in capsys.readouterr().err
+
+
+def test_progress_adds_up_to_the_whole_whatever_is_wrong(run):
+    found = RunCheckpoints.of(run)
+    for damage in (lambda path: None, flip, lambda path: path.write_bytes(b""), os.unlink):
+        damage(directory(run, 8) / "__0_0.distcp")
+        read = []
+        found.verify(found.choose(8), read.append)
+        assert sum(read) == found.size_bytes(found.choose(8)) == 1005
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(capsys):
+    now = 0.0
+    report = _lines("verify", lambda: now)
+    for now in (0.1, 4.9, 5.0, 6.0, 9.9, 10.0):
+        report(int(now * 1e9), 20 * 10**9)
+    assert capsys.readouterr().err == "verify: 5 GB of 20 GB\nverify: 10 GB of 20 GB\n"
+
+
+def test_two_runs_do_not_share_a_checkpoint_directory(run, config):
+    section = dataclasses.replace(config.checkpoint, dir=str(run / "checkpoints"))
+    shared = dataclasses.replace(config, checkpoint=section)
+    with pytest.raises(UserError, match=r"HF207.*--set checkpoint.dir=.*/checkpoints/new"):
+        refuse_foreign(shared)
+    for folder in (run, run / "nowhere"):
+        own = dataclasses.replace(section, dir=str(folder))
+        refuse_foreign(dataclasses.replace(config, checkpoint=own))
+    assert not (run / "nowhere").exists()
+
+
+def test_a_tokenizer_that_is_gone_is_left_out(run, config):
+    found = dataclasses.replace(RunCheckpoints.of(run), config=config)
+    assert missing_tokenizer(found) == config.data.tokenizer
+    (run / "t.json").write_text("{}")
+    assert missing_tokenizer(found) is None
+    assert missing_tokenizer(RunCheckpoints.of(run)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "raised", "said"),
+    [
+        (["import", "--hf", "/nowhere", "--run", "/tmp/x"], UserError, "HF323"),
+        (["import", "--nonsense"], UserError, "HF328"),
+    ],
+)
+def test_what_the_converter_says_of_the_input_reaches_the_user(arguments, raised, said):
+    with pytest.raises(raised, match=said):
+        run_converter(arguments, on_progress=lambda *_: None)
+
+
+def test_a_converter_that_dies_is_no_mistake_of_the_user(tmp_path, monkeypatch):
+    """Its own words are shown; a code of Python's, as 2, is not taken for the contract's."""
+    script = tmp_path / "python"
+    monkeypatch.setattr("sys.executable", str(script))
+    for body, said in (
+        ("echo a remark; echo boom >&2; exit 2", "export failed: boom"),
+        ("exit 7", "export failed: exit code 7"),
+        ("kill -9 $$", "want of memory"),
+    ):
+        script.write_text(f"#!/bin/sh\n{body}\n")
+        script.chmod(0o700)
+        with pytest.raises(PermanentError, match=said):
+            run_converter(["export"], on_progress=lambda *_: None)
+
+
+def test_without_torch_the_way_out_is_an_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"HF632.*holdfast\[train\]"):
+        run_converter(["export"], on_progress=lambda *_: None)

@@ -49,6 +49,12 @@ def test_mistakes_name_the_way_out(text, code, says):
     assert says in str(caught.value)
 
 
+def test_a_fault_before_the_step_a_run_starts_from_would_strike_late():
+    with pytest.raises(UserError, match=r"use 7 to 99 .*, the run starts from step 6\)"):
+        parse_faults(["kill-node:1@6"], **RUN, start_step=6)
+    assert parse_fault("kill-node:1@7", **RUN, start_step=6).step == 7
+
+
 def test_all_mistakes_in_one_go():
     with pytest.raises(UserError) as caught:
         parse_faults(["kill-node:9@3", "fly@3", "kill-node:1@3"], **RUN)

@@ -7,7 +7,7 @@ import pytest
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
-from launcher.ops.resume_keys import KEYS, forbidden, forbidden_shape, rule_of, table
+from launcher.ops.resume_keys import KEYS, _flat, forbidden, forbidden_shape, rule_of, table
 from launcher.planning.search import plan
 from launcher.render.local import to_train_config
 from launcher.spec import SECTIONS, JobSpec
@@ -102,6 +102,11 @@ def test_every_key_of_these_sections_has_a_rule():
             assert rule_of(f"{section}.{key}").reason
     for key in SECTIONS["train"].model_fields:
         assert f"train.{key}" in KEYS, "each key of train is thought through by itself"
+
+
+def test_every_value_of_job_json_has_a_rule(config):
+    for key in _flat(config):
+        assert rule_of(key).reason
 
 
 def test_the_table_has_every_key():
