@@ -46,7 +46,7 @@ _LINES_EVERY_S = 5.0
 _WIDE = 110
 """Columns from which on the list shows the directories too."""
 _OTHERS = {
-    "milestone": "kept for ever (checkpoint.keep_every_steps)",
+    "milestone": "kept for ever (checkpoint.keep_every_steps); RUN@{step} names it",
     "unfinished": "a save under way, or one that was cut short",
     "left over": "does not count; the next checkpoint removes it",
 }
@@ -75,7 +75,8 @@ def list_(*, run: str, as_json: bool) -> int:
         click.echo(f"in {folder}")
         _print_table(rows)
     for other in others:
-        click.echo(f"not on the board: {other['dir']}, {_size(other)}: {_OTHERS[other['kind']]}")
+        kind = _OTHERS[other["kind"]].format(**other)
+        click.echo(f"not on the board: {other['dir']}, {_size(other)}: {kind}")
     return EXIT_DONE
 
 

@@ -16,6 +16,12 @@ CORPUS_PIN = "corpus.json"
 """Which corpus a run was trained on; the trainer writes and compares it."""
 
 
+_WEIGHTS_ALONE = (
+    ", or take the weights alone: `holdfast checkpoint export` them, `import` them, and start "
+    "from that"
+)
+
+
 def start_from(config: TrainConfig, reference: str, spec: JobSpec) -> TrainConfig:
     """Return `config` with the checkpoint it starts from.
 
@@ -77,7 +83,7 @@ def _problems(
             "HF633",
             section if section == "model" else key,
             f"{key.split('.')[-1]} was {before} in {name} and is {now}: {reason}; set it back"
-            + ("" if section == "model" else ", or start a run of its own without --from"),
+            + ("" if section == "model" else _WEIGHTS_ALONE),
         )
     if config.train.steps <= step:
         yield spec.problem(

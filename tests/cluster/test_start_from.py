@@ -8,6 +8,9 @@ import shutil
 import pytest
 from test_run import HOLDFAST, arguments, holdfast, losses, summary_of
 
+from elastic_trainer.config import OptimizerConfig
+from elastic_trainer.optimizer import learning_rate
+
 JOB = """\
 name: tiny
 model: {num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}
@@ -41,18 +44,92 @@ def test_a_run_goes_on_where_another_was(folder, tmp_path):
         assert loss == pytest.approx(theirs[step], rel=2e-6), step
 
 
-def test_a_damaged_start_is_no_start_from_nothing(folder, tmp_path):
+def events(run_dir, name):
+    """Return the events `name` of a run in the order of their epochs."""
+    lines = [
+        json.loads(line)
+        for path in (run_dir / "events").glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    found = [line for line in lines if line["event"] == name]
+    return sorted(found, key=lambda event: (event["epoch"], event["step"] or 0))
+
+
+def test_another_learning_rate_from_the_next_step_on_through_two_failures(folder, tmp_path):
+    """Before the run has a checkpoint of its own it starts from the other's again."""
+    source, run_dir = folder / "first", tmp_path / "run"
+    more = ["--from", f"{source}@3", "--fault", "kill-worker:0@5", "--fault", "kill-worker:1@30"]
+    for value in ("train.optimizer.lr=1.0e-2", "train.steps=40", "checkpoint.every_steps=20"):
+        more += ["--set", value]
+    more += ["--set", "elastic.node_failures=9"]
+    summary = summary_of(holdfast(*arguments(folder / "job.yaml", run_dir, *more)))
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
+    assert (summary["start_step"], summary["started_from"]) == (3, f"{source}@3")
+    assert (summary["steps"], len(summary["failures"])) == (40, 2)
+    ways = [event["restored_from"] for event in events(run_dir, "trainer.started")]
+    assert ways == [f"{source}@3", f"{source}@3", "storage"]
+    ours, theirs = losses(run_dir), losses(source)
+    assert list(ours) == list(range(4, 41))
+    assert ours[4] == pytest.approx(theirs[4], rel=2e-6)  # seen before the first update
+    assert all(ours[step] != pytest.approx(theirs[step], rel=1e-4) for step in range(6, 11))
+    optimizer = OptimizerConfig(lr=1e-2)
+    for event in events(run_dir, "step.completed"):
+        assert event["lr"] == learning_rate(event["step"], steps=40, config=optimizer)
+    assert holdfast(*HOLDFAST, "report", str(run_dir), "-o", str(tmp_path / "r.html")).stderr == ""
+    assert f"Started from {source}@3." in (tmp_path / "r.html").read_text()
+
+
+def copied(folder, tmp_path):
+    """Return a copy of the first run that may be damaged."""
     shutil.copytree(folder / "first", tmp_path / "first")
     config = json.loads((tmp_path / "first" / "job.json").read_text())
     for name in ("job.json", "job.rendered.json"):
         config["checkpoint"]["dir"] = str(tmp_path / "first" / "checkpoints")
         (tmp_path / "first" / name).write_text(json.dumps(config))
+    return tmp_path / "first"
+
+
+def test_list_and_verify_a_run_and_find_a_flipped_bit(folder, tmp_path):
+    run_dir = copied(folder, tmp_path)
+    told = summary_of(holdfast(*HOLDFAST, "checkpoint", "list", str(run_dir), "--json"))
+    assert told["dir"] == str(run_dir / "checkpoints")
+    assert [row["step"] for row in told["checkpoints"]] == [3, 6, 9, 10]
+    for row in told["checkpoints"]:
+        assert (row["layout"], row["world_size"]) == ("dp1-pp1-cp1-tp2", 2)
+        assert row["consumed_samples"] == 4 * row["step"]
+    assert told["others"] == []
+    verify = [*HOLDFAST, "checkpoint", "verify"]
+    assert holdfast(*verify, str(run_dir), "--all").returncode == 0
+    (damaged,) = (run_dir / "checkpoints").glob("step-000000006*/__1_0.distcp")
+    raw = bytearray(damaged.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    damaged.write_bytes(raw)
+    result = holdfast(*verify, str(run_dir), "--all")
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == ["step 3: good", "step 9: good", "step 10: good"]
+    assert result.stderr.splitlines() == [
+        f"step 6: DAMAGED, in {damaged.parent.name}",
+        "  __1_0.distcp has another sha256 than was saved",
+    ]
+
+
+def test_a_checkpoint_directory_of_another_run_is_refused(folder, tmp_path):
+    more = ["--from", f"{folder / 'first'}@6"]
+    more += ["--set", f"checkpoint.dir={folder / 'first' / 'checkpoints'}"]
+    result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
+    assert (result.returncode, json.loads(result.stdout)["problems"][0]["code"]) == (2, "HF207")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_start_is_no_start_from_nothing(folder, tmp_path):
+    copied(folder, tmp_path)
     (damaged,) = (tmp_path / "first" / "checkpoints").glob("step-000000006*/__0_0.distcp")
     damaged.write_bytes(damaged.read_bytes()[:-1])
     more = ["--from", f"{tmp_path / 'first'}@6"]
     result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
     assert result.returncode == 2
     assert "HF304 the checkpoint this run starts from" in result.stderr
+    assert losses(tmp_path / "run") == {}
 
 
 def test_another_corpus_is_refused(folder, tmp_path):
