@@ -32,18 +32,35 @@ EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 14
 _REPORT_EVERY_S = 0.2
 
 
+class _Stop:
+    """SIGINT and SIGTERM: the first one interrupts, further ones leave the clean-up alone."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        """Exit code, once a signal came."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self.code is None:
+            self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
+            raise KeyboardInterrupt
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one conversion and return the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    stop = _Stop()
     try:
         options = _parser().parse_args(argv)
-        result = options.run(options, _Reporter())
-    except InputError as error:
-        return _fail(EXIT_WRONG_INPUT, str(error))
-    except CheckpointError as error:
-        return _fail(EXIT_FAILED, str(error))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        result = options.run(options, _Reporter(stop))
+    except (KeyboardInterrupt, Exception) as error:
+        # torch.save puts an error of its own in place of an interrupt.
+        if stop.code is not None:
+            return stop.code
+        if isinstance(error, CheckpointError):
+            wrong_input = isinstance(error, InputError)
+            return _fail(EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED, str(error))
+        raise
     print(json.dumps({"result": result}), flush=True)  # noqa: T201  this is the interface
     return 0
 
@@ -61,11 +78,13 @@ class _Parser(argparse.ArgumentParser):
 class _Reporter:
     """Writes progress to stdout: at most a few lines a second, and the last one always."""
 
-    def __init__(self, mono: Callable[[], float] = time.monotonic) -> None:
-        self._mono = mono
+    def __init__(self, stop: _Stop, mono: Callable[[], float] = time.monotonic) -> None:
+        self._stop, self._mono = stop, mono
         self._next_mono = mono()
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if self._stop.code is not None:  # an interrupt that a library lost
+            raise KeyboardInterrupt
         now = self._mono()
         if now >= self._next_mono or done_bytes == total_bytes:
             self._next_mono = now + _REPORT_EVERY_S

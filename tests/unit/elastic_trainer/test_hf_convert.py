@@ -448,9 +448,10 @@ def main(capsys, *args):
 
 @pytest.fixture
 def _signals():
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("_signals")
@@ -508,6 +509,31 @@ def test_exit_codes_tell_wrong_input_from_damage(tmp_path, run, hf, capsys):
     shutil.rmtree(run / "checkpoints" / newest(run).dir)
     code, _, err = main(capsys, *export_args(run, tmp_path / "out"))
     assert (code, err[:5]) == (1, "HF320")
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize("instead", [KeyboardInterrupt, RuntimeError, None])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_inside_torch_save_counts(
+    tmp_path, hf, capsys, monkeypatch, *, number, code, instead
+):
+    """Libraries may pass it on, put an error of their own in its place, or lose it."""
+    save = torch.save
+
+    def interrupted(*args):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            if instead is not None:
+                raise instead from error
+        save(*args)
+
+    monkeypatch.setattr(torch, "save", interrupted)
+    ended, lines, err = main(capsys, "import", "--hf", hf, "--run", tmp_path / "run")
+    assert (ended, err) == (code, "")
+    assert not any("result" in line for line in lines)
+    assert not (tmp_path / "run").exists()
+    assert not partials(tmp_path)
 
 
 BIG = ModelShape(
