@@ -193,7 +193,7 @@ def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
     assert process.returncode == 130, err
     assert "saved at step" in err
     assert f"holdfast run --resume {run_dir}" in err
-    saved = int(err.split("saved at step ")[1].split(";")[0])
+    saved = int(err.rsplit("saved at step ", 1)[1].split(";")[0])
     assert saved >= 7
     assert leftovers(run_dir) == []
 

@@ -58,23 +58,23 @@ def events(run_dir, name):
 def test_another_learning_rate_from_the_next_step_on_through_two_failures(folder, tmp_path):
     """Before the run has a checkpoint of its own it starts from the other's again."""
     source, run_dir = folder / "first", tmp_path / "run"
-    more = ["--from", f"{source}@3", "--fault", "kill-worker:0@5", "--fault", "kill-worker:1@30"]
-    for value in ("train.optimizer.lr=1.0e-2", "train.steps=40", "checkpoint.every_steps=20"):
+    more = ["--from", f"{source}@3", "--fault", "kill-worker:0@5", "--fault", "kill-worker:1@50"]
+    for value in ("train.optimizer.lr=1.0e-2", "train.steps=60", "checkpoint.every_steps=30"):
         more += ["--set", value]
     more += ["--set", "elastic.node_failures=9"]
     summary = summary_of(holdfast(*arguments(folder / "job.yaml", run_dir, *more)))
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
     assert (summary["start_step"], summary["started_from"]) == (3, f"{source}@3")
-    assert (summary["steps"], len(summary["failures"])) == (40, 2)
+    assert (summary["steps"], len(summary["failures"])) == (60, 2)
     ways = [event["restored_from"] for event in events(run_dir, "trainer.started")]
     assert ways == [f"{source}@3", f"{source}@3", "storage"]
     ours, theirs = losses(run_dir), losses(source)
-    assert list(ours) == list(range(4, 41))
+    assert list(ours) == list(range(4, 61))
     assert ours[4] == pytest.approx(theirs[4], rel=2e-6)  # seen before the first update
     assert all(ours[step] != pytest.approx(theirs[step], rel=1e-4) for step in range(6, 11))
     optimizer = OptimizerConfig(lr=1e-2)
     for event in events(run_dir, "step.completed"):
-        assert event["lr"] == learning_rate(event["step"], steps=40, config=optimizer)
+        assert event["lr"] == learning_rate(event["step"], steps=60, config=optimizer)
     assert holdfast(*HOLDFAST, "report", str(run_dir), "-o", str(tmp_path / "r.html")).stderr == ""
     assert f"Started from {source}@3." in (tmp_path / "r.html").read_text()
 
