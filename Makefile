@@ -1,6 +1,6 @@
 # Everything runs from .venv, made on first use.
 PY := .venv/bin/python
-.PHONY: demo test lint bench chaos exactness docs format wheel clean
+.PHONY: demo test lint bench chaos gpu exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -27,6 +27,9 @@ bench: .venv/ready
 
 chaos: .venv/ready
 	$(PY) -m pytest tests -m slow
+
+gpu: .venv/ready
+	$(PY) -m pytest tests/gpu -m gpu
 
 # Every legal layout of up to 8 ranks against one process: about an hour on two cores.
 exactness: .venv/ready

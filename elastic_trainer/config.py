@@ -51,6 +51,8 @@ class TrainSection:
     recompute: str = "selective"
     """Activation checkpointing: none, selective or full."""
     compile: bool = False
+    deterministic: bool = True
+    """On CUDA: only algorithms that do the same bit for bit every time. CPUs always do."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 

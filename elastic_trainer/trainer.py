@@ -24,6 +24,7 @@ from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
+from elastic_trainer.determinism import make_deterministic
 from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
@@ -128,6 +129,8 @@ class Trainer:
     def _init_process_group(self) -> None:
         who, on_cuda = self.who, self.device.type == "cuda"
         if on_cuda:
+            if self.config.train.deterministic:
+                make_deterministic()
             torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=self.config.elastic.start_ceiling_s)
         store = dist.TCPStore(*who.store, is_master=False, timeout=timeout)

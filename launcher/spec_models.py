@@ -250,6 +250,9 @@ class Train(Section):
         "selective", description="Activation checkpointing."
     )
     compile: bool = Field(False, description="Compile each layer with torch.compile.")
+    deterministic: bool = Field(
+        True, description="On GPUs, only algorithms that do the same bit for bit (some are slower)."
+    )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW.")
 
 

@@ -60,6 +60,7 @@ def make_config(
     optimizer: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
     interleave: int = 1,
+    device: str = "cpu",
     **sections: Any,
 ) -> TrainConfig:
     """Return the job of one worker a node that may run in `layouts`; `sections` is of `train`."""
@@ -83,7 +84,7 @@ def make_config(
         model=model,
         ladder=Ladder(tuple(rungs)),
         gpus_per_node=1,
-        device="cpu",
+        device=device,
         train=TrainSection(**values, optimizer=adam),
         data=DataSection(**{"path": str(run / "text.txt"), **(data or {})}),
         checkpoint=CheckpointSection(
@@ -215,7 +216,7 @@ class Run:
     def _environment(self, epoch: int, rank: int, world_size: int, port: int) -> dict[str, str]:
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": "0",
+            "LOCAL_RANK": str(rank if self.config.device == "cuda" else 0),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from elastic_trainer.model import Block, rope_table
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 
@@ -17,7 +22,7 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     known = set(sys.modules)
     yield importlib.import_module
-    for name in ("common", "recovery", "membership", "check_time"):
+    for name in ("common", "recovery", "membership", "check_time", "step_time"):
         if name not in known:
             sys.modules.pop(name, None)
 
@@ -66,3 +71,31 @@ def test_import_trace_names_packages(load):
     found = load("check_time").imported(trace)
     assert "launcher" in found
     assert "torch" not in found
+
+
+def test_step_time_runs_small_on_a_cpu():
+    command = [sys.executable, str(FOLDER / "step_time.py"), "--device", "cpu", "--small"]
+    done = subprocess.run(
+        [*command, "--no-compile", "--steps", "1", "--warm-up", "1"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["holdfast"]["tokens_per_s"] > 0
+    assert told["plain PyTorch"]["tokens_per_s"] > 0
+
+
+def test_step_time_compares_the_same_model(load):
+    """The hand-written peer computes what ours does, given the same weights."""
+    step_time = load("step_time")
+    shape = step_time.SMALL
+    block, peer = Block(shape), step_time.PlainLayer(shape)
+    names = {"attention.wq": "q", "attention.wk": "k", "attention.wv": "v", "attention.wo": "o"}
+    names |= {"ffn.w1": "gate", "ffn.w3": "up", "ffn.w2": "down"}
+    names |= {"attention_norm": "norms.0", "ffn_norm": "norms.1"}
+    state = {f"{names[n.removesuffix('.weight')]}.weight": t for n, t in block.state_dict().items()}
+    peer.load_state_dict(state)
+    x, rope = torch.randn(2, 8, shape.dim), rope_table(shape, torch.arange(8), "cpu")
+    torch.testing.assert_close(peer(x, *rope), block(x, rope), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,268 @@
+"""One accelerator: tokens per second and MFU of a 1B-class Llama, beside a plain PyTorch loop.
+
+    python benchmarks/step_time.py [--device cuda] [--small] [--steps N] [--out FILE]
+
+Both train the same dimensions in bf16 with fp32 parameters, layers compiled, fused AdamW, the
+same batch of random tokens, selective recompute in both. The peer is written by hand below
+and knows neither meshes nor FSDP. Prints a table, and last a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import machine, say, table, write_out
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    OptimizerConfig,
+    TrainConfig,
+    TrainSection,
+)
+from elastic_trainer.engine import Engine
+from elastic_trainer.feed import MicroBatch
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.metrics import utilisation
+from elastic_trainer.models import ModelShape
+from elastic_trainer.optimizer import build_optimizer, clip_gradients, gradient_square_sum
+from elastic_trainer.parallelize import initialise
+
+ONE_B = ModelShape(
+    num_layers=16, dim=2048, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256
+)
+"""Llama 3.2 1B's dimensions, with a head of its own: 1.5 B parameters."""
+SMALL = ModelShape(num_layers=2, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=512)
+Step = Callable[[Tensor, Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    shape: ModelShape
+    seq_len: int
+    micro_batch: int
+    device: torch.device
+    compiled: bool
+    precision: str = "bf16"
+
+
+def ours(setting: Setting) -> Step:
+    """Return one step of Holdfast's own: engine, gradient norm, clipping, optimizer."""
+    train = TrainSection(
+        seq_len=setting.seq_len,
+        global_batch=setting.micro_batch,
+        micro_batch=setting.micro_batch,
+        steps=1000,
+        precision=setting.precision,
+        recompute="selective",
+        compile=setting.compiled,
+        optimizer=OptimizerConfig(),
+    )
+    rung = Rung(num_nodes=1, layout=ParallelLayout(), micro_batches=1)
+    config = TrainConfig(
+        name="step-time",
+        run_id="step-time",
+        model_name="1b",
+        model=setting.shape,
+        ladder=Ladder((rung,)),
+        gpus_per_node=1,
+        device=setting.device.type,
+        train=train,
+        data=DataSection(path="/nowhere"),
+        checkpoint=CheckpointSection(dir="/nowhere"),
+        elastic=ElasticSection(),
+    )
+    engine = Engine(config, rung, 0, setting.device)
+    engine.allocate()
+    initialise(engine.model, 0)
+    optimizer = build_optimizer(engine.model, train.optimizer)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        engine.forward_backward([MicroBatch(inputs, targets)])
+        norm = gradient_square_sum(engine.model).sqrt().item()
+        clip_gradients(engine.model, norm, train.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+class PlainLayer(nn.Module):
+    """A decoder layer as one writes it for a single device."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.size = shape.head_size
+        self.norms = nn.ModuleList([nn.RMSNorm(shape.dim, eps=shape.norm_eps) for _ in range(2)])
+        heads, kv_heads = shape.num_heads * self.size, shape.num_kv_heads * self.size
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(shape.dim, heads, bias=False),
+            nn.Linear(shape.dim, kv_heads, bias=False),
+            nn.Linear(shape.dim, kv_heads, bias=False),
+            nn.Linear(heads, shape.dim, bias=False),
+        )
+        self.gate, self.up = (nn.Linear(shape.dim, shape.ffn_dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        h = self.norms[0](x)
+        q, k, v = (
+            w(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.q, self.k, self.v)
+        )
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(out.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        y: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return y
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+
+
+def plain(setting: Setting) -> Step:
+    """Return one step of the hand-written loop."""
+    shape, device = setting.shape, setting.device
+    torch.manual_seed(0)
+    with device:
+        embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        layers = nn.ModuleList([PlainLayer(shape) for _ in range(shape.num_layers)])
+        norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        exponents = torch.arange(0, shape.head_size, 2) / shape.head_size
+        angles = torch.outer(torch.arange(setting.seq_len), shape.rope_theta**-exponents)
+    cos, sin = angles.cos(), angles.sin()
+    model = nn.ModuleList([embedding, layers, norm, head])
+    for layer in layers:
+        if setting.compiled:
+            layer.compile(fullgraph=True)
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+    )
+    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "bf16"):
+            x = embedding(inputs)
+            for layer in layers:
+                x = checkpoint(layer, x, cos, sin, use_reentrant=False, context_fn=contexts)
+            logits = head(norm(x))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _keep_products(
+    _context: object, operator: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
+    kept = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default)  # noqa: SLF001
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str, float | None]:
+    """Return medians over `steps` steps after `warm_up`."""
+    device, shape = setting.device, setting.shape
+    generator = torch.Generator().manual_seed(0)
+    size = (setting.micro_batch, setting.seq_len + 1)
+    tokens = torch.randint(0, shape.vocab_size, size, generator=generator).to(device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for number in range(warm_up + steps):
+        begun = time.perf_counter()
+        step(inputs, targets)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        if number >= warm_up:
+            seconds.append(time.perf_counter() - begun)
+    middle = statistics.median(seconds)
+    rate = setting.micro_batch * setting.seq_len / middle
+    name = torch.cuda.get_device_name(device) if on_cuda else "cpu"
+    mfu = utilisation(rate, shape=shape, seq_len=setting.seq_len, world_size=1, device_name=name)
+    return {
+        "step_s": round(middle, 4),
+        "tokens_per_s": round(rate, 1),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if on_cuda else None,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path, help="also write the result to this file")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device is here; --device cpu --small tries the program")
+    setting = Setting(
+        shape=SMALL if options.small else ONE_B,
+        seq_len=64 if options.small else 8192,
+        micro_batch=2,
+        device=torch.device(options.device),
+        compiled=not options.no_compile,
+    )
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
+    for name, build in (("holdfast", ours), ("plain PyTorch", plain)):
+        say(f"{name} ...")
+        found[name] = measure(build(setting), setting, options.steps, options.warm_up)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    titan = "installed, but not compared here" if find_spec("torchtitan") else "not installed"
+    columns = ("step_s", "tokens_per_s", "mfu", "peak_gib")
+    rows = [[name, *(numbers[key] for key in columns)] for name, numbers in found.items()]
+    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    head = (
+        f"Step time ({machine()}; {gpu}; {setting.shape.num_params() / 1e9:.2f} B parameters, "
+        f"{setting.micro_batch} x {setting.seq_len} tokens, {setting.precision}, "
+        f"{'compiled' if setting.compiled else 'not compiled'}). torchtitan: {titan}."
+    )
+    lines = [
+        head,
+        "",
+        table(["system", "step s", "tokens/s", "MFU", "peak GiB"], rows),
+        json.dumps({"benchmark": "step_time", "gpu": gpu, "torchtitan": titan, **found}),
+    ]
+    write_out("\n".join(lines), options.out)
+
+
+if __name__ == "__main__":
+    main()
