@@ -25,6 +25,7 @@ from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.engine import Engine
 from elastic_trainer.ladder import Rung, TooFewNodes
+from elastic_trainer.layout import ParallelLayout
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
@@ -52,6 +53,9 @@ class RankPart:
     gathered_bytes: int
     """Parameters gathered for computing at the same time, in the compute dtype: with a
     pipeline all it holds, else the largest block and what is outside the blocks."""
+    accumulated_bytes: int
+    """fp32 gradients, whole but for tp, that a pipeline adds up over the micro-batches of a
+    step before it reduces them; 0 without one. DTensor keeps the embedding's whole over tp."""
 
 
 def rank_part(config: TrainConfig, rung: Rung, rank: int) -> RankPart:
@@ -68,8 +72,9 @@ def rank_part(config: TrainConfig, rung: Rung, rank: int) -> RankPart:
 
 
 def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
-    shapes, gathered = {}, {}
-    stored = 0
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    gathered: dict[str, int] = {}
+    stored = accumulated = 0
     for wrapped_name, param in engine.model.named_parameters():
         name = clean_name(wrapped_name)
         assert isinstance(param, DTensor), name
@@ -78,6 +83,7 @@ def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
         stored += torch.Size(local).numel()
         block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
         gathered[block] = gathered.get(block, 0) + _after_tp(param)
+        accumulated += param.numel() if name == "embedding.weight" else _after_tp(param)
     if engine.stages:
         together = sum(gathered.values())
     else:
@@ -96,24 +102,50 @@ def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
         optimizer_bytes=2 * _FP32_BYTES * stored,
         gathered_bytes=together
         * (_BF16_BYTES if config.train.precision == "bf16" else _FP32_BYTES),
+        accumulated_bytes=_FP32_BYTES * accumulated if engine.stages else 0,
     )
 
 
 def _after_tp(param: DTensor) -> int:
     """Return the elements of `param` on one rank once FSDP has gathered it: its tp shard."""
     names = param.device_mesh.mesh_dim_names or ()
-    numel = param.numel()
+    numel: int = param.numel()
     if "tp" in names and param.placements[names.index("tp")].is_shard():
         numel //= param.device_mesh["tp"].size()
     return numel
 
 
+def _as_text(layout: ParallelLayout, part: RankPart) -> str:
+    """Return what a person wants to know of `part`; shapes are left to JSON."""
+    at = ", ".join(f"{axis} {part.coordinate[axis]}" for axis in reversed(layout.order))
+    spans = ", ".join(
+        f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}" for layers in part.stages
+    )
+    ends = [name for name in ("embedding", "head") if f"{name}.weight" in part.shapes]
+    items = {
+        "parameters, fp32 shards": part.parameter_bytes,
+        "gradients, fp32 shards": part.gradient_bytes,
+        "AdamW's moments, fp32 shards": part.optimizer_bytes,
+        "parameters gathered for computing": part.gathered_bytes,
+        "gradients added up by the pipeline": part.accumulated_bytes,
+    }
+    lines = [
+        f"rank {part.rank} of {layout}: {at}",
+        f"layers {spans}" + (f", {' and '.join(ends)}" if ends else ""),
+        f"{part.num_params_held:,} parameters in its stages, {part.num_params_stored:,} stored",
+        *(f"{size / 2**30:10.3f} GiB  {what}" for what, size in items.items()),
+        f"{sum(items.values()) / 2**30:10.3f} GiB  together, without activations and buffers",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
-    """Print the part of a rank as JSON."""
+    """Print the part of a rank."""
     parser = argparse.ArgumentParser(prog="elastic_trainer.rank_part", description=__doc__)
     parser.add_argument("job_json", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--nodes", type=int, help="nodes that are left; default: all")
+    parser.add_argument("--json", action="store_true", help="with the shapes of all parameters")
     options = parser.parse_args()
     config = TrainConfig.from_json(options.job_json.read_text(encoding="utf-8"))
     try:
@@ -122,8 +154,12 @@ def main() -> int:
         parser.error(str(error))
     if not 0 <= options.rank < rung.layout.world_size:
         parser.error(f"--rank: {rung.layout} has ranks 0 to {rung.layout.world_size - 1}")
-    part = dataclasses.asdict(rank_part(config, rung, options.rank))
-    sys.stdout.write(json.dumps({"layout": str(rung.layout), **part}, indent=1) + "\n")
+    part = rank_part(config, rung, options.rank)
+    if options.json:
+        told = {"layout": str(rung.layout), **dataclasses.asdict(part)}
+        sys.stdout.write(json.dumps(told, indent=1) + "\n")
+    else:
+        sys.stdout.write(_as_text(rung.layout, part))
     return 0
 
 

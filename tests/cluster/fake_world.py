@@ -13,8 +13,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import schedules
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint.state import clean_name
@@ -132,6 +134,25 @@ class _Corpus:
     def samples(self, used):
         tokens = torch.arange(len(used) * (self._seq_len + 1)).view(len(used), -1) % 256
         return tokens[:, :-1], tokens[:, 1:]
+
+
+def accumulated_bytes(job_json, num_nodes, rank):
+    """Return the bytes of gradients a pipeline rank holds just before it reduces them."""
+    seen = []
+    reduce = PipelineStage.perform_reduce_grad
+
+    def count(stage, *args):
+        for module in stage.submod.modules():
+            group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+            for param in group.fsdp_params if group else []:
+                grad = param.unsharded_accumulated_grad
+                grad = param._unsharded_param.grad if grad is None else grad
+                seen.append((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes)
+        return reduce(stage, *args)
+
+    PipelineStage.perform_reduce_grad = count
+    step(job_json, num_nodes, rank)
+    return sum(seen)
 
 
 def shards(job_json, num_nodes, rank):

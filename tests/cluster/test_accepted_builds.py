@@ -14,12 +14,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_world import apart, build, shards, step
+from fake_world import accumulated_bytes, apart, build, shards, step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_jobs import MAX_WORLD, drawn_jobs, legal_jobs
 
 from elastic_trainer.layout import AXES
+from elastic_trainer.rank_part import rank_part
 from launcher.codes import CODES
 from launcher.errors import UserError
 from launcher.planning.search import plan
@@ -104,16 +105,16 @@ def test_what_is_accepted_runs():
 
 
 def test_what_is_refused_is_explained():
-    codes = Counter()
+    codes = set()
 
-    @settings(max_examples=600, **SETTINGS)
+    @settings(max_examples=600, derandomize=True, **SETTINGS)
     @given(drawn_jobs(fewest_changes=1))
     def drawn(job):
         codes.update(explained(job.text))
 
     drawn()
-    assert len(codes) >= 12, codes
-    assert {"HF101", "HF103", "HF105", "HF109", "HF110", "HF112", "HF119"} <= set(codes), codes
+    layout_codes = {f"HF{number}" for number in range(101, 121)} - {"HF115"}
+    assert layout_codes <= codes, layout_codes - codes
 
 
 @pytest.mark.slow
@@ -121,6 +122,22 @@ def test_what_is_refused_is_explained():
 def test_the_same_for_many_more():
     seen = run_examples(5000, seconds=1800)
     assert seen["accepted"] >= 200, seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", ["", ", schedule: interleaved, interleave: 2"])
+def test_a_pipeline_adds_up_the_gradient_bytes_that_rank_part_tells(precision, options):
+    config = config_of(f"""
+name: told
+model: {{num_layers: 4, dim: 32, num_heads: 4, num_kv_heads: 2, ffn_dim: 48, vocab_size: 256}}
+layout: {{tp: 2, pp: 2{options}}}
+cluster: {{nodes: 2, gpus_per_node: 4, gpu: cpu}}
+train: {{seq_len: 16, global_batch: 8, steps: 5, precision: {precision}}}
+data: {{path: text}}
+""")
+    for rank in range(4):
+        told = apart(rank_part, config, config.ladder.rungs[0], rank).accumulated_bytes
+        assert told == apart(accumulated_bytes, config.to_json(), 2, rank) > 0
 
 
 def shards_tile(config):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
@@ -20,7 +19,7 @@ from elastic_trainer.config import (
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.rank_part import rank_part
+from elastic_trainer.rank_part import main, rank_part
 from elastic_trainer.stages import split_layers
 
 PAPER = {
@@ -116,6 +115,7 @@ def test_405b_fits_where_it_was_trained():
     stage = part.num_params_held
     assert part.num_params_stored == pytest.approx(stage / 8 / 128, rel=1e-3)
     assert part.gathered_bytes == pytest.approx(2 * stage / 8, rel=1e-3)
+    assert part.accumulated_bytes == pytest.approx(4 * stage / 8, rel=1e-3)
     assert part.parameter_bytes + part.gradient_bytes + part.optimizer_bytes < 0.5e9
 
 
@@ -151,13 +151,22 @@ def test_interleaved_stages_are_every_ppth():
         assert part_of(row, rank, shape=shape, interleave=2).stages == tuple(spans[rank::2])
 
 
-def test_the_command_prints_a_rank(tmp_path):
+def test_the_command_prints_a_rank(tmp_path, monkeypatch, capsys):
     config = config_of("llama3-8b", ParallelLayout(tp=8, dp=4), 8192)
     (tmp_path / "job.json").write_text(config.to_json())
-    command = [sys.executable, "-m", "elastic_trainer.rank_part", str(tmp_path / "job.json")]
-    done = subprocess.run([*command, "--rank", "9"], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
+
+    def printed(*options):
+        monkeypatch.setattr(sys, "argv", ["rank_part", str(tmp_path / "job.json"), *options])
+        assert main() == 0
+        return capsys.readouterr().out
+
+    told = json.loads(printed("--rank", "9", "--json"))
     assert (told["layout"], told["coordinate"]["tp"]) == ("dp4-pp1-cp1-tp8", 1)
-    wrong = subprocess.run([*command, "--rank", "32"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "has ranks 0 to 31" in wrong.stderr
+    text = printed("--rank", "9")
+    first, second, *_ = text.splitlines()
+    assert first == "rank 9 of dp4-pp1-cp1-tp8: dp 1, pp 0, cp 0, tp 1"
+    assert second == "layers 0-31, embedding and head"
+    assert "0.935 GiB  parameters, fp32 shards" in text
+    with pytest.raises(SystemExit, match="2"):
+        printed("--rank", "32")
+    assert "has ranks 0 to 31" in capsys.readouterr().err
