@@ -1,6 +1,6 @@
 """One accelerator: tokens per second and MFU of a 1B-class Llama, beside a plain PyTorch loop.
 
-    python benchmarks/step_time.py [--device cuda] [--small] [--steps N] [--out FILE]
+    python benchmarks/step_time.py [--device cuda] [--small] [--deterministic] [--out FILE]
 
 Both train the same dimensions in bf16 with fp32 parameters, layers compiled, fused AdamW, the
 same batch of random tokens, selective recompute in both. The peer is written by hand below
@@ -38,6 +38,7 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
+from elastic_trainer.determinism import make_deterministic
 from elastic_trainer.engine import Engine
 from elastic_trainer.feed import MicroBatch
 from elastic_trainer.ladder import Ladder, Rung
@@ -227,9 +228,12 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path, help="also write the result to this file")
+    parser.add_argument("--deterministic", action="store_true", help="both, as train.deterministic")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is here; --device cpu --small tries the program")
+    if options.deterministic:
+        make_deterministic()
     setting = Setting(
         shape=SMALL if options.small else ONE_B,
         seq_len=64 if options.small else 8192,
@@ -253,13 +257,16 @@ def main() -> None:
     head = (
         f"Step time ({machine()}; {gpu}; {setting.shape.num_params() / 1e9:.2f} B parameters, "
         f"{setting.micro_batch} x {setting.seq_len} tokens, {setting.precision}, "
-        f"{'compiled' if setting.compiled else 'not compiled'}). torchtitan: {titan}."
+        f"{'compiled' if setting.compiled else 'not compiled'}"
+        f"{', deterministic' if options.deterministic else ''}). torchtitan: {titan}."
     )
+    told = {"benchmark": "step_time", "machine": machine(), "gpu": gpu, "torchtitan": titan}
+    told |= {"compiled": setting.compiled, "deterministic": options.deterministic}
     lines = [
         head,
         "",
         table(["system", "step s", "tokens/s", "MFU", "peak GiB"], rows),
-        json.dumps({"benchmark": "step_time", "gpu": gpu, "torchtitan": titan, **found}),
+        json.dumps({**told, **found}),
     ]
     write_out("\n".join(lines), options.out)
 

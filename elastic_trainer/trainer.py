@@ -158,6 +158,7 @@ class Trainer:
         )
         restored = self.checkpoints.restore(self.model, self.optimizer)
         if restored is None:
+            torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
             initialise(self.model, self.config.train.seed)
         self.step = self.saved_step = restored or 0
 

@@ -4,22 +4,33 @@ import os
 import subprocess
 import sys
 
+from elastic_trainer.determinism import ENVIRONMENT
 
-def test_it_sets_what_torch_and_cublas_read():
-    """In a process of its own: the setting holds for the whole process."""
-    code = (
-        "import os, torch\n"
-        "from elastic_trainer.determinism import make_deterministic\n"
-        "make_deterministic()\n"
-        "assert torch.are_deterministic_algorithms_enabled()\n"
-        "assert not torch.utils.deterministic.fill_uninitialized_memory\n"
-        "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'\n"
+
+def in_a_process(code, **env):
+    """In one of its own: the settings hold for the whole process."""
+    clean = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT}
+    subprocess.run([sys.executable, "-c", code], env={**clean, **env}, check=True)
+
+
+SETTING = "import os, torch, elastic_trainer.determinism as d; d.make_deterministic();"
+
+
+def test_it_sets_what_torch_cublas_and_nccl_read():
+    in_a_process(
+        SETTING + "assert torch.are_deterministic_algorithms_enabled();"
+        "assert not torch.is_deterministic_algorithms_warn_only_enabled();"
+        "assert not torch.utils.deterministic.fill_uninitialized_memory;"
+        "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8';"
+        "assert os.environ['NCCL_NVLS_ENABLE'] == '0';"
+        "import torch._inductor.config as c; assert c.deterministic"
     )
-    env = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+
+
+def test_what_the_user_set_stays():
+    in_a_process(SETTING + "assert os.environ['NCCL_NVLS_ENABLE'] == '1'", NCCL_NVLS_ENABLE="1")
 
 
 def test_importing_the_trainer_makes_no_cuda_context():
     """The zygote forks after this import; a context would not survive the fork."""
-    code = "import elastic_trainer.train, torch; assert not torch.cuda.is_initialized()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    in_a_process("import elastic_trainer.train, torch; assert not torch.cuda.is_initialized()")
