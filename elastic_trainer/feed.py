@@ -70,7 +70,13 @@ class Feed:
             inputs, targets = (part[:, self._positions] for part in self._corpus.samples(used))
             if samples is None:  # any tokens will do
                 targets = torch.full_like(targets, IGNORED)
-            yield MicroBatch(inputs.to(self._device), targets.to(self._device))
+            yield MicroBatch(self._to_device(inputs), self._to_device(targets))
+
+    def _to_device(self, tokens: Tensor) -> Tensor:
+        """Copy; on CUDA behind what runs, for a copy of pageable memory waits for all of it."""
+        if self._device.type != "cuda":
+            return tokens.to(self._device)
+        return tokens.pin_memory().to(self._device, non_blocking=True)
 
     def end_step(self, step: int) -> None:
         """Note that the optimizer has used the gradient of `step`."""

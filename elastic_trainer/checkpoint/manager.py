@@ -235,6 +235,9 @@ class CheckpointManager:
     def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:
         """Body of the save's thread. Whatever goes wrong ends up in an event."""
         started = self._mono()
+        if self._device.type == "cuda":
+            # A thread begins on GPU 0, and DCP's writer would make a context there.
+            torch.cuda.set_device(self._device)
         try:
             commit = write_checkpoint(request, self._storage, self._board, self._group, self._at)
         except SaveFailedError as error:
