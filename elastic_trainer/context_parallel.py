@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F  # noqa: N812
 
@@ -48,7 +48,7 @@ class GatheredAttention(nn.Module):
     def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole sequence's keys and values, in the order of positions."""
         mine = torch.stack([k, v]).unsqueeze(0)  # (1, 2, B, K, T, E)
-        every = all_gather_tensor_autograd(mine.contiguous(), gather_dim=0, group=self._group)
+        every = all_gather_single_autograd(mine.contiguous(), gather_dim=0, group=self._group)
         early, late = every.unflatten(4, (2, -1)).unbind(4)  # each (cp, 2, B, K, T/2, E)
         whole = torch.cat([early, late.flip(0)])  # chunk 2 cp - 1 - r is rank r's late one
         k, v = whole.movedim(0, 3).flatten(3, 4)  # (2, B, K, 2 cp, T/2, E) and joined

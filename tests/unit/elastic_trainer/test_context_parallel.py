@@ -63,7 +63,7 @@ def test_gathered_attention_is_attention(cp, num_kv_heads, monkeypatch):
         torch.testing.assert_close(mine[0], every[group.get_local_rank()])
         return every
 
-    monkeypatch.setattr(context_parallel, "all_gather_tensor_autograd", gather)
+    monkeypatch.setattr(context_parallel, "all_gather_single_autograd", gather)
     total = torch.zeros((), dtype=torch.float64)
     for rank, part in enumerate(parts):
         attention = GatheredAttention(Mesh(cp, rank))
