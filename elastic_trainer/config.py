@@ -80,6 +80,8 @@ class CheckpointSection:
     """Newest checkpoints kept."""
     keep_every_steps: int | None = None
     """Checkpoints at multiples of this many steps are kept for ever (for evaluation)."""
+    memory_every_steps: int = 1
+    """Snapshot to memory after every multiple of this many steps; 0: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,10 @@ EVENTS: Final[dict[str, str]] = {
     "checkpoint.failed": "A save failed; training goes on. reason",
     "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
     "checkpoint.restored": "State was loaded. dir, seconds",
+    "snapshot.restored": "State was loaded from memory. written_in_epoch, seconds",
+    "snapshot.unusable": "A newer snapshot is not whole and was passed over. reason",
+    "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",
+    "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",
     "trainer.finished": "The last step is done. loss",
     # whoever injects faults

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
 from elastic_trainer.determinism import make_deterministic
@@ -55,6 +56,8 @@ class WorkerContext:
     node: str
     heartbeat: Path
     store: tuple[str, int]
+    place: Place | None = None
+    """Where this node keeps snapshots; None where it keeps none."""
 
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> WorkerContext:
@@ -69,6 +72,7 @@ class WorkerContext:
             node=env["HOLDFAST_NODE"],
             heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
             store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
+            place=Place.from_environment(env),
         )
 
 
@@ -81,6 +85,8 @@ class StepResult:
     grad_norm: float
     """Global, before clipping."""
     requests: Request
+    committed: int | None
+    """Step that is now safe in memory: every rank's state and its copy."""
 
 
 class SaveRefusedError(Exception):
@@ -154,13 +160,26 @@ class Trainer:
         self.heartbeat.beat(section=Section.RESTORING)
         board = FileBoard(self.who.run_dir / "board")
         self.checkpoints = CheckpointManager(
-            self.config, board, self.events, self.who.epoch, self.device
+            self.config, board, self.events, self.who.epoch, self.device, memory=self._memory()
         )
         restored = self.checkpoints.restore(self.model, self.optimizer)
         if restored is None:
             torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
             initialise(self.model, self.config.train.seed)
         self.step = self.saved_step = restored or 0
+
+    def _memory(self) -> MemoryTier | None:
+        every_steps = self.config.checkpoint.memory_every_steps
+        if self.who.place is None or not every_steps:
+            return None
+        return MemoryTier(
+            self.who.place,
+            self.layout,
+            rank=self.who.rank,
+            epoch=self.who.epoch,
+            every_steps=every_steps,
+            emit=lambda event, step, **fields: self._emit(event, step=step, **fields),
+        )
 
     def _open_data(self) -> None:
         config, who, here = self.config, self.who, self.engine.coordinate
@@ -209,6 +228,7 @@ class Trainer:
             seconds = time.monotonic() - begun
             self._report_step(result, lr, seconds, first=first)
             first = False
+            self.checkpoints.snapshot(self.model, self.optimizer, self.step)
             self.checkpoints.poll()
             if self.step == steps:
                 break
@@ -236,29 +256,32 @@ class Trainer:
         return result, lr
 
     def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
-        """Add up losses, gradient norms and requests over all ranks, in one collective.
+        """Add up losses, gradient norms, votes and requests over all ranks, in one collective.
 
-        A request holds once any rank has it.
+        A request holds once any rank has it; a snapshot is committed once all have its copy.
         """
         train, asked = self.config.train, self.heartbeat.asked()
         if self.who.rank == 0 and self.checkpoints.due(step, time.monotonic()):
             asked |= Request.SAVE
         flags = [float(bool(asked & flag)) for flag in Request]
         sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
-        everything = torch.cat([sums, sums.new_tensor(flags)])
+        everything = torch.cat([sums, sums.new_tensor([*self.checkpoints.votes(), *flags])])
         dist.all_reduce(everything)
-        loss, square_sum, *votes = everything.tolist()
+        loss, square_sum, copied, failed, *votes = everything.tolist()
+        committed = self.checkpoints.agreed(copied, failed)
         agreed = Request.NONE
         for flag, vote in zip(Request, votes, strict=True):
             agreed |= flag if vote else Request.NONE
         tokens = train.global_batch * train.seq_len
-        return StepResult(loss / tokens, square_sum**0.5, agreed)
+        return StepResult(loss / tokens, square_sum**0.5, agreed, committed)
 
     def _report_step(self, result: StepResult, lr: float, seconds: float, *, first: bool) -> None:
         train = self.config.train
-        self.heartbeat.beat(step=self.step, section=Section.STEP)
+        self.heartbeat.beat(step=self.step, section=Section.STEP, committed_step=result.committed)
         if self.who.rank != 0:
             return
+        if result.committed is not None:
+            self._emit("step.committed", step=result.committed, source="memory")
         tokens = train.global_batch * train.seq_len
         extra = {}
         if self.device.type == "cuda":
@@ -296,7 +319,9 @@ class Trainer:
     def _leave(self, requests: Request) -> int:
         why = "stop" if Request.STOP in requests else "growth"
         self._emit("trainer.stopping", step=self.step, why=why)
-        self._save(wait=True)
+        growing = Request.STOP not in requests
+        if not (growing and self.checkpoints.keep_in_memory(self.model, self.optimizer, self.step)):
+            self._save(wait=True)
         self.heartbeat.beat(section=Section.STOPPED)
         return EXIT_SAVED
 

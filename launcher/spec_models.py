@@ -284,7 +284,9 @@ class Checkpoint(Section):
     keep_every_steps: Count | None = Field(
         None, description="Multiples of this many steps are kept for ever (for evaluation)."
     )
-    memory_every_steps: Count = Field(1, description="Steps between snapshots in memory.")
+    memory_every_steps: Annotated[int, Field(ge=0, le=10**9)] = Field(
+        1, description="Steps between snapshots in memory; 0: none."
+    )
 
 
 class Elastic(Section):

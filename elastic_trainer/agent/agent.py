@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import (
@@ -47,6 +48,7 @@ from elastic_trainer.agent.workers import (
 )
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
+from elastic_trainer.snapshots.peer import Peer, write_peers
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class _Epoch:
     started: int = 0
     running: bool = False
     failed: bool = False
+    freed: bool = False
+    """Older epochs' snapshots have been let go."""
     finished: bool = True
     """No worker that ended well left before the last step."""
     step: int = 0
@@ -81,6 +85,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         membership: started and closed by `run`. Its notifications must call `waker.wake`.
         waker: wakes the loop.
         log: the agent's events.
+        free_snapshots: lets go of the snapshots of epochs before the one it is called with.
         clock: monotonic seconds.
     """
 
@@ -93,10 +98,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         membership: Membership,
         waker: Waker,
         log: EventLog,
+        free_snapshots: Callable[[int], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._workers, self._membership = config, workers, membership
         self._waker, self._log, self._clock = waker, log, clock
+        self._free_snapshots = free_snapshots
         self._group = WorkerGroup(spec)
         self._epoch: _Epoch | None = None
         self._newest = -1
@@ -185,6 +192,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return  # a spare
         self._log.epoch = formed.epoch
         begin = self._clock()
+        self._write_peers(formed)
         launches = [self._launch_of(formed, local_rank) for local_rank in range(config.workers)]
         watch = HangWatch(
             hang_ceiling_s=config.hang_ceiling_s,
@@ -208,6 +216,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             max_restarts=config.max_restarts,
             error_file=error_file,
             heartbeat=heartbeat,
+            snapshots=config.snapshots,
+            peers=self._peers_file(formed.epoch),
         )
         rank = int(env["RANK"])
         return Launch(
@@ -218,6 +228,16 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             heartbeat=heartbeat,
             error_file=error_file,
         )
+
+    def _peers_file(self, epoch: int) -> Path:
+        return self._config.scratch / f"{epoch}.peers.json"
+
+    def _write_peers(self, formed: EpochFormed) -> None:
+        """Tell the workers where the keepers of the epoch are: an environment is too small."""
+        self._peers_file(formed.epoch - 1).unlink(missing_ok=True)
+        nodes = (*formed.members, *formed.spares)
+        peers = [Peer(node=m.node, address=m.address, port=m.snapshot_port) for m in nodes]
+        write_peers(self._peers_file(formed.epoch), peers, len(formed.members))
 
     # -- workers --------------------------------------------------------------------------
 
@@ -351,6 +371,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         beats = self._workers.beats()
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
+        if any(beat.committed_step for beat in beats.values()):
+            self._keeper_free(epoch)
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):
             self._now_running(epoch)
         hung = epoch.watch.observe(self._clock(), beats)
@@ -369,6 +391,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             )
             failure = Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail)
             self._fail(epoch, self._failed(epoch, worst.local_rank, worst.step, failure))
+
+    def _keeper_free(self, epoch: _Epoch) -> None:
+        """A snapshot of this epoch is committed: those of older ones are not needed."""
+        if not epoch.freed:
+            epoch.freed = True
+            self._free_snapshots(epoch.formed.epoch)
 
     def _now_running(self, epoch: _Epoch) -> None:
         if epoch.running:

@@ -47,6 +47,8 @@ def worker_environment(
     max_restarts: int,
     error_file: Path,
     heartbeat: Path,
+    snapshots: Path | None = None,
+    peers: Path | None = None,
 ) -> dict[str, str]:
     """Return the variables of one worker in one epoch: torchrun's names and meanings, and ours.
 
@@ -59,6 +61,8 @@ def worker_environment(
         max_restarts: the job's restart budget.
         error_file: where a failing worker writes its error, in torchelastic's format.
         heartbeat: file of the worker's `Heartbeat`.
+        snapshots: directory in memory for the worker's snapshots; None for none.
+        peers: file that says where the keepers of the epoch's nodes listen.
     """
     group_rank = group_rank_of(formed, me)
     world_size = workers * len(formed.members)
@@ -86,6 +90,8 @@ def worker_environment(
         "HOLDFAST_ADDRESS": me.address,
         "HOLDFAST_HEARTBEAT": heartbeat,
     }
+    if snapshots is not None:
+        values |= {"HOLDFAST_SNAPSHOTS": snapshots, "HOLDFAST_PEERS": peers}
     return {name: str(value) for name, value in values.items()}
 
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
 from elastic_trainer.agent.environment import base_environment, local_address
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.notices import Member
 from elastic_trainer.agent.options import Options, OptionsError, parse
+from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.store import EpochStore, parse_ports
 from elastic_trainer.agent.transport import Endpoint, Reactor
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Workers, make_scratch
+from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 
@@ -71,19 +71,29 @@ def run(options: Options) -> int:
         # First of all: it imports while this process does.
         workers = Workers(options.task, env=env)
         stack.callback(workers.close)
-        scratch = make_scratch(options.run_id, options.node)
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = Scratch(options.run_id, options.node)
+        stack.callback(scratch.remove)
         log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
         stack.callback(log.close)
         waker = Waker()
         stack.callback(waker.close)
+        keeper = Keeper(scratch.snapshots, address, ports)
+        keeper.start()
+        stack.callback(keeper.close)
         store = EpochStore(address, ports)
         stack.callback(store.close)
         reactor = Reactor(crashed=die)
         reactor.start()
         stack.callback(reactor.stop)
         me, client = build_client(
-            options, address, ports, reactor=reactor, store=store, log=log, notify=waker.wake
+            options,
+            address,
+            ports,
+            reactor=reactor,
+            store=store,
+            log=log,
+            snapshot_port=keeper.port,
+            notify=waker.wake,
         )
         # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
         from elastic_trainer.agent.agent import HoldfastAgent
@@ -96,6 +106,7 @@ def run(options: Options) -> int:
             membership=client,
             waker=waker,
             log=log,
+            free_snapshots=keeper.free,
         )
         agent.run()
     return agent.exit_code
@@ -108,12 +119,13 @@ def die(error: BaseException) -> None:
     os._exit(1)
 
 
-def _agent_config(options: Options, me: Member, scratch: Path) -> AgentConfig:
+def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig:
     return AgentConfig(
         me=me,
         run_id=options.run_id,
         workers=options.workers,
-        scratch=scratch,
+        scratch=scratch.path,
+        snapshots=scratch.snapshots,
         log_dir=options.record_dir / "logs" / str(options.attempt) / options.node,
         max_restarts=options.elastic.max_restarts,
         hang_ceiling_s=options.elastic.hang_ceiling_s,
@@ -130,6 +142,7 @@ def build_client(
     reactor: Reactor,
     store: EpochStore,
     log: EventLog,
+    snapshot_port: int,
     notify: Callable[[], None],
 ) -> tuple[Member, MembershipClient]:
     """Listen for peers and return who this node is, and its place in the job."""
@@ -141,6 +154,7 @@ def build_client(
         address=address,
         port=endpoint.port,
         workers=options.workers,
+        snapshot_port=snapshot_port,
     )
     settings = Settings(
         rung_nodes=options.rung_nodes,

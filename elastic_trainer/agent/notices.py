@@ -19,6 +19,8 @@ class Member:
     port: int
     workers: int
     """Healthy accelerators, so workers it can run."""
+    snapshot_port: int = 0
+    """Where its keeper listens, at the same address; 0 when it keeps no snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ class AgentConfig:
     """Directory in memory, for heartbeats and error files."""
     log_dir: Path
     """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
+    snapshots: Path | None = None
+    """Directory in memory for the workers' snapshots; None when none are kept."""
     max_restarts: int
     hang_ceiling_s: float
     start_ceiling_s: float

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from datetime import timedelta
+
+from elastic_trainer.agent.sockets import listen
 
 
 def parse_ports(text: str | None) -> range:
@@ -73,26 +74,8 @@ class EpochStore:
         self._store = None  # the last reference: torch has no other way
 
     def _listen(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        num_ports = len(self._ports)
-        for turn in range(num_ports):
-            # Another port than last time, so that a worker too late meets nobody.
-            port = self._ports[(self._next + turn) % num_ports]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            with contextlib.ExitStack() as stack:
-                stack.callback(listener.close)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    listener.bind((self._address, port))
-                    listener.listen(4096)
-                except OSError:
-                    if num_ports == 1:
-                        raise
-                    continue
-                stack.pop_all()
-                self._next = (self._next + turn + 1) % num_ports
-                return listener
-        raise OSError(
-            f"no free port in {self._ports.start}-{self._ports.stop - 1} on {self._address}: "
-            "widen network.ports"
-        )
+        # Another port than last time, so that a worker too late meets nobody.
+        listener = listen(self._address, self._ports, first=self._next)
+        if len(self._ports) > 1:
+            self._next = self._ports.index(listener.getsockname()[1]) + 1
+        return listener

@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +19,6 @@ from elastic_trainer.heartbeat import Beat, Heartbeat, Request, Section
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
 """How long workers may take to die after their zygote."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  memory, so no disk can stall a heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,25 +349,6 @@ def _read_tail(worker: _Worker) -> str:
             return log.read(LOG_TAIL_BYTES).decode(errors="replace")
     except OSError as error:
         return f"(the log cannot be read: {error})"
-
-
-def make_scratch(run_id: str, node: str, *, root: Path = SHARED_MEMORY) -> Path:
-    """Make the directory of this agent's heartbeats and error files, in memory if possible.
-
-    Those of earlier agents of this node and run that are dead are removed: an agent that
-    is killed cannot tidy up.
-    """
-    if not os.access(root, os.W_OK):
-        root = Path(tempfile.gettempdir())
-    prefix = f"holdfast-{run_id}-{node}-"
-    for stale in root.glob(f"{prefix}*"):
-        owner = stale.name.removeprefix(prefix)
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(stale, ignore_errors=True)
-    scratch = root / f"{prefix}{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    return scratch
 
 
 def has_run(beat: Beat) -> bool:

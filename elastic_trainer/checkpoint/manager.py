@@ -1,4 +1,4 @@
-"""CheckpointManager: when to save to storage, without stopping the training; and restore."""
+"""CheckpointManager: both tiers. When to save, without stopping the training; and restore."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,26 @@ from elastic_trainer.agent.board import Board, Commit
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.restore import restore, restore_from
+from elastic_trainer.checkpoint.memory import MemoryTier
+from elastic_trainer.checkpoint.memory_restore import restore_from_memory
+from elastic_trainer.checkpoint.restore import newest_step, restore, restore_from
 from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
-from elastic_trainer.checkpoint.state import RNG, STEP, TRAINER, Stager, live_tensors
+from elastic_trainer.checkpoint.state import (
+    RNG,
+    STEP,
+    TRAINER,
+    NamedTensors,
+    Stager,
+    live_tensors,
+)
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.event_log import EventLog
 
 _FREE, _PENDING, _BROKEN = 0, 1, 2
 _CLOSE_WAIT_S = 5.0
+_MEMORY_WAIT_S = 10.0
+"""For the copies of a snapshot, when leaving; then storage has to do."""
 
 
 @dataclass(slots=True)
@@ -39,7 +51,7 @@ class _Save:
 
 
 class CheckpointManager:
-    """Saves to and restores from `config.checkpoint.dir`; one per worker and epoch.
+    """Keeps and restores the state, in memory and in `config.checkpoint.dir`; one per worker.
 
     Every rank makes one at the same place, since it makes a process group: saves
     run on that group in a thread, beside the training's own collectives. Methods
@@ -54,6 +66,7 @@ class CheckpointManager:
         events: record of this worker; only rank 0 writes about checkpoints.
         epoch: of this worker; a commit of another epoch's board is refused.
         device: of the model, on which ranks agree through the default group.
+        memory: the memory tier; None for storage only.
         at: write points for fault injection.
 
     Raises:
@@ -68,6 +81,7 @@ class CheckpointManager:
         epoch: int,
         device: torch.device,
         *,
+        memory: MemoryTier | None = None,
         at: WritePoint = lambda _: None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,13 +99,15 @@ class CheckpointManager:
         self._broken = False
         self._closed = False
         self._last_due_mono: float | None = None
+        self.memory = memory
         self.restored_from: str | None = None
-        """`storage`, or `RUN@STEP` of another run; None before a restore has found any."""
+        """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
-        """Load the newest valid checkpoint in place; collective.
+        """Load the newest valid state in place; collective.
 
-        The run's own; before it has one, the one it starts from.
+        From memory when that is at least as new as storage. The run's own; before it has
+        one, the checkpoint it starts from.
 
         Returns:
             Its step; None when there is neither.
@@ -100,6 +116,8 @@ class CheckpointManager:
             CheckpointError: there are checkpoints, but none can be used.
         """
         started = self._mono()
+        if (step := self._restore_from_memory(model, optimizer)) is not None:
+            return step
         found = restore(
             model,
             optimizer,
@@ -127,6 +145,75 @@ class CheckpointManager:
         seconds = round(self._mono() - started, 4)
         self._emit("checkpoint.restored", found.step, dir=place, seconds=seconds)
         return found.step
+
+    def _restore_from_memory(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> int | None:
+        if self.memory is None:
+            return None
+        started = self._mono()
+        found = restore_from_memory(
+            model,
+            optimizer,
+            self.memory.place,
+            self._group,
+            at_least=newest_step(self._board, self._group),
+            on_skip=lambda step, reason: self._emit("snapshot.unusable", step, reason=reason),
+        )
+        if found is None:
+            return None
+        step, epoch = found
+        self.restored_from = "memory"
+        seconds = round(self._mono() - started, 4)
+        self._emit("snapshot.restored", step, written_in_epoch=epoch, seconds=seconds)
+        return step
+
+    # --- memory ------------------------------------------------------------------------------
+
+    def snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Copy the state after `step` into memory, when that is due; collective.
+
+        Its copy on another node follows in a thread; `votes` and `agreed` commit it.
+        """
+        if self.memory is not None and self.memory.due(step):
+            self.memory.take(self._live(model, optimizer, step, self.memory.shard[0] == 0), step)
+
+    def votes(self) -> tuple[float, float]:
+        """Return what this rank adds to the step's all-reduce about the snapshot under way."""
+        return (0.0, 0.0) if self.memory is None else self.memory.votes()
+
+    def agreed(self, copied: float, failed: float) -> int | None:
+        """Take the sums of all ranks' votes; return the step that they commit, if any."""
+        if self.memory is None:
+            return None
+        first = self.memory.committed_step is None
+        step = self.memory.agreed(copied, failed)
+        if step is not None and first and self._rank == 0:
+            # Nodes with workers see it in their heartbeats.
+            threading.Thread(target=self.memory.free_spares, daemon=True).start()
+        return step
+
+    def keep_in_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bool:
+        """Have the state after `step` committed in memory before leaving; collective.
+
+        Returns:
+            Whether it is, on all ranks alike. Otherwise storage has to do.
+        """
+        memory = self.memory
+        if memory is None or memory.gave_up:
+            return False
+        for _ in range(2):  # the one under way, then this step's own
+            if memory.committed_step == step:
+                return True
+            if not memory.under_way:
+                memory.take(self._live(model, optimizer, step, memory.shard[0] == 0), step)
+            memory.wait(_MEMORY_WAIT_S)
+            votes = torch.tensor(memory.votes(), device=self._device)
+            dist.all_reduce(votes)
+            self.agreed(*votes.tolist())
+        return memory.committed_step == step
+
+    # --- storage -----------------------------------------------------------------------------
 
     def due(self, step: int, now_mono: float) -> bool:
         """Return whether a save is due after `step`. Rank 0 asks and tells the others.
@@ -161,9 +248,8 @@ class CheckpointManager:
             self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
             return False
         self._emit("checkpoint.started", step)
-        live = live_tensors(model, optimizer)
-        if self._rank == 0:  # one writer: other ranks' generators may differ
-            live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+        # One writer of the trainer's own: other ranks' generators may differ.
+        live = self._live(model, optimizer, step, self._rank == 0)
         request = SaveRequest(
             staged=self._stager.stage(live),
             manifest=self._manifest(step),
@@ -199,12 +285,23 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Give a save under way a few seconds, then leave it behind. Never blocks for long."""
+        if self.memory is not None:
+            self.memory.close()
         self._join(_CLOSE_WAIT_S)
         if self._pending is not None and self.poll() is None and self._pending is not None:
             self._emit(
                 "checkpoint.failed", self._pending.step, reason="the trainer ended before the save"
             )
         self._closed = True
+
+    @staticmethod
+    def _live(
+        model: nn.Module, optimizer: torch.optim.Optimizer, step: int, with_trainer: bool
+    ) -> NamedTensors:
+        live = live_tensors(model, optimizer)
+        if with_trainer:
+            live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+        return live
 
     def _join(self, timeout_s: float) -> None:
         if self._pending is not None and self._pending.thread is not None:
@@ -257,7 +354,7 @@ class CheckpointManager:
             )
             self._emit("step.committed", save.step, source="storage")
 
-    def _emit(self, event: str, step: int, **fields: str | float) -> None:
+    def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:
             self._events.emit(event, step=step, epoch=self._epoch, **fields)
 

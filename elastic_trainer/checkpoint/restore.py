@@ -7,22 +7,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import nn
 
 from elastic_trainer.agent.board import Board, BoardState, Commit
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
+from elastic_trainer.checkpoint.load import load_into
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.checkpoint.restricted import CheckpointReader
-from elastic_trainer.checkpoint.state import (
-    RNG,
-    STEP,
-    TRAINER,
-    create_optimizer_state,
-    live_tensors,
-)
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import StartFrom
 
@@ -46,14 +38,7 @@ def restore(
         CheckpointError: HF301, there are commits and none can be used; HF302,
             the board cannot be read; HF303, the data cursor does not fit the job.
     """
-    try:
-        commits = group.by_first(lambda: _commits(board))
-    except StepFailedError as error:
-        raise CheckpointError(
-            "HF302",
-            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
-            "the run directory readable and start again",
-        ) from error
+    commits = _agreed_commits(board, group)
     skipped: list[str] = []
     for commit in reversed(commits):
         try:
@@ -66,6 +51,15 @@ def restore(
     if skipped:
         raise CheckpointError("HF301", _nothing_left(skipped, storage))
     return None
+
+
+def newest_step(board: Board, group: Collective) -> int:
+    """Return the step of the newest commit, -1 when there is none; collective.
+
+    Raises:
+        CheckpointError: HF302, the board cannot be read.
+    """
+    return max((commit.step for commit in _agreed_commits(board, group)), default=-1)
 
 
 def restore_from(
@@ -115,6 +109,17 @@ def _load_commit(
     group.together(partial(_load, commit, manifest, storage, model, optimizer))
 
 
+def _agreed_commits(board: Board, group: Collective) -> tuple[Commit, ...]:
+    try:
+        return group.by_first(lambda: _commits(board))
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF302",
+            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
+            "the run directory readable and start again",
+        ) from error
+
+
 def _commits(board: Board) -> tuple[Commit, ...]:
     current = board.get_state()
     return BoardState.decode(current[0]).commits if current else ()
@@ -154,37 +159,7 @@ def _load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Read this rank's part straight into the live tensors; no collectives.
-
-    DCP's planner cuts what this layout needs out of what any layout wrote.
-    `dcp.load` would add three object collectives to agree on plans that do not
-    depend on each other, and it falls back to other pickles on an error.
-    """
     reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
-    metadata = reader.read_metadata()
-    create_optimizer_state(model, optimizer, _tensor_sizes(metadata))
-    rng = torch.get_rng_state()
-    step = torch.zeros((), dtype=torch.int64)
-    live = {**live_tensors(model, optimizer), TRAINER: {STEP: step, RNG: rng}}
-    target: dict[str, Tensor] = {
-        f"{section}.{name}": tensor
-        for section, tensors in live.items()
-        for name, tensor in tensors.items()
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(target), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    if step.item() != manifest.step:
-        raise DamagedError(f"the data is of step {step.item()}, the manifest of {manifest.step}")
-    torch.set_rng_state(rng)
-
-
-def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    step = load_into(model, optimizer, reader)
+    if step != manifest.step:
+        raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")

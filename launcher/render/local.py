@@ -34,7 +34,7 @@ def to_train_config(
             file's, `Path(job_file).absolute().parent`.
     """
     train = spec.train.model_dump(exclude={"optimizer"})
-    checkpoint = spec.checkpoint.model_dump(exclude={"dir", "memory_every_steps"})
+    checkpoint = spec.checkpoint.model_dump(exclude={"dir"})
     data = spec.data
     tokenizer = data.tokenizer
     return TrainConfig(

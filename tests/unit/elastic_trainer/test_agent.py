@@ -30,9 +30,10 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Task, Workers, make_scratch
+from elastic_trainer.agent.workers import Task, Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Action, Kind
@@ -123,7 +124,7 @@ class Bench:
         workers = Workers(task, env=t.base_env() | report | self.env)
         self.zygotes.append(workers)
         waker = Waker()
-        scratch = make_scratch("run", me.node, root=self.tmp_path)
+        scratch = Scratch("run", me.node, root=self.tmp_path).path
         config = AgentConfig(
             me=me,
             run_id="run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,9 +78,7 @@ class Cluster:
             agent.kill()
             agent.wait()
         for scratch in Path("/dev/shm").glob(f"holdfast-{self.tmp_path.name}-*"):
-            for path in scratch.iterdir():
-                path.unlink()
-            scratch.rmdir()
+            shutil.rmtree(scratch)
 
 
 @pytest.fixture

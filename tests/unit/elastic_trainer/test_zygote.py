@@ -18,7 +18,6 @@ from elastic_trainer.agent.workers import (
     Workers,
     WorkerStarted,
     ZygoteLost,
-    make_scratch,
 )
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.zygote import DEFAULT_PRELOAD
@@ -353,16 +352,3 @@ def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)
     until(lambda: all(gone(pid) for pid in pids), "somebody outlived the agent")
-
-
-def test_scratch_of_dead_agents_is_removed(tmp_path: Path) -> None:
-    dead = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
-    os.waitpid(dead, 0)
-    stale, other = tmp_path / f"holdfast-run-node-{dead}", tmp_path / "holdfast-run-node2-1"
-    stale.mkdir()
-    other.mkdir()
-    scratch = make_scratch("run", "node", root=tmp_path)
-    assert scratch == tmp_path / f"holdfast-run-node-{os.getpid()}"
-    assert not stale.exists()
-    assert other.exists()
-    assert scratch.stat().st_mode & 0o777 == 0o700

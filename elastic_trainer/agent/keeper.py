@@ -1,0 +1,246 @@
+"""The keeper: holds snapshots in this node's memory, and copies of other nodes' ones.
+
+Workers of this node write their images into its directory; workers of other nodes leave copies
+over TCP and read from it when they restore. Images outlive the workers; they die with the
+agent, which is what losing a node means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.agent.sockets import listen
+from elastic_trainer.snapshots.errors import NoRoomError, PeerError, TornImageError
+from elastic_trainer.snapshots.image import PAGE, Header, Image, file_name, parse_name
+from elastic_trainer.snapshots.room import no_room
+from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
+
+MAX_CONNECTIONS: Final = 512
+IDLE_S: Final = 600.0
+"""A peer that says nothing for so long is cut off; a writer connects again."""
+_SKIP_BYTES: Final = 1 << 20
+
+
+class Keeper:
+    """Serves images in `directory` over TCP.
+
+    Args:
+        directory: in memory, made by the caller, gone with the agent.
+        address: numeric address to listen on.
+        ports: tried in turn; `range(1)` lets the system pick.
+        authenticate: called on every new connection; raises when the peer does not prove
+            that it belongs to this job.
+
+    Raises:
+        OSError: no port is free.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        address: str,
+        ports: range = range(1),
+        *,
+        authenticate: Callable[[socket.socket], None] = lambda _: None,
+    ) -> None:
+        self._directory, self._authenticate = directory, authenticate
+        self._listener = listen(address, ports)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._socks: set[socket.socket] = set()
+        self._closed = False
+        self._oldest_epoch = 0
+
+    def start(self) -> None:
+        """Serve, on threads of its own."""
+        threading.Thread(target=self._accept, name="holdfast-keeper", daemon=True).start()
+
+    def free(self, before_epoch: int) -> None:
+        """Remove images of epochs before `before_epoch`: a newer snapshot is committed."""
+        with self._lock:
+            self._oldest_epoch = max(self._oldest_epoch, before_epoch)
+        for path in self._directory.iterdir():
+            parsed = parse_name(path.name)
+            if parsed is not None and parsed[1] < before_epoch:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End all connections. The directory stays to its owner."""
+        with self._lock:
+            self._closed = True
+            socks = list(self._socks)
+        for sock in (self._listener, *socks):
+            # Wakes the thread that waits on it; a close alone does not.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    # --- connections -----------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue
+            with self._lock:
+                full = self._closed or len(self._socks) >= MAX_CONNECTIONS
+                if not full:
+                    self._socks.add(sock)
+            if full:
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._serve, args=(sock,), name="holdfast-keeper-peer", daemon=True
+            ).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """Answer one peer until it closes, or says what cannot be understood."""
+        image: _Kept | None = None
+        try:
+            sock.settimeout(IDLE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._authenticate(sock)
+            image = _Kept()
+            while True:
+                self._answer(sock, receive_message(sock), image)
+        except (OSError, EOFError, PeerError, ValueError, KeyError, TypeError):
+            pass  # gone, or no peer of ours: the socket is all that it costs
+        finally:
+            with self._lock:
+                self._socks.discard(sock)
+            sock.close()
+            if image is not None:
+                image.close()
+
+    def _answer(self, sock: socket.socket, message: dict[str, Any], kept: _Kept) -> None:
+        match message["op"]:
+            case "put":
+                header = Header(**message["header"])
+                send_message(sock, self._take(sock, header, int(message["slot"]), kept))
+            case "list":
+                send_message(sock, {"images": self._images()})
+            case "verify":
+                send_message(sock, self._verify(message["file"]))
+            case "get":
+                self._give(sock, message["file"], message["spans"])
+            case "free":
+                self.free(int(message["before_epoch"]))
+                send_message(sock, {})
+            case other:
+                raise PeerError(f"unknown request {other!r:.40}")
+
+    # --- requests --------------------------------------------------------------------------
+
+    def _take(self, sock: socket.socket, header: Header, slot: int, kept: _Kept) -> dict[str, Any]:
+        """Receive the copy of an image; an error is an answer, with the bytes read all the same."""
+        try:
+            path = self._directory / file_name(
+                "copy", epoch=header.epoch, rank=header.rank, slot=slot
+            )
+            if header.epoch < self._oldest_epoch:
+                raise TornImageError(f"epoch {header.epoch} is over")  # noqa: TRY301
+            image = kept.open(path, header.total_bytes)
+        except (OSError, TornImageError, NoRoomError) as error:
+            _skip(sock, header.total_bytes - PAGE)
+            return {"error": str(error)}
+        image.tear()
+        with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
+            receive_into(sock, body)
+        if image.seal(header).crc != header.crc:
+            image.tear()
+            return {"error": "the copy came damaged"}
+        return {}
+
+    def _images(self) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self._directory.iterdir()):
+            if parse_name(path.name) is None:
+                continue
+            with contextlib.suppress(OSError, TornImageError), _opened(path) as image:
+                found.append({"file": path.name, "header": image.header().to_dict()})
+        return found
+
+    def _verify(self, file: str) -> dict[str, Any]:
+        try:
+            with _opened(self._path(file)) as image:
+                header = image.verify()
+                return {"index": [dataclasses.asdict(part) for part in image.index(header)]}
+        except (OSError, TornImageError) as error:
+            return {"error": f"{file}: {error}"}
+
+    def _give(self, sock: socket.socket, file: str, spans: list[list[int]]) -> None:
+        try:
+            image = Image(self._path(file))
+        except (OSError, TornImageError) as error:
+            send_message(sock, {"error": f"{file}: {error}"})
+            return
+        try:
+            at, end = image.header().payload_at, image.size_bytes
+            if any(a < 0 or n < 0 or at + a + n > end for a, n in spans):
+                raise PeerError(f"{file}: a span outside it")
+            with memoryview(image.map) as whole:
+                parts = [whole[at + a : at + a + n] for a, n in spans]
+                try:
+                    send_message(sock, {"crcs": [zlib.crc32(part) for part in parts]})
+                    for part in parts:
+                        sock.sendall(part)
+                finally:
+                    for part in parts:
+                        part.release()
+        finally:
+            image.close()
+
+    def _path(self, file: str) -> Path:
+        if parse_name(file) is None:
+            raise PeerError(f"{file!r:.40} is no image")
+        return self._directory / file
+
+
+class _Kept:
+    """The two images one writer fills, mapped once: mapping anew would fault every page again."""
+
+    def __init__(self) -> None:
+        self._images: dict[Path, Image] = {}
+
+    def open(self, path: Path, total_bytes: int) -> Image:
+        image = self._images.get(path)
+        if image is not None and image.size_bytes == total_bytes and path.exists():
+            return image
+        if image is not None:
+            self._images.pop(path).close()
+        if reason := no_room(path.parent, total_bytes):
+            raise NoRoomError(reason)
+        image = self._images[path] = Image(path, create_bytes=total_bytes)
+        return image
+
+    def close(self) -> None:
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Image]:
+    image = Image(path)
+    try:
+        yield image
+    finally:
+        image.close()
+
+
+def _skip(sock: socket.socket, num_bytes: int) -> None:
+    buffer = memoryview(bytearray(min(num_bytes, _SKIP_BYTES)))
+    while num_bytes > 0:
+        part = buffer[: min(num_bytes, len(buffer))]
+        receive_into(sock, part)
+        num_bytes -= len(part)

@@ -1,0 +1,150 @@
+"""Copies live tensors into an image of this worker's two: the part of a snapshot that stops it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.tensor import DTensor
+
+from elastic_trainer.checkpoint.state import NamedTensors
+from elastic_trainer.snapshots.errors import NoRoomError
+from elastic_trainer.snapshots.image import (
+    PAGE,
+    Header,
+    Image,
+    Part,
+    encode_index,
+    file_name,
+    place,
+)
+from elastic_trainer.snapshots.room import no_room
+
+NUM_SLOTS = 2
+
+
+class ImageWriter:
+    """This worker's images of one epoch. What a rank holds must not change within it.
+
+    Args:
+        directory: the agent's, in memory.
+        epoch: of this worker.
+        rank: of this worker.
+        shard: which part of the state it holds, of how many.
+    """
+
+    def __init__(self, directory: Path, *, epoch: int, rank: int, shard: tuple[int, int]) -> None:
+        self._directory, self._epoch, self._rank, self._shard = directory, epoch, rank, shard
+        self._parts: tuple[Part, ...] = ()
+        self._images: dict[int, Image] = {}
+        self._views: dict[int, list[Tensor]] = {}
+        self._index = b""
+        self._payload_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one image; 0 before the first."""
+        return self._header(0).total_bytes if self._index else 0
+
+    def stage(self, live: NamedTensors, step: int, slot: int) -> tuple[Image, Header]:
+        """Copy `live`, the state after `step`, into the image of `slot`.
+
+        The image is torn until the header that is returned has been sealed, which may be
+        done in a thread: the live tensors are no longer needed.
+
+        Raises:
+            NoRoomError, OSError: there is no memory for it.
+        """
+        flat = _flat(live)
+        if not self._parts:
+            self._plan(flat)
+        image = self._images.get(slot) or self._make(slot)
+        image.tear()
+        sources = [_local(flat[part.name]) for part in self._parts]
+        with torch.no_grad():
+            # One call for all: a call each costs more than the bytes of a small model.
+            torch._foreach_copy_(self._views[slot], sources)
+        return image, self._header(step)
+
+    def close(self) -> None:
+        """Unmap the images; the files stay, for the next epoch to restore from."""
+        self._views.clear()
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+
+    def _plan(self, flat: dict[str, Tensor]) -> None:
+        """Ask DCP's planner which part of each tensor is here: it knows every placement."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(flat), is_coordinator=True)
+        parts = []
+        for item in planner.create_local_plan().items:
+            data, name = item.tensor_data, item.index.fqn
+            sizes = tuple(data.chunk.sizes)
+            dtype = data.properties.dtype
+            local = _local(flat[name])
+            assert tuple(local.shape) == sizes, f"{name}: {local.shape} here, {sizes} planned"
+            parts.append(
+                {
+                    "name": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": tuple(data.size),
+                    "offsets": tuple(data.chunk.offsets),
+                    "sizes": sizes,
+                    "num_bytes": local.numel() * dtype.itemsize,
+                }
+            )
+        names = [part["name"] for part in parts]
+        assert len(names) == len(set(names)), "one piece of a tensor per rank"
+        held = [part for part in parts if part["num_bytes"]]
+        self._parts, self._payload_bytes = place(held)
+        self._index = encode_index(self._parts)
+
+    def _make(self, slot: int) -> Image:
+        total_bytes = self._header(0).total_bytes
+        # As much again comes as another node's copy, which the keeper takes.
+        if reason := no_room(self._directory, total_bytes):
+            raise NoRoomError(reason)
+        name = file_name("own", epoch=self._epoch, rank=self._rank, slot=slot)
+        image = Image(self._directory / name, create_bytes=total_bytes)
+        image.map[PAGE : PAGE + len(self._index)] = self._index
+        at = self._header(0).payload_at
+        self._images[slot] = image
+        self._views[slot] = [view_of(image, at, part) for part in self._parts]
+        return image
+
+    def _header(self, step: int) -> Header:
+        shard, num_shards = self._shard
+        return Header(
+            epoch=self._epoch,
+            step=step,
+            rank=self._rank,
+            shard=shard,
+            num_shards=num_shards,
+            index_bytes=len(self._index),
+            payload_bytes=self._payload_bytes,
+            crc=0,
+        )
+
+
+def view_of(image: Image, payload_at: int, part: Part) -> Tensor:
+    """Return the part's tensor in the image's own memory."""
+    flat = torch.frombuffer(
+        image.map, dtype=getattr(torch, part.dtype), count=part.numel, offset=payload_at + part.at
+    )
+    return flat.view(part.sizes)
+
+
+def _flat(live: NamedTensors) -> dict[str, Tensor]:
+    return {
+        f"{section}.{name}": tensor
+        for section, tensors in live.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  no autograd
+    return local.detach()

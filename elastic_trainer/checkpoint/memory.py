@@ -1,0 +1,236 @@
+"""The memory tier of one worker: a snapshot each step, copied to another node, committed by vote.
+
+Step k is committed when every rank's image and its copy are acknowledged; ranks learn that in
+the all-reduce of a later step. One snapshot at a time is under way, and it never goes where the
+committed one lies, so that there is always a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
+from elastic_trainer.checkpoint.state import NamedTensors
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.snapshots.buddies import copy_node, shard_of
+from elastic_trainer.snapshots.errors import NoRoomError, PeerError
+from elastic_trainer.snapshots.image import PAGE, Header, Image
+from elastic_trainer.snapshots.peer import Peer, PeerLink, read_peers
+
+GIVE_UP_AFTER: Final = 3
+"""Failed snapshots in a row after which an epoch makes do with storage."""
+
+Emit = Callable[..., None]
+"""`emit(event, step, **fields)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a worker's node keeps snapshots, and who else does."""
+
+    directory: Path
+    node: str
+    local_rank: int
+    workers: int
+    """Per node."""
+    members: tuple[Peer, ...]
+    """Of the epoch, in rank order."""
+    spares: tuple[Peer, ...]
+    secret: bytes | None = None
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Place | None:
+        """Read what the agent has set; None when it keeps no snapshots."""
+        if not (directory := env.get("HOLDFAST_SNAPSHOTS")):
+            return None
+        members, spares = read_peers(Path(env["HOLDFAST_PEERS"]))
+        return cls(
+            directory=Path(directory),
+            node=env["HOLDFAST_NODE"],
+            local_rank=int(env["LOCAL_RANK"]),
+            workers=int(env["LOCAL_WORLD_SIZE"]),
+            members=tuple(members),
+            spares=tuple(spares),
+        )
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A snapshot under way. The thread fills in how it ended."""
+
+    step: int
+    slot: int
+    done: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+
+class MemoryTier:
+    """Takes snapshots of this worker; one per worker and epoch.
+
+    All ranks call `take` at the same steps and `agreed` with the same sums, so that all know
+    the same committed step.
+
+    Args:
+        place: of this worker's node.
+        layout: of the epoch.
+        rank: of this worker.
+        epoch: of membership.
+        every_steps: snapshot each multiple of it; 0 for none.
+        emit: writes an event; of rank 0.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        layout: ParallelLayout,
+        *,
+        rank: int,
+        epoch: int,
+        every_steps: int,
+        emit: Emit,
+    ) -> None:
+        self.place, self._epoch, self._rank = place, epoch, rank
+        self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
+        self.shard = shard_of(layout, rank)
+        self._writer = ImageWriter(place.directory, epoch=epoch, rank=rank, shard=self.shard)
+        buddy = copy_node(layout, rank, place.workers)
+        self._buddy = None if buddy is None else place.members[buddy]
+        self._link: PeerLink | None = None
+        self._pending: _Pending | None = None
+        self._thread: threading.Thread | None = None
+        self._committed_slot = NUM_SLOTS - 1
+        self.committed_step: int | None = None
+        """Newest step that is committed in this epoch."""
+        self._failures = 0
+        self._skipped = 0
+
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot is to be taken after `step`."""
+        return self._every_steps > 0 and step % self._every_steps == 0 and not self.gave_up
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether this epoch makes do with storage."""
+        return self._failures >= GIVE_UP_AFTER
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a snapshot waits to be committed; the same on all ranks."""
+        return self._pending is not None
+
+    def take(self, live: NamedTensors, step: int) -> bool:
+        """Copy `live`, the state after `step`; digest and copy it to another node in a thread.
+
+        Skipped, on every rank alike, while the one before is not committed: copies take
+        longer than steps then, and fewer steps are kept.
+        """
+        if self._pending is not None:
+            self._skipped += 1
+            if self._skipped & (self._skipped - 1) == 0:  # said at 1, 2, 4, 8 ...
+                self._emit(
+                    "snapshot.skipped", step, pending=self._pending.step, times=self._skipped
+                )
+            return False
+        pending = self._pending = _Pending(step, 1 - self._committed_slot)
+        if self._thread is not None and self._thread.is_alive():
+            # Another rank's failure ended the last snapshot; this rank's part goes on writing.
+            self._end(pending, "the snapshot before is still being copied")
+            return False
+        try:
+            image, header = self._writer.stage(live, step, pending.slot)
+        except (NoRoomError, OSError) as error:
+            self._end(pending, str(error))
+            return False
+        self._thread = threading.Thread(
+            target=self._finish,
+            args=(pending, image, header),
+            name=f"snapshot-{step}",
+            daemon=True,
+        )
+        self._thread.start()
+        return True
+
+    def votes(self) -> tuple[float, float]:
+        """Return what this rank adds to the step's all-reduce: its copy is there; it failed."""
+        pending = self._pending
+        if pending is None or not pending.done.is_set():
+            return 0.0, 0.0
+        return float(pending.error is None), float(pending.error is not None)
+
+    def agreed(self, copied: float, failed: float) -> int | None:
+        """Take the sums of all ranks' votes; return the step that they commit, if any."""
+        pending = self._pending
+        if pending is None:
+            return None
+        if failed:
+            self._pending = None
+            self._failures += 1
+            self._emit(
+                "snapshot.failed",
+                pending.step,
+                reason=pending.error or f"on {failed:.0f} other ranks: see their logs",
+                gave_up=self.gave_up,
+            )
+            return None
+        if round(copied) != self._world_size:
+            return None
+        self._pending, self._failures = None, 0
+        self._committed_slot, self.committed_step = pending.slot, pending.step
+        return pending.step
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until this rank's part of the snapshot under way has ended."""
+        if self._pending is not None:
+            self._pending.done.wait(timeout_s)
+
+    def free_spares(self) -> None:
+        """Tell nodes that run no workers that older epochs' images are no longer needed."""
+        for spare in self.place.spares:
+            if spare.port:
+                try:
+                    with PeerLink(spare, self.place.secret) as link:
+                        link.free(self._epoch)
+                except PeerError as error:
+                    self._emit("snapshot.failed", self.committed_step, reason=str(error))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Give the snapshot under way a moment; then leave what is there to the next epoch."""
+        self.wait(timeout_s)
+        if self._link is not None:
+            self._link.close()
+        if self._pending is None or self._pending.done.is_set():
+            self._writer.close()
+
+    def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
+        """Body of the thread: digest, then copy."""
+        error: str | None = None
+        try:
+            whole = image.seal(header)
+            if self._buddy is not None:
+                self._copy(image, whole, pending.slot)
+        except PeerError as problem:
+            error = f"no copy: {problem}"
+            self._link = None
+        except Exception as problem:  # noqa: BLE001  a thread's end must be known: the vote tells
+            error = f"{type(problem).__name__}: {problem}"
+        self._end(pending, error)
+
+    def _copy(self, image: Image, header: Header, slot: int) -> None:
+        assert self._buddy is not None
+        if self._buddy.port == 0:
+            raise PeerError(f"{self._buddy.node} keeps no snapshots")
+        if self._link is None:
+            self._link = PeerLink(self._buddy, self.place.secret)
+        with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
+            self._link.put(header, slot, body)
+
+    def _end(self, pending: _Pending, error: str | None) -> None:
+        if error is not None:
+            os.write(2, f"snapshot of step {pending.step}: {error}\n".encode())
+        pending.error = error
+        pending.done.set()

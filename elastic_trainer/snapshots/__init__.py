@@ -1,0 +1,1 @@
+"""Snapshots in memory: their format, who keeps copies, which one a restore takes. No torch."""

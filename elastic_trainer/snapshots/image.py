@@ -1,0 +1,260 @@
+"""The image of one worker's state in memory: a file in /dev/shm that says when it is whole.
+
+A header of one page, an index (JSON: which part of which tensor lies where), and the bytes of
+the tensors. The header has the CRC-32 of all that follows it, and one of itself. It is marked
+torn before anything else is written and whole after everything is, so that a worker killed at
+any moment leaves an image that is not taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.snapshots.errors import TornImageError
+
+PAGE: Final = 4096
+"""Bytes of the header, and the alignment of the payload."""
+ALIGNMENT: Final = 64
+"""Of each tensor in the payload, bytes: a cache line."""
+
+_MAGIC: Final = b"HFSNAP1\n"
+_HEADER: Final = struct.Struct("<8sIIQQQQQQQ")
+_NUMBERS: Final = (
+    "epoch",
+    "step",
+    "rank",
+    "shard",
+    "num_shards",
+    "index_bytes",
+    "payload_bytes",
+)
+"""Of the header, in its order."""
+_CRC: Final = struct.Struct("<I")
+_TORN, _WHOLE = 0, 1
+_NAME: Final = re.compile(r"(own|copy)-e([0-9]{1,12})-r([0-9]{1,9})-s([01])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What an image is of. `crc` is that of index and payload."""
+
+    epoch: int
+    step: int
+    """Last completed step of the state."""
+    rank: int
+    """Who wrote it, in that epoch's numbering."""
+    shard: int
+    """Which part of the state it is; replicas of HSDP have the same."""
+    num_shards: int
+    """Parts that make the whole state."""
+    index_bytes: int
+    payload_bytes: int
+    crc: int
+
+    @property
+    def payload_at(self) -> int:
+        """Where the payload begins, bytes."""
+        return _padded(PAGE + self.index_bytes, PAGE)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self.payload_at + self.payload_bytes
+
+    def encode(self, *, whole: bool) -> bytes:
+        """Return the header's bytes."""
+        raw = _HEADER.pack(
+            _MAGIC,
+            _WHOLE if whole else _TORN,
+            self.crc,
+            self.epoch,
+            self.step,
+            self.rank,
+            self.shard,
+            self.num_shards,
+            self.index_bytes,
+            self.payload_bytes,
+        )
+        return raw + _CRC.pack(zlib.crc32(raw))
+
+    @classmethod
+    def decode(cls, raw: bytes | memoryview) -> Header:
+        """Read a header.
+
+        Raises:
+            TornImageError: it is none, is damaged, or says that the image is not whole.
+        """
+        size = _HEADER.size
+        if len(raw) < size + _CRC.size:
+            raise TornImageError("shorter than a header")
+        if zlib.crc32(raw[:size]) != _CRC.unpack_from(raw, size)[0]:
+            raise TornImageError("its header is damaged")
+        magic, state, crc, *numbers = _HEADER.unpack_from(raw)
+        if magic != _MAGIC:
+            raise TornImageError("no snapshot of this version")
+        if state != _WHOLE:
+            raise TornImageError("its writer did not finish")
+        return cls(crc=crc, **dict(zip(_NUMBERS, numbers, strict=True)))
+
+    def to_dict(self) -> dict[str, int]:
+        """Return it as plain values, for messages."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One rank's piece of one tensor, and where it lies in the payload."""
+
+    name: str
+    """`section.name`, as in checkpoints."""
+    dtype: str
+    """torch's name for it, such as `float32`."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Of the piece in it."""
+    sizes: tuple[int, ...]
+    """Of the piece."""
+    at: int
+    """Byte offset in the payload."""
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return math.prod(self.sizes)
+
+
+def encode_index(parts: Sequence[Part]) -> bytes:
+    """Return the bytes of an image's index."""
+    return json.dumps([asdict(part) for part in parts], separators=(",", ":")).encode()
+
+
+def decode_index(raw: bytes) -> tuple[Part, ...]:
+    """Read the index of an image whose CRC has been found right."""
+    return tuple(
+        Part(**{**row, **{key: tuple(row[key]) for key in ("shape", "offsets", "sizes")}})
+        for row in json.loads(raw)
+    )
+
+
+def place(parts: Sequence[Mapping[str, Any]]) -> tuple[tuple[Part, ...], int]:
+    """Lay `parts` (all fields but `at`) one after the other; return them and its bytes."""
+    placed, end = [], 0
+    for part in parts:
+        at = _padded(end, ALIGNMENT)
+        placed.append(Part(**part, at=at))
+        end = at + part["num_bytes"]
+    return tuple(placed), end
+
+
+def file_name(kind: str, *, epoch: int, rank: int, slot: int) -> str:
+    """Return the name of an image's file; `kind` is `own` or `copy` (kept for another node)."""
+    name = f"{kind}-e{epoch}-r{rank}-s{slot}"
+    assert _NAME.fullmatch(name), name
+    return name
+
+
+def parse_name(name: str) -> tuple[str, int, int, int] | None:
+    """Return (kind, epoch, rank, slot) of a file of ours; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3]), int(match[4])) if match else None
+
+
+class Image:
+    """A mapped image. Close it when done, after every view of its payload is gone."""
+
+    def __init__(self, path: Path, *, create_bytes: int | None = None) -> None:
+        """Map the file at `path`; with `create_bytes` make it, that large and empty.
+
+        Raises:
+            OSError: no such file, or no memory is left for it.
+            TornImageError: it is shorter than a header.
+        """
+        self.path = path
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create_bytes else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if create_bytes:
+                # Takes the pages now: a full /dev/shm is an error here and not a SIGBUS later.
+                os.posix_fallocate(fd, 0, create_bytes)
+            self.map = _map(fd)
+        except BaseException:
+            if create_bytes:
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return len(self.map)
+
+    def tear(self) -> None:
+        """Mark the image as being written."""
+        self.map[: len(_MAGIC)] = bytes(len(_MAGIC))
+
+    def seal(self, header: Header) -> Header:
+        """Mark the image as whole; return the header, now with the CRC of what was written."""
+        whole = Header(**{**header.to_dict(), "crc": self._crc(header.total_bytes)})
+        raw = whole.encode(whole=True)
+        # The magic goes in last: it alone makes the header readable.
+        self.map[len(_MAGIC) : len(raw)] = raw[len(_MAGIC) :]
+        self.map[: len(_MAGIC)] = raw[: len(_MAGIC)]
+        return whole
+
+    def header(self) -> Header:
+        """Return the header.
+
+        Raises:
+            TornImageError: the image is not whole, or not as long as it says.
+        """
+        header = Header.decode(self.map[:PAGE])
+        if header.total_bytes > len(self.map):
+            raise TornImageError("it is cut off")
+        return header
+
+    def verify(self) -> Header:
+        """Read everything and return the header.
+
+        Raises:
+            TornImageError: what is there is not what was written.
+        """
+        header = self.header()
+        if self._crc(header.total_bytes) != header.crc:
+            raise TornImageError("its bytes have another CRC than was written")
+        return header
+
+    def index(self, header: Header) -> tuple[Part, ...]:
+        """Return what a verified image holds."""
+        return decode_index(self.map[PAGE : PAGE + header.index_bytes])
+
+    def close(self) -> None:
+        """Unmap it."""
+        self.map.close()
+
+    def _crc(self, total_bytes: int) -> int:
+        with memoryview(self.map) as everything, everything[PAGE:total_bytes] as body:
+            return zlib.crc32(body)
+
+
+def _map(fd: int) -> mmap.mmap:
+    size = os.fstat(fd).st_size
+    if size < PAGE:
+        raise TornImageError("shorter than a header")
+    return mmap.mmap(fd, size)
+
+
+def _padded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,143 @@
+"""Talks to a keeper: leaves copies with it, asks what it holds, reads from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from elastic_trainer.snapshots.choice import Holding
+from elastic_trainer.snapshots.errors import PeerError
+from elastic_trainer.snapshots.image import Header, Part, decode_index
+from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
+
+CONNECT_S: Final = 5.0
+ANSWER_S: Final = 60.0
+"""Silence after which a keeper is given up; bytes that flow start it anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where one node's keeper listens. Port 0: that node keeps none."""
+
+    node: str
+    address: str
+    port: int
+
+
+def write_peers(path: Path, peers: Sequence[Peer], num_members: int) -> None:
+    """Write the peers of an epoch for its workers: members in rank order, then spares."""
+    rows = [[peer.node, peer.address, peer.port] for peer in peers]
+    path.write_text(json.dumps({"members": num_members, "peers": rows}), encoding="utf-8")
+
+
+def read_peers(path: Path) -> tuple[list[Peer], list[Peer]]:
+    """Return (members in rank order, spares)."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    peers = [Peer(node=node, address=address, port=port) for node, address, port in raw["peers"]]
+    return peers[: raw["members"]], peers[raw["members"] :]
+
+
+class PeerLink:
+    """One connection to a keeper. A context manager; for one thread.
+
+    Raises (all calls):
+        PeerError: it cannot be reached, is gone, or refused.
+    """
+
+    def __init__(self, peer: Peer, secret: bytes | None) -> None:
+        self.peer = peer
+        try:
+            self._sock = socket.create_connection((peer.address, peer.port), timeout=CONNECT_S)
+            self._sock.settimeout(ANSWER_S)
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            raise PeerError(f"{peer.node} cannot be reached: {error}") from error
+        self._secret = secret
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    def put(self, header: Header, slot: int, body: memoryview) -> None:
+        """Leave a copy of an image; returns once the keeper has it and found it right.
+
+        Args:
+            header: of the image, with its CRC.
+            slot: which of the writer's two.
+            body: all that follows the header's page.
+        """
+        self._ask({"op": "put", "header": header.to_dict(), "slot": slot}, body)
+
+    def held(self) -> list[Holding]:
+        """Return what the node holds; only headers have been looked at."""
+        rows = self._ask({"op": "list"})["images"]
+        return [
+            Holding(
+                header=Header(**row["header"]),
+                file=row["file"],
+                node=self.peer.node,
+                address=self.peer.address,
+                port=self.peer.port,
+            )
+            for row in rows
+        ]
+
+    def verified_index(self, file: str) -> tuple[Part, ...]:
+        """Have the keeper read all of an image, and return its index.
+
+        Raises:
+            PeerError: also when the image is damaged.
+        """
+        answer = self._ask({"op": "verify", "file": file})
+        return decode_index(json.dumps(answer["index"]).encode())
+
+    def read(self, file: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Return the bytes of `spans`, each (offset in the payload, length)."""
+        answer = self._ask({"op": "get", "file": file, "spans": [list(span) for span in spans]})
+        out = []
+        with self._telling_errors():
+            for (_, length), crc in zip(spans, answer["crcs"], strict=True):
+                buffer = memoryview(bytearray(length))
+                receive_into(self._sock, buffer)
+                if zlib.crc32(buffer) != crc:
+                    raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
+                out.append(buffer)
+        return out
+
+    def free(self, before_epoch: int) -> None:
+        """Tell a spare that images of epochs before `before_epoch` are no longer needed."""
+        self._ask({"op": "free", "before_epoch": before_epoch})
+
+    def _ask(self, message: dict[str, Any], body: memoryview | None = None) -> dict[str, Any]:
+        with self._telling_errors():
+            send_message(self._sock, message)
+            if body is not None:
+                self._sock.sendall(body)
+            answer = receive_message(self._sock)
+        if "error" in answer:
+            raise PeerError(f"{self.peer.node}: {answer['error']}")
+        return answer
+
+    @contextlib.contextmanager
+    def _telling_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            raise PeerError(f"{self.peer.node}: {error}") from error
