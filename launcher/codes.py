@@ -108,6 +108,9 @@ CODES: Final[dict[str, Code]] = {
     "HF502": Code("job.json cannot be used.", "Render the job again."),
     "HF503": Code("There is no such script.", "Mend the path, on every node."),
     "HF504": Code("The network section does not fit a node.", "Mend interface, cidr or ports."),
+    "HF520": Code(
+        "The run's secret cannot be made or used.", "Delete the file while no agent runs."
+    ),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A --fault of another form.", "Write ACTION[:TARGET]@STEP, as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),

@@ -1,0 +1,274 @@
+"""The run's secret: its file, and the handshake by which two ends prove that they know it.
+
+The file is `RUN/secret`, mode 0600, made by whichever agent comes first. It is handed on by
+path only: never in arguments, environment, logs or events. The handshake is a mutual
+challenge-response with HMAC-SHA256 (RFC 2104), in three flights of fixed size:
+
+    dialer    -> MAGIC, nonce D
+    listener  -> MAGIC, nonce L, HMAC(key, "listener", label, context, D, L)
+    dialer    -> HMAC(key, "dialer", label, context, D, L)
+
+Nonces of both sides keep an old proof from counting again, the roles keep one's own proof
+from being sent back, label and context keep a proof for one port or run from opening another.
+The dialer may send its data right behind its proof. Pure but for the two file functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Final, Protocol
+
+SECRET_NAME: Final = "secret"  # noqa: S105  the file's name
+KEY_BYTES: Final = 32
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+MAGIC: Final = b"HFauth1\n"
+
+_HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
+_CHALLENGE_BYTES: Final = _HELLO_BYTES + PROOF_BYTES
+
+
+class SecretError(Exception):
+    """The run's secret cannot be made, or its file must not be used (HF520)."""
+
+    code: Final = "HF520"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{self.code} {message}")
+
+
+class AuthError(Exception):
+    """The other end did not prove in time that it knows the secret. `str` says why."""
+
+
+class Secret:
+    """A key that does not show when it is printed.
+
+    Args:
+        key: KEY_BYTES random bytes.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        assert len(key) == KEY_BYTES
+        self._key = key
+
+    def __repr__(self) -> str:
+        """Say nothing of the key."""
+        return "Secret(...)"
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled."""
+        raise TypeError("a secret is handed on by the path of its file")
+
+    def sign(self, *parts: bytes) -> bytes:
+        """Return the HMAC-SHA256 of `parts`; each with its length, so that none can run over."""
+        whole = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.digest(self._key, whole, "sha256")
+
+
+def make_secret(directory: Path) -> Secret:
+    """Return the secret in `directory`, and make it first where there is none.
+
+    Any number of processes may call this at once, on any nodes that share the file system:
+    a complete, fsynced file is published by link(2), which succeeds for one of them.
+
+    Raises:
+        SecretError: HF520 it cannot be written, or the one there must not be used.
+    """
+    path = directory / SECRET_NAME
+    if not os.path.lexists(path):
+        fresh = directory / f".{SECRET_NAME}-{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            _write_private(fresh, os.urandom(KEY_BYTES).hex().encode() + b"\n")
+            with contextlib.suppress(FileExistsError):  # another was first: theirs counts
+                os.link(fresh, path)
+        except OSError as error:
+            raise SecretError(
+                f"{path} cannot be made: {error.strerror or error}; grant the agents' user "
+                "write permission there"
+            ) from error
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                fresh.unlink()
+    return load_secret(directory)
+
+
+def load_secret(directory: Path) -> Secret:
+    """Read the secret in `directory`.
+
+    Raises:
+        SecretError: HF520 it is missing, unreadable, not 64 hex digits, not a plain file, not
+            this user's, or others may read or write it.
+    """
+    path = directory / SECRET_NAME
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise SecretError(
+            f"{path} cannot be read: {error.strerror or error}; the first agent of a run makes "
+            "it, a plain file that only the run's user may read"
+        ) from error
+    with os.fdopen(fd, "rb") as file:
+        _check_private(path, os.fstat(fd))
+        raw = file.read(4 * KEY_BYTES)
+    try:
+        key = bytes.fromhex(raw.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise SecretError(
+            f"{path} is not {2 * KEY_BYTES} hex digits ({len(raw)} bytes): it is damaged; stop "
+            "the run's agents, delete it, and the next start makes a new one"
+        )
+    return Secret(key)
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        raise SecretError(f"{path} is no plain file; delete it, the next start makes a new one")
+    if found.st_uid != os.geteuid():
+        raise SecretError(
+            f"{path} belongs to user {found.st_uid}, this is user {os.geteuid()}; run all agents "
+            "of a run as one user, or delete the file while none runs"
+        )
+    if mode & 0o077:
+        raise SecretError(
+            f"{path} has mode {mode:04o}, so others may know it; delete it while no agent of "
+            "the run lives, and the next start makes a new one with mode 0600"
+        )
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        os.fchmod(fd, 0o600)  # whatever the umask took away
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+
+
+class Handshake:
+    """One end of a handshake; give it bytes as they come, send what it returns.
+
+    Args:
+        secret: of the run.
+        dials: whether this end opened the connection.
+        label: what the port is for, as `agents` or `snapshots`.
+        context: what both ends must agree on besides, as the run's id.
+        nonce: NONCE_BYTES fresh random bytes; left out: from the system.
+    """
+
+    __slots__ = ("_context", "_dials", "_label", "_nonce", "_secret", "_theirs", "_wants", "rest")
+
+    def __init__(
+        self, secret: Secret, *, dials: bool, label: str, context: str, nonce: bytes | None = None
+    ) -> None:
+        self._secret, self._dials = secret, dials
+        self._label, self._context = label.encode(), context.encode()
+        self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
+        assert len(self._nonce) == NONCE_BYTES
+        self._theirs = b""
+        self._wants = _CHALLENGE_BYTES if dials else _HELLO_BYTES
+        self.rest = b""
+        """What came and was not used yet; once `done`, the first bytes of the conversation."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the other end has proved itself."""
+        return self._wants == 0
+
+    @property
+    def needs(self) -> int:
+        """How many bytes to read next at most, so that none of the conversation is taken."""
+        return self._wants - len(self.rest)
+
+    def first(self) -> bytes:
+        """Return what to send before anything has come; empty for a listener."""
+        return MAGIC + self._nonce if self._dials else b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the other end and return what to send now, maybe nothing.
+
+        Raises:
+            AuthError: the other end does not speak this protocol, or does not know the secret.
+        """
+        assert not self.done
+        have = self.rest + data
+        if not self._theirs and not have.startswith(MAGIC[: len(have)]):
+            raise AuthError("it does not speak holdfast's handshake")
+        if len(have) < self._wants:
+            self.rest = have
+            return b""
+        flight, self.rest = have[: self._wants], have[self._wants :]
+        if self._dials:
+            self._theirs, proof = flight[len(MAGIC) : _HELLO_BYTES], flight[_HELLO_BYTES:]
+            self._verify(proof)
+            return self._proof(dialer=True)
+        if not self._theirs:
+            self._theirs, self._wants = flight[len(MAGIC) :], PROOF_BYTES
+            return MAGIC + self._nonce + self._proof(dialer=False)
+        self._verify(flight)
+        return b""
+
+    def _verify(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof(dialer=not self._dials)):
+            raise AuthError("it does not know the run's secret, or means another run or port")
+        self._wants = 0
+
+    def _proof(self, *, dialer: bool) -> bytes:
+        mine, theirs = self._nonce, self._theirs
+        nonces = (mine, theirs) if self._dials else (theirs, mine)
+        role = b"dialer" if dialer else b"listener"
+        return self._secret.sign(MAGIC, role, self._label, self._context, *nonces)
+
+
+class _Socket(Protocol):
+    def settimeout(self, value: float | None, /) -> None: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, size: int, /) -> bytes: ...
+
+
+def authenticate(
+    sock: _Socket, secret: Secret, *, server: bool, label: str, context: str, timeout_s: float
+) -> None:
+    """Prove both ends of a blocking socket to each other; no byte beyond that is read.
+
+    Args:
+        sock: connected; left without a time-out.
+        secret: of the run.
+        server: whether this end accepted the connection.
+        label: see Handshake; the same on both ends.
+        context: see Handshake; the same on both ends.
+        timeout_s: for the whole of it, however slowly the other end sends.
+
+    Raises:
+        AuthError: the other end is not of this run, or was too slow, or hung up. Close it.
+    """
+    deadline = time.monotonic() + timeout_s
+    shake = Handshake(secret, dials=not server, label=label, context=context)
+    answer = shake.first()
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise AuthError(f"it did not prove itself within {timeout_s:g} s")
+            sock.settimeout(left)
+            if answer:
+                sock.sendall(answer)
+            if shake.done:
+                break
+            data = sock.recv(shake.needs)
+            if not data:
+                raise AuthError("it hung up")
+            answer = shake.feed(data)
+        sock.settimeout(None)
+    except OSError as error:  # a time-out too
+        raise AuthError(f"{type(error).__name__}: {error}") from error
