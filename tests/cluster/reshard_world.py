@@ -22,13 +22,18 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.board import update
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
+from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.memory_restore import restore_from_memory
+from elastic_trainer.checkpoint.state import RNG, TRAINER, create_optimizer_state, live_tensors
+from elastic_trainer.checkpoint.state import STEP as STEP_NAME
 from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.models import ModelShape
 from elastic_trainer.optimizer import build_optimizer
 from elastic_trainer.parallelize import slice_of
+from elastic_trainer.snapshots.peer import Peer
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
@@ -79,6 +84,60 @@ class World:
             wrong.append("rng")
         return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
 
+    def write_memory(self, nodes: list[Peer], root: Path) -> None:
+        """Fill everything with its own values and keep it in memory as step STEP."""
+        for _, local, wanted in self.parts():
+            local.copy_(wanted)
+        torch.set_rng_state(rng_of(root))
+        memory = self._memory(nodes, root, 0, epoch=1)
+        live = live_tensors(self.model, self.optimizer)
+        if memory.shard[0] == 0:
+            live[TRAINER] = {STEP_NAME: torch.tensor(STEP), RNG: torch.get_rng_state()}
+        assert memory.take(live, STEP)
+        memory.wait(20)
+        assert memory.votes() == (1.0, 0.0)
+        memory.close()
+
+    def read_memory(self, nodes: list[Peer], root: Path, first: int) -> list[str]:
+        """Restore from memory over garbage, on nodes from `first` on; return what differs."""
+        for _, local, _ in self.parts():
+            local.fill_(-7.0)
+        torch.manual_seed(99)
+        group = dist.new_group(backend="gloo")
+        found = restore_from_memory(
+            self.model,
+            self.optimizer,
+            self._memory(nodes, root, first, epoch=2).place,
+            Collective(group),
+            at_least=STEP,
+            on_skip=lambda step, reason: print(step, reason),  # noqa: T201  shown by a failure
+        )
+        dist.destroy_process_group(group)
+        wrong = [] if found == (STEP, 1) else [f"found {found}"]
+        if not torch.equal(torch.get_rng_state(), rng_of(root)):
+            wrong.append("rng")
+        return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
+
+    def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:
+        members = nodes[first : first + self.case.layout.world_size]
+        me = members[dist.get_rank()]
+        place = Place(
+            directory=root / me.node,
+            node=me.node,
+            local_rank=0,
+            workers=1,
+            members=tuple(members),
+            spares=tuple(node for node in nodes[first:] if node not in members),
+        )
+        return MemoryTier(
+            place,
+            self.case.layout,
+            rank=dist.get_rank(),
+            epoch=epoch,
+            every_steps=1,
+            emit=lambda *_, **__: None,
+        )
+
     def parts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (name, this rank's part, the value it has when it is right)."""
         for section, tensors in live_tensors(self.model, self.optimizer).items():
@@ -124,6 +183,18 @@ def rng_of(run: Path) -> Tensor:
 def write(run: Path, case: Case) -> None:
     """Body of a rank that saves."""
     World(case).write(run)
+
+
+def write_memory(nodes: list[Peer], root: Path, case: Case) -> None:
+    """Body of a rank that keeps its state in memory."""
+    World(case).write_memory(nodes, root)
+
+
+def read_memories(worlds: list[tuple[Path, list[Peer]]], case: Case) -> dict[str, list[str]]:
+    """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
+    world = World(case)
+    answers = {root.name: world.read_memory(nodes, root, 1) for root, nodes in worlds}
+    return {name: wrong for name, wrong in answers.items() if wrong}
 
 
 def read_all(runs: list[Path], case: Case) -> dict[str, list[str]]:

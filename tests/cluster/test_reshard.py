@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import shutil
+
 import checkpoint_world
 import pytest
 from checkpoint_world import run_world
 from exactness import Case, cases
-from reshard_world import read_all, write
+from reshard_world import read_all, read_memories, write, write_memory
 
+from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.snapshots.image import PAGE
+from elastic_trainer.snapshots.peer import Peer
 
 SAMPLE = (
     Case(ParallelLayout()),
@@ -42,6 +49,51 @@ def every_pair(chosen, scratch):
 
 def test_any_layout_reads_what_any_other_wrote(tmp_path):
     assert every_pair(SAMPLE, tmp_path) == {}
+
+
+def every_pair_in_memory(chosen, scratch):
+    """The same through memory: the first node is lost, and so are its images and keeper."""
+    num_nodes = 1 + max(case.layout.world_size for case in chosen)
+    with contextlib.ExitStack() as stack:
+        worlds = []
+        for case in chosen:
+            root = scratch / f"memory-{case}"
+            nodes, keepers = [], []
+            for i in range(num_nodes):
+                (root / f"node{i}").mkdir(parents=True)
+                keepers.append(Keeper(root / f"node{i}", "127.0.0.1"))
+                keepers[-1].start()
+                stack.callback(keepers[-1].close)
+                nodes.append(Peer(node=f"node{i}", address="127.0.0.1", port=keepers[-1].port))
+            run_world(case.layout.world_size, scratch, write_memory, nodes, root, case)
+            if case.layout.world_size > 1:  # else there is nowhere to keep a copy
+                keepers[0].close()
+                shutil.rmtree(root / "node0")
+                damage_what_is_there_twice(root)
+            else:
+                (root / "node0").rename(root / "node0x")
+                (root / "node1").rmdir()
+                (root / "node0x").rename(root / "node1")
+            worlds.append((root, nodes))
+        wrong = {}
+        for case in chosen:
+            answers = run_world(case.layout.world_size, scratch, read_memories, worlds, case)
+            wrong |= {f"{case}, rank {r}": found for r, found in enumerate(answers) if found}
+        return wrong
+
+
+def damage_what_is_there_twice(root):
+    """Flip a bit in every image of which a copy is left: the copy has to do."""
+    dice = random.Random(3)
+    for own in root.glob("*/own-*"):
+        if list(root.glob(f"*/{own.name.replace('own', 'copy')}")):
+            raw = bytearray(own.read_bytes())
+            raw[dice.randrange(PAGE, len(raw))] ^= 1 << dice.randrange(8)
+            own.write_bytes(raw)
+
+
+def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(tmp_path):
+    assert every_pair_in_memory(SAMPLE, tmp_path) == {}
 
 
 @pytest.mark.slow  # about 10,000 ordered pairs

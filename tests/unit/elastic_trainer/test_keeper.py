@@ -1,0 +1,191 @@
+"""The keeper over real sockets: copies are kept, damaged ones are not, garbage does no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_snapshot_image import write_image
+
+from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.snapshots.errors import PeerError
+from elastic_trainer.snapshots.image import PAGE, Header, Image
+from elastic_trainer.snapshots.peer import Peer, PeerLink, read_peers, write_peers
+from elastic_trainer.snapshots.wire import send_message
+
+HOME = "127.0.0.1"
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    keeper = Keeper(folder, HOME)
+    keeper.start()
+    yield keeper
+    keeper.close()
+
+
+def dial(keeper: Keeper) -> PeerLink:
+    return PeerLink(Peer(node="b", address=HOME, port=keeper.port), None)
+
+
+def put(link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False) -> Header:
+    image = Image(path)
+    header = image.verify()
+    with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
+        raw = bytearray(body)
+    image.close()
+    if damage:
+        raw[len(raw) // 2] ^= 1
+    link.put(header, slot, memoryview(raw))
+    return header
+
+
+def test_a_copy_is_kept_listed_verified_and_read(tmp_path: Path, keeper: Keeper) -> None:
+    payload = random.Random(1).randbytes(128 + 3000)
+    written = write_image(tmp_path / "image", payload=payload)
+    with dial(keeper) as link:
+        put(link, tmp_path / "image", slot=1)
+        (held,) = link.held()
+        assert (held.header, held.file, held.node) == (written, "copy-e2-r1-s1", "b")
+        assert [part.name for part in link.verified_index(held.file)] == ["model.a", "model.b"]
+        first, second = link.read(held.file, [(0, 10), (128, 3000)])
+        assert bytes(first) == payload[:10]
+        assert bytes(second) == payload[128:]
+
+
+def test_a_slot_is_written_again(tmp_path: Path, keeper: Keeper) -> None:
+    with dial(keeper) as link:
+        for step in (7, 8, 9):
+            write_image(tmp_path / "image", step=step)
+            put(link, tmp_path / "image", slot=step % 2)
+        assert sorted(held.header.step for held in link.held()) == [8, 9]
+
+
+def test_a_copy_that_came_damaged_is_refused_and_not_listed(tmp_path: Path, keeper: Keeper) -> None:
+    write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        with pytest.raises(PeerError, match="came damaged"):
+            put(link, tmp_path / "image", damage=True)
+        assert link.held() == []
+        put(link, tmp_path / "image")  # the link is still good
+        assert len(link.held()) == 1
+
+
+def test_a_writer_that_dies_midway_leaves_nothing_that_counts(
+    tmp_path: Path, keeper: Keeper
+) -> None:
+    header = write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        assert len(link.held()) == 1
+        send_message(link._sock, {"op": "put", "header": header.to_dict(), "slot": 0})
+        link._sock.sendall(b"x" * 100)
+    deadline = time.monotonic() + 10
+    with dial(keeper) as link:
+        while link.held():
+            assert time.monotonic() < deadline, "a torn copy is still listed"
+
+
+def test_older_epochs_are_let_go_and_take_no_more_copies(tmp_path: Path, keeper: Keeper) -> None:
+    write_image(tmp_path / "image")  # of epoch 2
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        link.free(2)
+        assert len(link.held()) == 1
+        link.free(3)
+        assert link.held() == []
+        with pytest.raises(PeerError, match="epoch 2 is over"):
+            put(link, tmp_path / "image")
+
+
+def test_what_is_rotten_in_memory_is_said(tmp_path: Path, keeper: Keeper) -> None:
+    write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        path = tmp_path / "kept" / "copy-e2-r1-s0"
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        with pytest.raises(PeerError, match="another CRC"):
+            link.verified_index(path.name)
+
+
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "image"])
+def test_only_images_are_given_out(keeper: Keeper, file: str) -> None:
+    for ask in (
+        lambda link: link.verified_index(file),
+        lambda link: link.read(file, [(0, 1)]),
+    ):
+        with dial(keeper) as link, pytest.raises(PeerError):
+            ask(link)
+
+
+def test_a_span_outside_the_image_is_refused(tmp_path: Path, keeper: Keeper) -> None:
+    write_image(tmp_path / "image")
+    for span in ((0, 1 << 30), (-1, 4), (4, -1)):
+        with dial(keeper) as link:
+            put(link, tmp_path / "image")
+            with pytest.raises(PeerError):
+                link.read("copy-e2-r1-s0", [span])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x02[]", b'\x00\x00\x00\x07{"op":1'],
+)
+def test_garbage_ends_its_connection_only(tmp_path: Path, keeper: Keeper, garbage: bytes) -> None:
+    write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        with socket.create_connection((HOME, keeper.port), timeout=5) as sock:
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):  # closed with our garbage unread
+                assert sock.recv(1) == b""
+        put(link, tmp_path / "image")
+
+
+def test_who_does_not_prove_itself_is_cut_off(tmp_path: Path) -> None:
+    def refuse(_: socket.socket) -> None:
+        raise PeerError("no")
+
+    keeper = Keeper(tmp_path, HOME, authenticate=refuse)
+    keeper.start()
+    try:
+        with dial(keeper) as link, pytest.raises(PeerError):
+            link.held()
+    finally:
+        keeper.close()
+
+
+def test_closing_ends_every_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    keeper = Keeper(tmp_path, HOME)
+    keeper.start()
+    with dial(keeper) as link:
+        link.held()
+        keeper.close()
+        mine = [thread for thread in threading.enumerate() if thread not in before]
+        for thread in mine:
+            thread.join(5)
+        assert not any(thread.is_alive() for thread in mine)
+
+
+def test_a_keeper_that_is_not_there_is_said() -> None:
+    with socket.create_server((HOME, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PeerError, match="node7 cannot be reached"):
+        PeerLink(Peer(node="node7", address=HOME, port=port), None)
+
+
+def test_peers_are_written_and_read(tmp_path: Path) -> None:
+    peers = [Peer(node=f"n{i}", address=HOME, port=i) for i in range(3)]
+    write_peers(tmp_path / "peers", peers, 2)
+    assert read_peers(tmp_path / "peers") == (peers[:2], peers[2:])

@@ -1,0 +1,131 @@
+"""Who keeps a copy of what, and which snapshot a restore takes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.layout import AXES, ParallelLayout
+from elastic_trainer.snapshots.buddies import copy_node, shard_of
+from elastic_trainer.snapshots.choice import (
+    Holding,
+    describe_missing,
+    missing_shards,
+    newest_first,
+    sources,
+)
+from elastic_trainer.snapshots.image import Header
+
+DEGREES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[ParallelLayout, int]:
+    """A layout and workers per node that divide its world."""
+    dp, tp, pp, cp = (draw(DEGREES) for _ in range(4))
+    replicate = draw(st.sampled_from([n for n in (1, 2, 3, 4) if dp % n == 0]))
+    order = tuple(draw(st.permutations(AXES)))
+    layout = ParallelLayout(dp=dp, tp=tp, pp=pp, cp=cp, dp_replicate=replicate, order=order)
+    divisors = [n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0]
+    return layout, draw(st.sampled_from(divisors))
+
+
+@given(layouts())
+def test_every_shard_outlives_any_one_node(given_: tuple[ParallelLayout, int]) -> None:
+    layout, workers = given_
+    num_nodes = layout.world_size // workers
+    held: dict[int, set[int]] = {}
+    for rank in range(layout.world_size):
+        shard, num_shards = shard_of(layout, rank)
+        assert 0 <= shard < num_shards
+        assert num_shards * layout.dp_replicate == layout.world_size
+        nodes = held.setdefault(shard, set())
+        nodes.add(rank // workers)
+        copy = copy_node(layout, rank, workers)
+        if copy is not None:
+            assert copy != rank // workers
+            assert 0 <= copy < num_nodes
+            nodes.add(copy)
+    assert len(held) == num_shards
+    if num_nodes > 1:
+        assert all(len(nodes) > 1 for nodes in held.values())
+
+
+@given(layouts())
+def test_no_node_keeps_much_more_than_it_gives(given_: tuple[ParallelLayout, int]) -> None:
+    layout, workers = given_
+    kept: dict[int, int] = {}
+    for rank in range(layout.world_size):
+        copy = copy_node(layout, rank, workers)
+        if copy is not None:
+            kept[copy] = kept.get(copy, 0) + 1
+    assert max(kept.values(), default=0) <= 2 * workers
+
+
+def test_the_copy_goes_to_another_replica_first() -> None:
+    # Two nodes a replica: its neighbour would often be lost with it.
+    layout = ParallelLayout(dp=2, pp=2, tp=2)
+    assert [copy_node(layout, rank, 2) for rank in range(8)] == [2, 2, 3, 3, 0, 0, 1, 1]
+
+
+def test_one_replica_copies_to_the_next_node() -> None:
+    layout = ParallelLayout(pp=4)
+    assert [copy_node(layout, rank, 1) for rank in range(4)] == [1, 2, 3, 0]
+
+
+def test_replicas_of_hsdp_need_no_copy() -> None:
+    layout = ParallelLayout(dp=4, dp_replicate=2)
+    assert [shard_of(layout, rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert [copy_node(layout, rank, 1) for rank in range(4)] == [None] * 4
+    # Both replicas of a shard on one node are lost together.
+    assert [copy_node(layout, rank, 4) for rank in range(4)] == [None] * 4  # one node only
+    wide = ParallelLayout(dp=4, dp_replicate=2, tp=2, order=("dp", "tp", "cp", "pp"))
+    assert all(copy_node(wide, rank, 4) is not None for rank in range(8))
+
+
+def holding(step: int, shard: int, *, epoch: int = 1, num: int = 2, node: str = "a") -> Holding:
+    header = Header(
+        epoch=epoch,
+        step=step,
+        rank=shard,
+        shard=shard,
+        num_shards=num,
+        index_bytes=0,
+        payload_bytes=0,
+        crc=0,
+    )
+    return Holding(header=header, file=f"f{shard}", node=node, address="127.0.0.1", port=1)
+
+
+def test_the_newest_step_goes_first_and_then_the_newest_epoch() -> None:
+    held = [holding(5, 0, epoch=2), holding(7, 0), holding(5, 1, epoch=3), holding(7, 1)]
+    assert newest_first(held) == [(7, 1), (5, 3), (5, 2)]
+
+
+def test_a_snapshot_is_whole_when_every_shard_is_there() -> None:
+    held = [holding(7, 0), holding(7, 1, node="b"), holding(8, 0)]
+    assert missing_shards(held, (7, 1)) == []
+    assert missing_shards(held, (8, 1)) == [1]
+    assert "lacks 1 of 2 parts (1)" in describe_missing(held, (8, 1))
+
+
+def test_own_memory_is_read_first_and_others_in_turn() -> None:
+    held = [holding(7, 0, node="a"), holding(7, 0, node="b"), holding(7, 1, node="c")]
+    assert sources(held, (7, 1), here="b", spread=0)[0].node == "b"
+    elsewhere = {sources(held, (7, 1), here="z", spread=rank)[0].node for rank in range(4)}
+    assert elsewhere == {"a", "b"}
+    assert sources(held, (7, 1), here="z", spread=3)[1].node == "c"
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(1, 2))))
+def test_what_is_chosen_is_never_mixed(rows: list[tuple[int, int, int]]) -> None:
+    held = [holding(step, shard, epoch=epoch, num=3) for step, shard, epoch in rows]
+    for key in newest_first(held):
+        chosen = sources(held, key, here="a", spread=1)
+        assert all(found.key == key for found in chosen.values())
+        assert sorted(chosen) == [s for s in range(3) if s not in missing_shards(held, key)]
+
+
+def test_a_holding_survives_the_wire() -> None:
+    held = holding(7, 1)
+    assert Holding.from_dict(held.to_dict()) == held

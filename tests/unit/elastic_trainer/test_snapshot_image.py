@@ -1,0 +1,174 @@
+"""No damaged, torn or cut-off image is ever taken for a whole one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.snapshots.errors import TornImageError
+from elastic_trainer.snapshots.image import (
+    ALIGNMENT,
+    PAGE,
+    Header,
+    Image,
+    Part,
+    decode_index,
+    encode_index,
+    file_name,
+    parse_name,
+    place,
+)
+
+NUM_DAMAGES = 1000
+
+
+def part(name: str, num_bytes: int) -> dict[str, object]:
+    return {
+        "name": name,
+        "dtype": "uint8",
+        "shape": (num_bytes,),
+        "offsets": (0,),
+        "sizes": (num_bytes,),
+        "num_bytes": num_bytes,
+    }
+
+
+def write_image(path: Path, *, step: int = 7, payload: bytes = b"") -> Header:
+    parts, payload_bytes = place([part("model.a", 100), part("model.b", 3000)])
+    index = encode_index(parts)
+    header = Header(
+        epoch=2,
+        step=step,
+        rank=1,
+        shard=1,
+        num_shards=4,
+        index_bytes=len(index),
+        payload_bytes=payload_bytes,
+        crc=0,
+    )
+    image = Image(path, create_bytes=header.total_bytes)
+    image.map[PAGE : PAGE + len(index)] = index
+    data = payload or random.Random(step).randbytes(payload_bytes)
+    image.map[header.payload_at : header.total_bytes] = data
+    whole = image.seal(header)
+    image.close()
+    return whole
+
+
+def verify(path: Path) -> Header:
+    image = Image(path)
+    try:
+        return image.verify()
+    finally:
+        image.close()
+
+
+def test_a_sealed_image_says_what_it_is(tmp_path: Path) -> None:
+    written = write_image(tmp_path / "image")
+    image = Image(tmp_path / "image")
+    assert image.verify() == image.header() == written
+    assert [p.name for p in image.index(written)] == ["model.a", "model.b"]
+    image.close()
+
+
+def test_every_damage_is_found(tmp_path: Path) -> None:
+    write_image(tmp_path / "good")
+    size = (tmp_path / "good").stat().st_size
+    header = Header.decode((tmp_path / "good").read_bytes()[:PAGE])
+    dice = random.Random(5)
+    harmless = 0
+    for turn in range(NUM_DAMAGES):
+        path = tmp_path / "bad"
+        shutil.copyfile(tmp_path / "good", path)
+        if turn % 3 == 0:
+            with path.open("r+b") as file:
+                file.truncate(dice.randrange(size))
+            with pytest.raises(TornImageError):
+                verify(path)
+            continue
+        at, bit = dice.randrange(size), 1 << dice.randrange(8)
+        with path.open("r+b") as file:
+            file.seek(at)
+            old = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([old ^ bit]))
+        try:
+            found = verify(path)
+        except TornImageError:
+            continue
+        # Only bytes that mean nothing may differ: the rest of the header's page.
+        assert at < PAGE, f"byte {at}"
+        assert found == header
+        harmless += 1
+    assert harmless < NUM_DAMAGES / 2, "most of an image is data"
+
+
+def test_an_image_is_torn_until_it_is_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    write_image(path, step=7)
+    image = Image(path)
+    image.tear()
+    with pytest.raises(TornImageError):
+        image.header()
+    image.close()
+    with pytest.raises(TornImageError):
+        verify(path)
+
+
+def test_an_empty_file_is_no_image(tmp_path: Path) -> None:
+    (tmp_path / "image").write_bytes(b"")
+    with pytest.raises(TornImageError, match="shorter than a header"):
+        Image(tmp_path / "image")
+
+
+def test_no_room_is_an_error_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No space|File too large"):
+        Image(tmp_path / "image", create_bytes=1 << 50)
+    assert list(tmp_path.iterdir()) == []
+
+
+NUMBERS = st.integers(0, 2**63)
+
+
+@given(
+    st.builds(
+        Header,
+        **{name: NUMBERS for name in Header.__slots__ if name != "crc"},
+        crc=st.integers(0, 2**32 - 1),
+    )
+)
+def test_a_header_survives_the_round_trip(header: Header) -> None:
+    assert Header.decode(header.encode(whole=True)) == header
+    with pytest.raises(TornImageError, match="did not finish"):
+        Header.decode(header.encode(whole=False))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_header(raw: bytes) -> None:
+    with pytest.raises(TornImageError):
+        Header.decode(raw)
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=20))
+def test_parts_lie_apart_and_aligned(sizes: list[int]) -> None:
+    parts, total = place([part(f"t{i}", size) for i, size in enumerate(sizes)])
+    end = 0
+    for placed in parts:
+        assert placed.at % ALIGNMENT == 0
+        assert placed.at >= end
+        end = placed.at + placed.num_bytes
+    assert total == end
+    assert decode_index(encode_index(parts)) == parts
+    assert all(isinstance(placed, Part) for placed in parts)
+
+
+def test_file_names_are_read_back_and_nothing_else_is() -> None:
+    name = file_name("copy", epoch=3, rank=12, slot=1)
+    assert parse_name(name) == ("copy", 3, 12, 1)
+    for other in ("own-e1-r1-s2", "../own-e1-r1-s0", "own-e1-r1-s0x", "", "own-e-1-r1-s0"):
+        assert parse_name(other) is None

@@ -1,0 +1,65 @@
+"""Memory for snapshots is counted against everything that bounds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.snapshots.room import limits, no_room
+
+MIB = 1 << 20
+
+
+def machine(root: Path, *, total_mib: int, free_mib: int) -> Path:
+    (root / "proc").mkdir()
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: {total_mib << 10} kB\nMemFree: 1 kB\nMemAvailable: {free_mib << 10} kB\n"
+    )
+    return root
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def test_the_machines_memory_counts(tmp_path: Path) -> None:
+    root = machine(tmp_path, total_mib=1000, free_mib=300)
+    assert no_room(tmp_path, 100 * MIB, root=root) is None
+    reason = no_room(tmp_path, 250 * MIB, root=root)
+    assert reason == (
+        "250 MiB more do not fit memory: 300 of 1000 MiB are free, and a tenth is left alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ],
+)
+def test_the_cgroups_limit_counts(tmp_path: Path, limit: str, usage: str) -> None:
+    root = machine(tmp_path, total_mib=100_000, free_mib=90_000)
+    for name, mib in ((limit, 200), (usage, 150)):
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{mib * MIB}\n")
+    assert no_room(tmp_path, 10 * MIB, root=root) is None
+    assert "the cgroup's memory" in (no_room(tmp_path, 40 * MIB, root=root) or "")
+
+
+@pytest.mark.parametrize("unlimited", ["max", str(2**63 - 4096)])
+def test_no_limit_is_none(tmp_path: Path, unlimited: str) -> None:
+    root = machine(tmp_path, total_mib=100_000, free_mib=90_000)
+    (root / "sys/fs/cgroup/memory.max").write_text(unlimited)
+    (root / "sys/fs/cgroup/memory.current").write_text("1")
+    assert "the cgroup's memory" not in [name for name, _, _ in limits(tmp_path, root=root)]
+
+
+def test_this_machine_can_be_read(tmp_path: Path) -> None:
+    found = {name: (total, free) for name, total, free in limits(tmp_path)}
+    assert 0 < found["memory"][1] <= found["memory"][0]
+    assert no_room(tmp_path, 1 << 60) is not None
