@@ -12,13 +12,15 @@ import dataclasses
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.agent.secret import AuthError
 from elastic_trainer.agent.sockets import listen
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError, TornImageError
 from elastic_trainer.snapshots.image import PAGE, Header, Image, file_name, parse_name
+from elastic_trainer.snapshots.peer import Authenticate
 from elastic_trainer.snapshots.room import no_room
 from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
 
@@ -48,7 +50,7 @@ class Keeper:
         address: str,
         ports: range = range(1),
         *,
-        authenticate: Callable[[socket.socket], None] = lambda _: None,
+        authenticate: Authenticate,
     ) -> None:
         self._directory, self._authenticate = directory, authenticate
         self._listener = listen(address, ports)
@@ -107,13 +109,13 @@ class Keeper:
         """Answer one peer until it closes, or says what cannot be understood."""
         image: _Kept | None = None
         try:
-            sock.settimeout(IDLE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._authenticate(sock)
+            sock.settimeout(IDLE_S)
             image = _Kept()
             while True:
                 self._answer(sock, receive_message(sock), image)
-        except (OSError, EOFError, PeerError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, AuthError, PeerError, ValueError, KeyError, TypeError):
             pass  # gone, or no peer of ours: the socket is all that it costs
         finally:
             with self._lock:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from elastic_trainer.agent.client import MembershipClient
@@ -17,6 +18,7 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.notices import Member
 from elastic_trainer.agent.options import Options, OptionsError, parse
 from elastic_trainer.agent.scratch import Scratch
+from elastic_trainer.agent.secret import SecretError, authenticate, make_secret
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.store import EpochStore, parse_ports
 from elastic_trainer.agent.transport import Endpoint, Reactor
@@ -24,6 +26,9 @@ from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.snapshots.peer import KEEPER_LABEL
+
+AUTHENTICATE_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         code = run(parse(argv, os.environ))
-    except OptionsError as error:
+    except (OptionsError, SecretError) as error:
         sys.stderr.write(f"holdfast-agent: error: {error}\n")
         code = EXIT_DO_NOT_RESTART
     except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
@@ -64,10 +69,13 @@ def run(options: Options) -> int:
         )
     except ValueError as error:
         raise OptionsError("HF504", str(error)) from error
+    options.shared_dir.mkdir(parents=True, exist_ok=True)
+    secret = make_secret(options.shared_dir)
     with contextlib.ExitStack() as stack:
         env = base_environment(
             os.environ, workers=options.workers, address=address, run_dir=options.run_dir
         )
+        env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
         # First of all: it imports while this process does.
         workers = Workers(options.task, env=env)
         stack.callback(workers.close)
@@ -77,7 +85,19 @@ def run(options: Options) -> int:
         stack.callback(log.close)
         waker = Waker()
         stack.callback(waker.close)
-        keeper = Keeper(scratch.snapshots, address, ports)
+        keeper = Keeper(
+            scratch.snapshots,
+            address,
+            ports,
+            authenticate=partial(
+                authenticate,
+                secret=secret,
+                server=True,
+                label=KEEPER_LABEL,
+                context=options.run_id,
+                timeout_s=AUTHENTICATE_S,
+            ),
+        )
         keeper.start()
         stack.callback(keeper.close)
         store = EpochStore(address, ports)

@@ -71,6 +71,11 @@ class Options:
     elastic: ElasticSection = field(default_factory=ElasticSection)
     network: NetworkSection = field(default_factory=NetworkSection)
 
+    @property
+    def shared_dir(self) -> Path:
+        """What all agents of the run see: the board and the secret are in it."""
+        return self.board_dir.parent
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

@@ -11,17 +11,20 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from elastic_trainer.agent.secret import authenticate, load_secret
 from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.snapshots.buddies import copy_node, shard_of
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
-from elastic_trainer.snapshots.peer import Peer, PeerLink, read_peers
+from elastic_trainer.snapshots.peer import KEEPER_LABEL, Authenticate, Peer, PeerLink, read_peers
 
+AUTHENTICATE_S: Final = 5.0
 GIVE_UP_AFTER: Final = 3
 """Failed snapshots in a row after which an epoch makes do with storage."""
 
@@ -41,7 +44,8 @@ class Place:
     members: tuple[Peer, ...]
     """Of the epoch, in rank order."""
     spares: tuple[Peer, ...]
-    secret: bytes | None = None
+    authenticate: Authenticate
+    """Proves this worker and a keeper to each other."""
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Place | None:
@@ -56,6 +60,14 @@ class Place:
             workers=int(env["LOCAL_WORLD_SIZE"]),
             members=tuple(members),
             spares=tuple(spares),
+            authenticate=partial(
+                authenticate,
+                secret=load_secret(Path(env["HOLDFAST_SECRET_DIR"])),
+                server=False,
+                label=KEEPER_LABEL,
+                context=env["TORCHELASTIC_RUN_ID"],
+                timeout_s=AUTHENTICATE_S,
+            ),
         )
 
 
@@ -193,7 +205,7 @@ class MemoryTier:
         for spare in self.place.spares:
             if spare.port:
                 try:
-                    with PeerLink(spare, self.place.secret) as link:
+                    with PeerLink(spare, self.place.authenticate) as link:
                         link.free(self._epoch)
                 except PeerError as error:
                     self._emit("snapshot.failed", self.committed_step, reason=str(error))
@@ -225,7 +237,7 @@ class MemoryTier:
         if self._buddy.port == 0:
             raise PeerError(f"{self._buddy.node} keeps no snapshots")
         if self._link is None:
-            self._link = PeerLink(self._buddy, self.place.secret)
+            self._link = PeerLink(self._buddy, self.place.authenticate)
         with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
             self._link.put(header, slot, body)
 

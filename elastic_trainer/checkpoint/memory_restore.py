@@ -111,7 +111,7 @@ def _survey(place: Place, group: Collective) -> list[Holding]:
     for spare in place.spares[group.rank :: group.world_size]:
         if spare.port:
             # One that is gone holds nothing: the agents see to it.
-            with contextlib.suppress(PeerError), PeerLink(spare, place.secret) as link:
+            with contextlib.suppress(PeerError), PeerLink(spare, place.authenticate) as link:
                 found.extend(link.held())
     return found
 
@@ -150,7 +150,7 @@ def _verify(holding: Holding, place: Place) -> Iterator[tuple[Holding, tuple[Par
                     return
                 yield holding, image.index(holding.header)
         else:
-            with PeerLink(_peer(holding), place.secret) as link:
+            with PeerLink(_peer(holding), place.authenticate) as link:
                 yield holding, link.verified_index(holding.file)
     except (OSError, TornImageError, PeerError):
         return  # damaged or gone; what is lacking in the end is said
@@ -277,7 +277,7 @@ class MemoryReader(StorageReader):  # type: ignore[misc]  # torch is not followe
 
     def _bytes(self, holding: Holding, spans: Iterable[_Span]) -> Iterable[Any]:
         if holding.node != self._place.node:
-            with PeerLink(_peer(holding), self._place.secret) as link:
+            with PeerLink(_peer(holding), self._place.authenticate) as link:
                 return link.read(holding.file, [(span.at, span.num_bytes) for span in spans])
         image = self._images.get(holding.file)
         if image is None:

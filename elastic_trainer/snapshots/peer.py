@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,14 @@ from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import Header, Part, decode_index
 from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
 
+KEEPER_LABEL: Final = "snapshots"
+"""Of the handshake: a proof for a keeper opens no other port."""
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 60.0
 """Silence after which a keeper is given up; bytes that flow start it anew."""
+
+
+Authenticate = Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +52,27 @@ def read_peers(path: Path) -> tuple[list[Peer], list[Peer]]:
 class PeerLink:
     """One connection to a keeper. A context manager; for one thread.
 
+    Args:
+        peer: whose keeper.
+        authenticate: proves both ends to each other on the new socket, or raises.
+
     Raises (all calls):
         PeerError: it cannot be reached, is gone, or refused.
     """
 
-    def __init__(self, peer: Peer, secret: bytes | None) -> None:
+    def __init__(self, peer: Peer, authenticate: Authenticate) -> None:
         self.peer = peer
         try:
             self._sock = socket.create_connection((peer.address, peer.port), timeout=CONNECT_S)
-            self._sock.settimeout(ANSWER_S)
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise PeerError(f"{peer.node} cannot be reached: {error}") from error
-        self._secret = secret
+        try:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            authenticate(self._sock)
+            self._sock.settimeout(ANSWER_S)
+        except Exception as error:
+            self._sock.close()
+            raise PeerError(f"{peer.node} at {peer.address}:{peer.port}: {error}") from error
 
     def __enter__(self) -> Self:
         """Return itself."""

@@ -30,6 +30,8 @@ def summarise(
     - `started_from`: `RUN@STEP` of another run, whose state this one began with.
     - `wall_s`: time between `run.started` and `run.ended` (or the last event),
       summed over the attempts; the time in between, when nothing ran, is left out.
+    - `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
+      that had been committed, in memory or storage: 0 unless state was lost or damaged.
     - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
       counts once, with its last execution; start-up, pauses and saves do not count.
     - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
@@ -66,6 +68,7 @@ def summarise(
         "steps": counted[-1].step if counted else start.step if start else 0,
         "steps_asked": config.train.steps if config else None,
         "steps_redone": executed - len(counted),
+        "committed_steps_redone": committed_steps_redone(events, spans),
         "final_loss": counted[-1].loss if counted else None,
         "layouts": layout_ranges(spans, counted),
         "failures": [_failure(failure, origin) for failure in failures],
@@ -84,6 +87,24 @@ def summarise(
         "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
         "wall_s": round(wall_s, 3),
     }
+
+
+def committed_steps_redone(events: Sequence[Event], spans: Sequence[EpochSpan]) -> int:
+    """Return how many steps ran again though `step.committed` had said that they would not.
+
+    Args:
+        events: the record, in order of time.
+        spans: the epochs, in order.
+    """
+    committed: dict[int, int] = {}
+    for event in events:
+        if event.event == "step.committed" and event.step and event.epoch is not None:
+            committed[event.epoch] = max(event.step, committed.get(event.epoch, 0))
+    redone = newest = 0
+    for span in spans:
+        redone += sum(step <= newest for step in span.steps)
+        newest = max(newest, committed.get(span.epoch, 0))
+    return redone
 
 
 def layout_ranges(spans: Sequence[EpochSpan], counted: Sequence[StepDone]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.board import update
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
@@ -33,12 +35,24 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.models import ModelShape
 from elastic_trainer.optimizer import build_optimizer
 from elastic_trainer.parallelize import slice_of
-from elastic_trainer.snapshots.peer import Peer
+from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
 STEP = 3
 SCALARS = {"step": (torch.Size([]), torch.float32)}
+
+
+def prove(*, server: bool):
+    """Return the handshake of this run's nodes and workers."""
+    return partial(
+        authenticate,
+        secret=Secret(b"s" * KEY_BYTES),
+        server=server,
+        label=KEEPER_LABEL,
+        context="run",
+        timeout_s=10,
+    )
 
 
 class World:
@@ -128,6 +142,7 @@ class World:
             workers=1,
             members=tuple(members),
             spares=tuple(node for node in nodes[first:] if node not in members),
+            authenticate=prove(server=False),
         )
         return MemoryTier(
             place,

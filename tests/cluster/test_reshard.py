@@ -10,7 +10,7 @@ import checkpoint_world
 import pytest
 from checkpoint_world import run_world
 from exactness import Case, cases
-from reshard_world import read_all, read_memories, write, write_memory
+from reshard_world import prove, read_all, read_memories, write, write_memory
 
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.layout import ParallelLayout
@@ -61,7 +61,9 @@ def every_pair_in_memory(chosen, scratch):
             nodes, keepers = [], []
             for i in range(num_nodes):
                 (root / f"node{i}").mkdir(parents=True)
-                keepers.append(Keeper(root / f"node{i}", "127.0.0.1"))
+                keepers.append(
+                    Keeper(root / f"node{i}", "127.0.0.1", authenticate=prove(server=True))
+                )
                 keepers[-1].start()
                 stack.callback(keepers[-1].close)
                 nodes.append(Peer(node=f"node{i}", address="127.0.0.1", port=keepers[-1].port))

@@ -8,15 +8,24 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from test_snapshot_image import write_image
 
 from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
-from elastic_trainer.snapshots.peer import Peer, PeerLink, read_peers, write_peers
+from elastic_trainer.snapshots.peer import (
+    KEEPER_LABEL,
+    Authenticate,
+    Peer,
+    PeerLink,
+    read_peers,
+    write_peers,
+)
 from elastic_trainer.snapshots.wire import send_message
 
 HOME = "127.0.0.1"
@@ -26,14 +35,26 @@ HOME = "127.0.0.1"
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     folder = tmp_path / "kept"
     folder.mkdir()
-    keeper = Keeper(folder, HOME)
+    keeper = Keeper(folder, HOME, authenticate=prove(b"k", server=True))
     keeper.start()
     yield keeper
     keeper.close()
 
 
-def dial(keeper: Keeper) -> PeerLink:
-    return PeerLink(Peer(node="b", address=HOME, port=keeper.port), None)
+def prove(key: bytes, *, server: bool) -> Authenticate:
+    return partial(
+        authenticate,
+        secret=Secret(key * KEY_BYTES),
+        server=server,
+        label=KEEPER_LABEL,
+        context="run",
+        timeout_s=2,
+    )
+
+
+def dial(keeper: Keeper, key: bytes = b"k") -> PeerLink:
+    peer = Peer(node="b", address=HOME, port=keeper.port)
+    return PeerLink(peer, prove(key, server=False))
 
 
 def put(link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False) -> Header:
@@ -152,22 +173,21 @@ def test_garbage_ends_its_connection_only(tmp_path: Path, keeper: Keeper, garbag
         put(link, tmp_path / "image")
 
 
-def test_who_does_not_prove_itself_is_cut_off(tmp_path: Path) -> None:
-    def refuse(_: socket.socket) -> None:
-        raise PeerError("no")
+def test_who_does_not_know_the_secret_is_cut_off(keeper: Keeper) -> None:
+    with pytest.raises(PeerError, match="does not know the run's secret"):
+        dial(keeper, b"x")
+    with dial(keeper) as link:
+        assert link.held() == []
 
-    keeper = Keeper(tmp_path, HOME, authenticate=refuse)
-    keeper.start()
-    try:
-        with dial(keeper) as link, pytest.raises(PeerError):
-            link.held()
-    finally:
-        keeper.close()
+
+def test_who_says_nothing_is_cut_off_in_time(keeper: Keeper) -> None:
+    with socket.create_connection((HOME, keeper.port), timeout=10) as sock:
+        assert sock.recv(1) == b""
 
 
 def test_closing_ends_every_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    keeper = Keeper(tmp_path, HOME)
+    keeper = Keeper(tmp_path, HOME, authenticate=prove(b"k", server=True))
     keeper.start()
     with dial(keeper) as link:
         link.held()
@@ -182,7 +202,7 @@ def test_a_keeper_that_is_not_there_is_said() -> None:
     with socket.create_server((HOME, 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(PeerError, match="node7 cannot be reached"):
-        PeerLink(Peer(node="node7", address=HOME, port=port), None)
+        PeerLink(Peer(node="node7", address=HOME, port=port), prove(b"k", server=False))
 
 
 def test_peers_are_written_and_read(tmp_path: Path) -> None:
