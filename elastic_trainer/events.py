@@ -23,6 +23,10 @@ EVENTS: Final[dict[str, str]] = {
     "member.joined": "A node asked to join. member",
     "member.lost": "A node is gone. member, reason, detected_s",
     "member.evicted": "A node was put out of the job. member, reason",
+    "peer.refused": (
+        "A connection did not prove that it knows the run's secret; one event in 10 s at most. "
+        "address, reason, held_back"
+    ),
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
     "membership.parked": "Too few nodes for the last rung: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",

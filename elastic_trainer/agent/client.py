@@ -14,6 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from elastic_trainer.agent.board import Board, BoardState, Token
+from elastic_trainer.agent.door import Throttle
 from elastic_trainer.agent.effects import (
     Close,
     Dial,
@@ -29,7 +30,11 @@ from elastic_trainer.agent.effects import (
 from elastic_trainer.agent.membership import Membership
 from elastic_trainer.agent.messages import decode, encode
 from elastic_trainer.agent.notices import Member, Notice, Report
-from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.reactor import Reactor
+from elastic_trainer.agent.transport import Endpoint
+
+STRANGER_EVENT_S = 10.0
+"""At most one event in so long tells of connections that did not prove themselves."""
 
 OpenStoreCall = Callable[[int], tuple[str, int]]
 """epoch -> (address, port) of a fresh store."""
@@ -76,6 +81,7 @@ class MembershipClient:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._timer: float | None = None
         self._closed = False
+        self._strangers = Throttle(STRANGER_EVENT_S)
 
     def start(self) -> None:
         """Join the job; returns at once."""
@@ -113,6 +119,13 @@ class MembershipClient:
     def closed(self, conn: int, *, refused: bool) -> None:
         """A connection ended or a dial failed."""
         self._do(self._machine.closed(conn, time.monotonic(), refused=refused))
+
+    def stranger(self, address: str, reason: str) -> None:
+        """A connection did not prove itself: said now and then, however many they are."""
+        held_back = self._strangers.admit(time.monotonic())
+        if held_back is not None and not self._closed:
+            fields = {"address": address, "reason": reason, "held_back": held_back}
+            self._log("peer.refused", None, fields)
 
     def received(self, conn: int, payload: bytes) -> None:
         """A frame came; who sends garbage is cut off."""

@@ -17,11 +17,12 @@ from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.notices import Member
 from elastic_trainer.agent.options import Options, OptionsError, parse
+from elastic_trainer.agent.reactor import Reactor
 from elastic_trainer.agent.scratch import Scratch
-from elastic_trainer.agent.secret import SecretError, authenticate, make_secret
+from elastic_trainer.agent.secret import Badge, Secret, SecretError, authenticate, make_secret
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.store import EpochStore, parse_ports
-from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.transport import Endpoint
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
@@ -109,6 +110,7 @@ def run(options: Options) -> int:
             options,
             address,
             ports,
+            secret=secret,
             reactor=reactor,
             store=store,
             log=log,
@@ -159,6 +161,7 @@ def build_client(
     address: str,
     ports: range,
     *,
+    secret: Secret,
     reactor: Reactor,
     store: EpochStore,
     log: EventLog,
@@ -166,7 +169,7 @@ def build_client(
     notify: Callable[[], None],
 ) -> tuple[Member, MembershipClient]:
     """Listen for peers and return who this node is, and its place in the job."""
-    endpoint = Endpoint(reactor, address, ports)
+    endpoint = Endpoint(reactor, address, ports, badge=Badge(secret, "agents", options.run_id))
     elastic = options.elastic
     me = Member(
         agent_id=f"{options.node}-{os.getpid()}-{os.urandom(4).hex()}",

@@ -25,8 +25,12 @@ from elastic_trainer.agent.notices import (
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
+    is_numeric,
 )
 from elastic_trainer.failures import Action, Failure, Kind
+
+MAX_NAME_CHARS: Final = 255
+"""Of a node's name, as of a host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,28 @@ def decode(payload: bytes) -> Message:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
     assert isinstance(message, Message)
     _check_types(message)
+    if isinstance(message, Join):
+        _check_member(message.member)
+    elif isinstance(message, Ask) and not 0 <= message.request < 1 << 8:
+        raise ValueError(f"Ask.request is {message.request}")
     return message
+
+
+def _check_member(member: Member) -> None:
+    """Refuse a member that could not be reached or named.
+
+    Its address is dialed, its name sorted by the numbers in it and written into paths.
+    """
+    good = (
+        0 < len(member.node) <= MAX_NAME_CHARS
+        and 0 < len(member.agent_id) <= 2 * MAX_NAME_CHARS
+        and is_numeric(member.address)
+        and 0 < member.port < 1 << 16
+        and 0 <= member.snapshot_port < 1 << 16
+        and 0 <= member.workers < 1 << 16
+    )
+    if not good:
+        raise ValueError(f"Join.member is {member!r:.200}")
 
 
 def _check_types(record: Message | Report) -> None:
@@ -225,9 +250,15 @@ def _fits(want: Any) -> Callable[[Any], bool]:
         return lambda value: (
             type(value) is want and all(fits(getattr(value, name)) for name, fits in parts)
         )
-    if want is float:
-        return lambda value: type(value) in (int, float) and math.isfinite(value)
-    return lambda value: want is Any or type(value) is want
+    return _SCALARS.get(want) or (lambda value: type(value) is want)
+
+
+_SCALARS: Final[dict[Any, Callable[[Any], bool]]] = {
+    Any: lambda _: True,
+    float: lambda value: type(value) in (int, float) and math.isfinite(value),
+    # What fits into the fields of heartbeats and snapshots.
+    int: lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
+}
 
 
 def tell(report: Report) -> Told:

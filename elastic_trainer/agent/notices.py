@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from elastic_trainer.failures import Failure
@@ -21,6 +22,15 @@ class Member:
     """Healthy accelerators, so workers it can run."""
     snapshot_port: int = 0
     """Where its keeper listens, at the same address; 0 when it keeps no snapshots."""
+
+
+def is_numeric(address: str) -> bool:
+    """Whether `address` is an IPv4 or IPv6 address, so that nobody is asked to resolve it."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

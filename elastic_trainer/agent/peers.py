@@ -84,8 +84,8 @@ class Peers:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts node2 before node10."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    parts = re.split(r"([0-9]+)", name)  # every second one is a number
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
 def choose_members(pool: list[Member], current: set[str], size: int) -> tuple[Member, ...]:

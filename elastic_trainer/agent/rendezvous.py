@@ -40,8 +40,10 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.reactor import Reactor
+from elastic_trainer.agent.secret import Badge, make_secret
 from elastic_trainer.agent.store import EpochStore, parse_ports
-from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.transport import Endpoint
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
 
@@ -80,6 +82,7 @@ class HoldfastRendezvous(RendezvousHandler):
 
         Raises:
             ValueError: the endpoint is missing or a number is not one.
+            SecretError: HF520 the secret beside the board must not be used.
         """
         if not params.endpoint:
             raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
@@ -87,7 +90,9 @@ class HoldfastRendezvous(RendezvousHandler):
         ports = parse_ports(params.get("ports"))
         crashes: list[BaseException] = []
         reactor = Reactor(crashed=crashes.append)
-        endpoint = Endpoint(reactor, address, ports)
+        board = Path(params.endpoint) / params.run_id
+        badge = Badge(make_secret(board), "agents", params.run_id)
+        endpoint = Endpoint(reactor, address, ports, badge=badge)
         reactor.start()
         store = EpochStore(address, ports)
         me = Member(
@@ -107,7 +112,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 heartbeat_s=float(params.get("heartbeat", 1)),
                 dead_after_s=float(params.get("dead_after", 5)),
             ),
-            board=FileBoard(Path(params.endpoint) / params.run_id),
+            board=FileBoard(board),
             endpoint=endpoint,
             reactor=reactor,
             open_store=store.open,

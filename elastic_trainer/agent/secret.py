@@ -20,6 +20,7 @@ import hmac
 import os
 import stat
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -42,7 +43,7 @@ class SecretError(Exception):
         super().__init__(f"{self.code} {message}")
 
 
-class AuthError(Exception):
+class AuthError(ConnectionError):
     """The other end did not prove in time that it knows the secret. `str` says why."""
 
 
@@ -86,6 +87,7 @@ def make_secret(directory: Path) -> Secret:
     if not os.path.lexists(path):
         fresh = directory / f".{SECRET_NAME}-{os.getpid()}-{os.urandom(8).hex()}"
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             _write_private(fresh, os.urandom(KEY_BYTES).hex().encode() + b"\n")
             with contextlib.suppress(FileExistsError):  # another was first: theirs counts
                 os.link(fresh, path)
@@ -95,7 +97,7 @@ def make_secret(directory: Path) -> Secret:
                 "write permission there"
             ) from error
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 fresh.unlink()
     return load_secret(directory)
 
@@ -200,14 +202,17 @@ class Handshake:
         Raises:
             AuthError: the other end does not speak this protocol, or does not know the secret.
         """
-        assert not self.done
-        have = self.rest + data
-        if not self._theirs and not have.startswith(MAGIC[: len(have)]):
+        self.rest += data
+        if not self._theirs and not self.rest.startswith(MAGIC[: len(self.rest)]):
             raise AuthError("it does not speak holdfast's handshake")
-        if len(have) < self._wants:
-            self.rest = have
-            return b""
-        flight, self.rest = have[: self._wants], have[self._wants :]
+        answer = b""
+        while not self.done and len(self.rest) >= self._wants:
+            flight, self.rest = self.rest[: self._wants], self.rest[self._wants :]
+            answer += self._take(flight)
+        return answer
+
+    def _take(self, flight: bytes) -> bytes:
+        """Answer a whole flight of the other end."""
         if self._dials:
             self._theirs, proof = flight[len(MAGIC) : _HELLO_BYTES], flight[_HELLO_BYTES:]
             self._verify(proof)
@@ -230,7 +235,23 @@ class Handshake:
         return self._secret.sign(MAGIC, role, self._label, self._context, *nonces)
 
 
+@dataclass(frozen=True, slots=True)
+class Badge:
+    """What both ends of a connection must have alike."""
+
+    secret: Secret
+    label: str
+    """What the port is for."""
+    context: str
+    """Whom it is for: the run's id."""
+
+    def handshake(self, *, dials: bool) -> Handshake:
+        """Return one end of a new handshake."""
+        return Handshake(self.secret, dials=dials, label=self.label, context=self.context)
+
+
 class _Socket(Protocol):
+    def gettimeout(self) -> float | None: ...
     def settimeout(self, value: float | None, /) -> None: ...
     def sendall(self, data: bytes, /) -> None: ...
     def recv(self, size: int, /) -> bytes: ...
@@ -242,7 +263,7 @@ def authenticate(
     """Prove both ends of a blocking socket to each other; no byte beyond that is read.
 
     Args:
-        sock: connected; left without a time-out.
+        sock: connected; its own time-out is put back.
         secret: of the run.
         server: whether this end accepted the connection.
         label: see Handshake; the same on both ends.
@@ -252,23 +273,30 @@ def authenticate(
     Raises:
         AuthError: the other end is not of this run, or was too slow, or hung up. Close it.
     """
-    deadline = time.monotonic() + timeout_s
-    shake = Handshake(secret, dials=not server, label=label, context=context)
-    answer = shake.first()
+    before = sock.gettimeout()
     try:
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise AuthError(f"it did not prove itself within {timeout_s:g} s")
-            sock.settimeout(left)
-            if answer:
-                sock.sendall(answer)
-            if shake.done:
-                break
-            data = sock.recv(shake.needs)
-            if not data:
-                raise AuthError("it hung up")
-            answer = shake.feed(data)
-        sock.settimeout(None)
+        shake = Handshake(secret, dials=not server, label=label, context=context)
+        _authenticate(sock, shake, timeout_s)
+        sock.settimeout(before)
+    except AuthError:
+        raise
     except OSError as error:  # a time-out too
         raise AuthError(f"{type(error).__name__}: {error}") from error
+
+
+def _authenticate(sock: _Socket, shake: Handshake, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    answer = shake.first()
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise AuthError(f"it did not prove itself within {timeout_s:g} s")
+        sock.settimeout(left)
+        if answer:
+            sock.sendall(answer)
+        if shake.done:
+            return
+        data = sock.recv(shake.needs)
+        if not data:
+            raise AuthError("it hung up")
+        answer = shake.feed(data)

@@ -1,8 +1,10 @@
-"""Listening sockets in a range of ports."""
+"""Listening sockets in a range of ports; addresses; how many sockets there may be."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
 import socket
 
 BACKLOG = 4096
@@ -32,3 +34,17 @@ def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
         errno.EADDRINUSE,
         f"no free port in {ports.start}-{ports.stop - 1} on {address}: widen network.ports",
     )
+
+
+def open_files() -> int:
+    """Return how many files and sockets this process may have open, as far as it is allowed.
+
+    The usual 1,024 would not do for the coordinator of a large job, so the limit is raised
+    first as far as this user may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

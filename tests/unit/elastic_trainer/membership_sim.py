@@ -7,6 +7,7 @@ break is asserted at every step (`Cluster._check_swap`, `_check_published`, `_te
 from __future__ import annotations
 
 import heapq
+import ipaddress
 import itertools
 import random
 from collections import deque
@@ -115,8 +116,10 @@ class Cluster:
         """Start an agent on the machine `name`."""
         start = sum(n.me.node == name for n in self.nodes)
         # The first free port, as from `network.ports`: a new agent answers at a dead one's.
-        port = sum(n.me.node == name and n.alive for n in self.nodes)
-        me = Member(agent_id=f"{name}#{start}", node=name, address=name, port=port, workers=1)
+        port = 1 + sum(n.me.node == name and n.alive for n in self.nodes)
+        names = list(dict.fromkeys([*(n.me.node for n in self.nodes), name]))
+        address = str(ipaddress.IPv4Address("10.0.0.1") + names.index(name))
+        me = Member(agent_id=f"{name}#{start}", node=name, address=address, port=port, workers=1)
         offset = self.random.uniform(0, 1000) if offset is None else offset
         node = Node(me, Membership(me, job, self.settings), offset)
         self.nodes.append(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import socket
 import struct
@@ -25,7 +24,9 @@ from elastic_trainer.agent.notices import (
     WorkersEnded,
     WorkersRunning,
 )
-from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.reactor import Reactor
+from elastic_trainer.agent.secret import MAGIC, Badge, authenticate, make_secret
+from elastic_trainer.agent.transport import Endpoint
 
 DEADLINE_S = 10.0
 
@@ -34,11 +35,19 @@ class Node:
     """One client with a reactor of its own, as in an agent process."""
 
     def __init__(
-        self, run: Path, name: str, *, nodes: int, job: str = "job1", start: int = 0
+        self,
+        run: Path,
+        name: str,
+        *,
+        nodes: int,
+        job: str = "job1",
+        start: int = 0,
+        badge: Badge | None = None,
     ) -> None:
         self.reactor = Reactor()
         self.reactor.start()
-        self.endpoint = Endpoint(self.reactor, "127.0.0.1")
+        badge = badge or Badge(make_secret(run), "agents", "run1")
+        self.endpoint = Endpoint(self.reactor, "127.0.0.1", badge=badge)
         self.me = Member(
             agent_id=f"{name}-{start}",
             node=name,
@@ -193,10 +202,32 @@ def test_the_last_step_ends_the_run(nodes):
     assert late.wait_for(JobStopped).code == 0
 
 
-def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told():
+def stranger(node: Node) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", node.endpoint.port), timeout=5)
+
+
+def insider(run: Path, node: Node) -> socket.socket:
+    sock = stranger(node)
+    secret = make_secret(run)
+    authenticate(sock, secret, server=False, label="agents", context="run1", timeout_s=5)
+    sock.settimeout(5)
+    return sock
+
+
+def cut_off(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told(tmp_path):
     told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     reactor = Reactor(crashed=told.put)
-    endpoint = Endpoint(reactor, "127.0.0.1")
+    badge = Badge(make_secret(tmp_path), "agents", "run1")
+    endpoint = Endpoint(reactor, "127.0.0.1", badge=badge)
 
     class Broken:
         def received(self, conn, payload):
@@ -205,26 +236,119 @@ def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told():
     reactor.start()
     reactor.call(lambda: endpoint.serve(Broken()))
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as sock:
+        authenticate(sock, badge.secret, server=False, label="agents", context="run1", timeout_s=5)
+        sock.settimeout(5)
         sock.sendall(struct.pack(">I", 1) + b"x")
         assert isinstance(told.get(timeout=5), ZeroDivisionError)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
-        with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(1) == b""
+        assert cut_off(sock)
     reactor.stop()
+
+
+def still_forms(group: list[Node], formed: EpochFormed) -> None:
+    """A member dies, and the others form the next epoch as ever."""
+    victim = next(node for node in group if node.me.node != formed.coordinator)
+    victim.die()
+    for node in group:
+        if node is not victim:
+            assert len(node.wait_for(EpochFormed).members) == len(group) - 1
+
+
+FRAMES = [
+    b"",
+    b"{}",
+    b'{"t":"Nope"}',
+    b"\xff" * 30,
+    b"[" * 200_000,
+    (
+        b'{"t":"Join","job":"job1","last_epoch":0,"member":{"agent_id":"x","node":"\xc2\xb2",'
+        b'"address":"no.such.host","port":99999,"workers":1}}'
+    ),
+    b'{"t":"Told","kind":"WorkersFailed","report":{"failure":[]}}',
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_garbage_of_an_insider_is_cut_off_and_does_no_harm(nodes, tmp_path, frame):
+    group, formed = form(nodes, 2)
+    with insider(tmp_path, coordinator_of(group, formed)) as sock:
+        sock.sendall(struct.pack(">I", len(frame)) + frame)
+        if b"Told" in frame:  # from one that has not joined: nobody listens
+            sock.shutdown(socket.SHUT_WR)
+        assert cut_off(sock)
+    still_forms(group, formed)
+
+
+def test_a_frame_too_large_is_cut_off(nodes, tmp_path):
+    group, formed = form(nodes, 2)
+    with insider(tmp_path, group[0]) as sock:
+        sock.sendall(struct.pack(">I", 2**31))
+        assert cut_off(sock)
+    still_forms(group, formed)
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">I", 12) + b'{"t":"Nope"}', struct.pack(">I", 2**31)],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack(">I", 12) + b'{"t":"Ping"}',
+        struct.pack(">I", 2**31),
+        MAGIC + b"x" * 200,
+    ],
 )
-def test_garbage_on_the_port_is_cut_off_and_does_no_harm(nodes, garbage):
+def test_a_strangers_bytes_are_no_message(nodes, garbage):
     group, formed = form(nodes, 2)
-    with socket.create_connection(("127.0.0.1", group[0].endpoint.port), timeout=5) as sock:
+    with stranger(group[0]) as sock:
         sock.sendall(garbage)
-        sock.shutdown(socket.SHUT_WR)
-        assert sock.recv(100) == b""
+        assert cut_off(sock)
+    refused = [fields for event, fields in group[0].events if event == "peer.refused"]
+    assert [fields["address"] for fields in refused] == ["127.0.0.1"]
+    still_forms(group, formed)
+
+
+@pytest.mark.parametrize("how", ["another run", "another secret"])
+def test_an_agent_that_cannot_prove_itself_never_joins(nodes, tmp_path, how):
+    group, formed = form(nodes, 2)
+    other = tmp_path / "other"
+    badge = Badge(
+        make_secret(other if how == "another secret" else tmp_path),
+        "agents",
+        "run2" if how == "another run" else "run1",
+    )
+    outsider = nodes("node9", nodes=3, badge=badge)
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(event == "peer.refused" for event, _ in outsider.events):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not any(f.get("member") == "node9" for node in group for _, f in node.events)
+    outsider.die()
+    still_forms(group, formed)
+
+
+def test_a_flood_of_half_open_connections_keeps_nobody_out(nodes, tmp_path):
+    """Twice as many as the door lets in, and a member that comes in between."""
+    group, formed = form(nodes, 3)
     victim = next(node for node in group if node.me.node != formed.coordinator)
+    rest = [node for node in group if node is not victim]
+    target = coordinator_of(group, formed)
+    target.endpoint._door._most = 50
+    socks = [stranger(target) for _ in range(100)]
+    for slow in socks[::2]:
+        slow.sendall(MAGIC[:3])
     victim.die()
-    rest = next(node for node in group if node is not victim)
-    assert len(rest.wait_for(EpochFormed).members) == 1
+    for node in rest:
+        assert len(node.wait_for(EpochFormed).members) == 2
+        node.client.report(WorkersRunning(epoch=formed.epoch + 1, step=2))
+    back = nodes(victim.me.node, nodes=3, start=1)
+    for node in rest:
+        node.wait_for(AskWorkers)
+        node.client.report(WorkersEnded(epoch=formed.epoch + 1, finished=False, step=5))
+    for node in [*rest, back]:
+        assert len(node.wait_for(EpochFormed).members) == 3
+    assert len(target.endpoint._door) <= 50
+    for sock in socks:
+        assert cut_off(sock)  # in the end all of them
+        sock.close()
+    refused = [fields for event, fields in target.events if event == "peer.refused"]
+    assert len(refused) == 1, "the log is not flooded"

@@ -37,8 +37,17 @@ from elastic_trainer.agent.notices import (
 )
 from elastic_trainer.failures import Action, Failure, Kind
 
-text, number = st.text(max_size=8), st.integers(-(2**70), 2**70)
-members = st.builds(Member, agent_id=text, node=text, address=text, port=number, workers=number)
+text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)
+name, port = st.text(min_size=1, max_size=8), st.integers(1, 65535)
+members = st.builds(
+    Member,
+    agent_id=name,
+    node=name,
+    address=st.ip_addresses().map(str),
+    port=port,
+    workers=st.integers(0, 64),
+    snapshot_port=port | st.just(0),
+)
 past = st.builds(
     PastFailure,
     node=st.none() | text,
@@ -67,7 +76,7 @@ messages = st.one_of(
         barred=st.dictionaries(text, text, max_size=2),
     ),
     st.builds(Abort, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)),
-    st.builds(Ask, epoch=number, request=number),
+    st.builds(Ask, epoch=number, request=st.integers(0, 255)),
     st.builds(Stop, code=number, reason=text),
     st.builds(Elect, candidate=text, job=text, term=number),
     st.builds(Vote, lost=st.booleans()),
@@ -90,7 +99,7 @@ reports = st.one_of(
     st.builds(NodeLeaving, reason=text),
 )
 anything = st.recursive(
-    st.none() | st.booleans() | number | st.floats() | text,
+    st.none() | st.booleans() | st.integers() | st.floats() | text,
     lambda part: st.lists(part, max_size=3) | st.dictionaries(text, part, max_size=3),
     max_leaves=6,
 )
@@ -127,6 +136,45 @@ def test_a_report_of_another_content_is_refused_or_taken_for_what_it_is(report, 
     except ValueError:
         return
     assert untell(decode(encode(tell(found)))) == found
+
+
+@given(messages, st.data())
+def test_a_damaged_frame_is_refused_or_a_message(message, data):
+    """Any bytes at all: a message or a ValueError, never another exception."""
+    payload = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(payload) - 1))
+        payload[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        payload = payload or bytearray(b"x")
+    try:
+        found = decode(bytes(payload))
+    except ValueError:
+        return
+    assert decode(encode(found)) == found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"address": "no.such.host"},
+        {"address": ""},
+        {"address": "10.0.0.1\0"},
+        {"port": 0},
+        {"port": 65536},
+        {"port": -1},
+        {"snapshot_port": 1 << 16},
+        {"workers": -1},
+        {"node": ""},
+        {"node": "7" * 5000},
+        {"agent_id": ""},
+    ],
+)
+def test_a_member_that_cannot_be_reached_or_named_is_refused(wrong):
+    good = {"agent_id": "a", "node": "n", "address": "::1", "port": 9, "workers": 1}
+    join = {"t": "Join", "job": "j", "last_epoch": 0}
+    assert decode(json.dumps({**join, "member": good}).encode())
+    with pytest.raises(ValueError, match=r"Join\.member"):
+        decode(json.dumps({**join, "member": {**good, **wrong}}).encode())
 
 
 @given(st.binary(max_size=40))

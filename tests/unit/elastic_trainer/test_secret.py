@@ -119,9 +119,11 @@ def test_another_users_file_is_refused(tmp_path, monkeypatch):
         load_secret(tmp_path)
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(SecretError, match=r"HF520 .*cannot be made: No such file"):
-        make_secret(tmp_path / "none")
+def test_where_it_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SecretError, match=r"HF520 .*cannot be made: Not a directory"):
+        make_secret(tmp_path / "file" / "run")
+    make_secret(tmp_path / "new" / "run")
 
 
 def test_a_secret_is_not_pickled():
@@ -225,6 +227,7 @@ def test_garbage_is_refused_or_waited_for(garbage, dials):
 
 def both(server_secret, client_secret, timeout_s=2.0):
     ours, theirs = socket.socketpair()
+    ours.settimeout(7.0)
     errors = {}
 
     def run(sock, secret, server):
@@ -246,7 +249,7 @@ def test_blocking_sockets_talk_on_after_it():
         ours.sendall(b"hello")
         thread.join()
         assert theirs.recv(99) == b"hello"
-        assert ours.gettimeout() is theirs.gettimeout() is None
+        assert (ours.gettimeout(), theirs.gettimeout()) == (7.0, None)
     assert not errors
 
 
