@@ -33,8 +33,10 @@ EVENTS: Final[dict[str, str]] = {
     # agents: workers
     "worker.started": "A worker was forked or started. pid, local_rank, how",
     "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
+    "worker.signalled": "A script was sent SIGTERM. pid, local_rank, request, grace_s",
     "worker.hung": "A worker made no progress. local_rank, section, idle_s",
     "worker.unreapable": "A killed worker could not be reaped: the node leaves. pid",
+    "script.progress": "The newest step that a script has shown; at most one a second",
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
     # workers
     "trainer.started": "A trainer is ready to step. layout, resume_step, restored_from",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EXIT_DONE = 0
+EXIT_FAILED = 1
+"""The agent's own fault, or workers that left on a signal without having saved."""
 EXIT_SAVED = 91
 """Saved on a signal: requeue me."""
 EXIT_TOO_FEW_NODES = 92

@@ -16,6 +16,7 @@ from pathlib import Path
 _SIZE = 64
 _U64 = struct.Struct("=Q")
 _STEP, _SECTION, _COUNTER, _COMMITTED, _REQUEST, _SAVES_ASKED, _SAVES_SERVED = range(0, 56, 8)
+_LISTENS = 56
 
 
 class Section(enum.IntEnum):
@@ -54,6 +55,8 @@ class Beat:
     counter: int
     """Rises with every sign of progress; equal readings mean none in between."""
     committed_step: int
+    listens: bool = False
+    """The worker looks at what is asked for; of a script nobody knows until it says so."""
 
 
 class Heartbeat:
@@ -92,6 +95,7 @@ class Heartbeat:
             Section(self._get(_SECTION)),
             self._get(_COUNTER),
             self._get(_COMMITTED),
+            bool(self._get(_LISTENS)),
         )
 
     def ask(self, request: Request) -> None:
@@ -99,6 +103,10 @@ class Heartbeat:
         if Request.SAVE in request:
             self._put(_SAVES_ASKED, self._get(_SAVES_ASKED) + 1)
         self._put(_REQUEST, self._get(_REQUEST) | (request & ~Request.SAVE))
+
+    def listen(self) -> None:
+        """Worker: say that it looks at what is asked for."""
+        self._put(_LISTENS, 1)
 
     def asked(self) -> Request:
         """Worker: what is asked for."""

@@ -7,7 +7,8 @@ with it, it dies with the agent.
 
 Messages are JSON objects, one a line. From the agent:
 
-    {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "cwd", "fresh"}
+    {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
+     "cwd", "fresh", "count_steps"}
     {"op": "kill"}                      SIGKILL to every worker and what it started
 
 and back:
@@ -19,7 +20,9 @@ and back:
 `kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
 `script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
 everything when the preloading failed or left threads behind, starts by exec: `how` is
-then `fresh` and `why` says why. `status` is an exit code, or minus a signal's number.
+then `fresh` and `why` says why. With `error_log` stderr has a log of its own. With
+`count_steps` the optimizer's steps are the worker's progress, where torch was imported.
+`status` is an exit code, or minus a signal's number.
 """
 
 from __future__ import annotations
@@ -261,15 +264,16 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    try:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        # A full or lost disk must not stop training: the agent's own output has to do.
-        sys.stderr.write(f"worker {os.getpid()}: no log: {error}\n")
-        return
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for fd, path in ((1, request["log"]), (2, request.get("error_log") or request["log"])):
+        try:
+            log = os.open(path, flags, 0o644)
+        except OSError as error:
+            # A full or lost disk must not stop training: the agent's own output has to do.
+            sys.stderr.write(f"worker {os.getpid()}: no log: {error}\n")
+            return
+        os.dup2(log, fd)
+        os.close(log)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     how = "fresh" if fresh else "forked"
@@ -300,6 +304,8 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         if target != called:
             importlib.import_module(target)
         return _exit_code(sys.modules[target].main())
+    if request.get("count_steps") and "torch" in sys.modules:
+        _count_steps()
     try:
         if request["kind"] == "module":
             sys.path.insert(0, request["cwd"])
@@ -312,6 +318,14 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
         atexit._run_exitfuncs()  # noqa: SLF001
     return 0
+
+
+def _count_steps() -> None:
+    from elastic_trainer.progress import step_counter
+
+    counter = step_counter()
+    if counter is not None:
+        counter.count_optimizer_steps()
 
 
 def _exit_code(value: object) -> int:

@@ -104,9 +104,14 @@ CODES: Final[dict[str, Code]] = {
     "HF327": Code("The checkpoint is of another model.", "Use the dimensions of its run."),
     "HF328": Code("Wrong options of the converter.", "Use `holdfast checkpoint`."),
     # The agent's command line.
-    "HF501": Code("Wrong options of holdfast-agent.", "See holdfast-agent --help."),
+    "HF501": Code("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": Code("job.json cannot be used.", "Render the job again."),
     "HF503": Code("There is no such script.", "Mend the path, on every node."),
+    "HF510": Code("A flag of torchrun that does not exist here.", "Use what the message names."),
+    "HF511": Code(
+        "An unknown placeholder in a script's arguments.",
+        "Use one of those listed; double the braces for the text itself.",
+    ),
     "HF504": Code("The network section does not fit a node.", "Mend interface, cidr or ports."),
     "HF520": Code(
         "The run's secret cannot be made or used.", "Delete the file while no agent runs."

@@ -36,6 +36,7 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import (
@@ -85,6 +86,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         membership: started and closed by `run`. Its notifications must call `waker.wake`.
         waker: wakes the loop.
         log: the agent's events.
+        scripts: what is done for scripts of others.
         free_snapshots: lets go of the snapshots of epochs before the one it is called with.
         clock: monotonic seconds.
     """
@@ -98,12 +100,14 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         membership: Membership,
         waker: Waker,
         log: EventLog,
+        scripts: Scripts | None = None,
         free_snapshots: Callable[[int], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._workers, self._membership = config, workers, membership
         self._waker, self._log, self._clock = waker, log, clock
         self._free_snapshots = free_snapshots
+        self._scripts = scripts or Scripts(workers.task, {}, log)
         self._group = WorkerGroup(spec)
         self._epoch: _Epoch | None = None
         self._newest = -1
@@ -138,6 +142,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 # Also after an error of ours: a node must not go on without its agent.
                 self._kill_workers("the agent ends")
                 self._workers.close()
+                self._scripts.close()
                 reason = self._result.reason if self._result else "error"
                 self._log.emit("agent.exit", code=self.exit_code, reason=reason)
                 self._membership.close()
@@ -179,6 +184,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             case AskWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
+                    self._scripts.ask(notice.request, self._clock())
             case JobStopped():
                 self._result = notice
 
@@ -194,6 +200,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         begin = self._clock()
         self._write_peers(formed)
         launches = [self._launch_of(formed, local_rank) for local_rank in range(config.workers)]
+        launches = self._scripts.begin(formed, launches)
         watch = HangWatch(
             hang_ceiling_s=config.hang_ceiling_s,
             start_ceiling_s=config.start_ceiling_s,
@@ -218,6 +225,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             heartbeat=heartbeat,
             snapshots=config.snapshots,
             peers=self._peers_file(formed.epoch),
+            role=config.role,
         )
         rank = int(env["RANK"])
         return Launch(
@@ -250,6 +258,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                     self._on_exit(happening)
                 case ZygoteLost():
                     self._on_zygote_lost(happening)
+        self._scripts.turn(self._clock(), self._workers)
         epoch = self._epoch
         if epoch is not None and epoch.held is not None and self._clock() >= epoch.held_until:
             self._fail(epoch, epoch.held)
@@ -275,6 +284,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
 
     def _on_exit(self, exited: WorkerExited) -> None:
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
+        failure = self._scripts.judge(exited, failure)
         log_exit(self._log, exited, failure)
         if epoch is None:
             return  # its epoch has failed already
@@ -293,7 +303,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._fail(epoch, cause or report)
 
     def _on_good_end(self, epoch: _Epoch, exited: WorkerExited) -> None:
-        if exited.code == EXIT_SAVED:
+        if not self._scripts.finished(exited):
             epoch.finished = False
         if self._workers.alive or epoch.failed:
             return
@@ -302,7 +312,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         self._now_running(epoch)
         self._membership.report(
-            WorkersEnded(epoch=epoch.formed.epoch, finished=epoch.finished, step=epoch.step)
+            WorkersEnded(
+                epoch=epoch.formed.epoch,
+                finished=epoch.finished,
+                step=epoch.step,
+                saved=self._scripts.saved,
+            )
         )
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
@@ -369,8 +384,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch = self._epoch
         if epoch is None or not self._workers.alive:
             return
-        beats = self._workers.beats()
+        beats = self._scripts.beats(epoch.formed.epoch, self._workers.beats())
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
+        if not self._config.watch_all and group_rank_of(epoch.formed, self._config.me) == 0:
+            self._scripts.show_progress(epoch.step, self._clock())
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):

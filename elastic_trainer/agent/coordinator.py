@@ -31,6 +31,7 @@ from elastic_trainer.agent.roles import End, Seek, Turn
 from elastic_trainer.agent.watch import Watch
 from elastic_trainer.failures import (
     EXIT_DONE,
+    EXIT_FAILED,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
     Kind,
@@ -226,6 +227,9 @@ class Coordinator(Watch):
         step = max(report.step for report in self._ended.values())
         if all(report.finished for report in self._ended.values()):
             return self._stop(EXIT_DONE, f"the last step, {step}, is done")
+        if self._stopping is not None and not all(r.saved for r in self._ended.values()):
+            why = "workers left without saying that they had saved"
+            return self._stop(EXIT_FAILED, f"{self._stopping}; {why}")
         if self._stopping is not None:
             return self._stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
         self._phase, self._reason = "idle", "growth"

@@ -62,13 +62,13 @@ def process_failure(exited: WorkerExited) -> ProcessFailure:
     return failure
 
 
-def worker_spec(workers: int, target: str, max_restarts: int) -> WorkerSpec:
+def worker_spec(workers: int, target: str, max_restarts: int, role: str = ROLE) -> WorkerSpec:
     """Return torchelastic's description of this node's workers.
 
     It has no rendezvous handler: membership tells this agent of epochs by notices.
     """
     return WorkerSpec(
-        role=ROLE,
+        role=role,
         local_world_size=workers,
         rdzv_handler=None,
         entrypoint=target,

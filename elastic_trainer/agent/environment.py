@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ def worker_environment(
     heartbeat: Path,
     snapshots: Path | None = None,
     peers: Path | None = None,
+    role: str = ROLE,
 ) -> dict[str, str]:
     """Return the variables of one worker in one epoch: torchrun's names and meanings, and ours.
 
@@ -62,6 +64,7 @@ def worker_environment(
         error_file: where a failing worker writes its error, in torchelastic's format.
         heartbeat: file of the worker's `Heartbeat`.
         snapshots: directory in memory for the worker's snapshots; None for none.
+        role: the workers' role, one for all.
         peers: file that says where the keepers of the epoch's nodes listen.
     """
     group_rank = group_rank_of(formed, me)
@@ -74,7 +77,7 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": workers,
         "GROUP_RANK": group_rank,
         "GROUP_WORLD_SIZE": len(formed.members),
-        "ROLE_NAME": ROLE,
+        "ROLE_NAME": role,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": formed.store_address,
@@ -84,6 +87,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "HOLDFAST_EPOCH": formed.epoch,
         "HOLDFAST_RUNG": formed.rung_nodes,
         "HOLDFAST_NODE": me.node,

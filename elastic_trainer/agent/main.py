@@ -22,6 +22,7 @@ from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.secret import Badge, Secret, SecretError, authenticate, make_secret
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.store import EpochStore, parse_ports
+from elastic_trainer.agent.tail import LogFollower
 from elastic_trainer.agent.transport import Endpoint
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = run(parse(argv, os.environ))
     except (OptionsError, SecretError) as error:
-        sys.stderr.write(f"holdfast-agent: error: {error}\n")
+        sys.stderr.write(f"holdfast agent: error: {error}\n")
         code = EXIT_DO_NOT_RESTART
     except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
         traceback.print_exc()
@@ -72,6 +73,8 @@ def run(options: Options) -> int:
         raise OptionsError("HF504", str(error)) from error
     options.shared_dir.mkdir(parents=True, exist_ok=True)
     secret = make_secret(options.shared_dir)
+    for note in options.notes:
+        sys.stderr.write(f"holdfast agent: {note}\n")
     with contextlib.ExitStack() as stack:
         env = base_environment(
             os.environ, workers=options.workers, address=address, run_dir=options.run_dir
@@ -117,21 +120,43 @@ def run(options: Options) -> int:
             snapshot_port=keeper.port,
             notify=waker.wake,
         )
+        follower = _follower(options)
         # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
         from elastic_trainer.agent.agent import HoldfastAgent
         from elastic_trainer.agent.ends import worker_spec
+        from elastic_trainer.agent.scripts import Scripts
 
         agent = HoldfastAgent(
             _agent_config(options, me, scratch),
-            worker_spec(options.workers, options.task.target, options.elastic.max_restarts),
+            worker_spec(
+                options.workers,
+                options.task.target,
+                options.elastic.max_restarts,
+                role=options.role,
+            ),
             workers=workers,
             membership=client,
             waker=waker,
             log=log,
+            scripts=Scripts(
+                options.task,
+                options.layouts,
+                log,
+                record_dir=options.record_dir,
+                follower=follower,
+                split=options.streams is not None,
+                grace_s=options.stop_grace_s,
+            ),
             free_snapshots=keeper.free,
         )
-        agent.run()
+        agent.run(options.role)
     return agent.exit_code
+
+
+def _follower(options: Options) -> LogFollower | None:
+    if options.streams is None and options.progress_pattern is None:
+        return None
+    return LogFollower(options.streams or {}, options.progress_pattern, role=options.role)
 
 
 def die(error: BaseException) -> None:
@@ -145,6 +170,7 @@ def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig
     return AgentConfig(
         me=me,
         run_id=options.run_id,
+        role=options.role,
         workers=options.workers,
         scratch=scratch.path,
         snapshots=scratch.snapshots,

@@ -94,14 +94,16 @@ class WorkersFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersEnded:
-    """Agent: all workers of this node ended well in `epoch`.
+    """Agent: all workers of this node ended well, or as they were asked to, in `epoch`.
 
-    `finished`: exit 0, the last step is done; else exit 91, state saved on request.
+    `finished`: exit 0, the last step is done; else exit 91, state saved on request; or, not
+    `saved`, scripts that were signalled left without saying so.
     """
 
     epoch: int
     finished: bool
     step: int
+    saved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from elastic_trainer.agent.flags import (
+    FlagError,
+    Streams,
+    add_flags,
+    refuse,
+    streams,
+    take_environment,
+)
 from elastic_trainer.agent.store import parse_ports
 from elastic_trainer.agent.workers import Task
 from elastic_trainer.config import ElasticSection, NetworkSection, TrainConfig
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.templates import explain, unknown_names
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 
 CONF_NUMBERS = (
@@ -31,14 +43,34 @@ CONF_NUMBERS = (
 CONF_TEXTS = ("interface", "cidr", "ports")
 """Those of its section `network`."""
 
-EXAMPLE = """
+EXAMPLE = f"""
+--rdzv-conf takes {", ".join(CONF_NUMBERS + CONF_TEXTS)}.
+In the script's arguments {{dp}} {{tp}} {{pp}} {{cp}} {{nodes}} {{world_size}} are filled for each
+epoch; {{{{dp}}}} is the text itself. Flags may also come as torchrun's PET_... variables.
+
 exit codes: 0 done, 91 saved and left on request, 92 too few nodes, 93 do not restart,
 94 restart budget used up, 1 the agent itself failed
 
 examples:
-  holdfast-agent --run-dir /shared/runs/llama3 --node $(hostname)
-  holdfast-agent --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint /shared/job7 train.py
+  holdfast agent --standalone --nproc-per-node 8 train.py --lr 0.1
+  holdfast agent --nnodes 2:4 --nproc-per-node 8 --rdzv-id 7 --rdzv-endpoint /shared/jobs train.py
+  holdfast agent --run-dir /shared/runs/llama3 --node $(hostname)
 """
+IN_JOB_JSON = (
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_id",
+    "rdzv_endpoint",
+    "max_restarts",
+    "log_dir",
+    "redirects",
+    "tee",
+    "local_ranks_filter",
+    "shutdown_timeout",
+)
+"""Flags that --run-dir excludes."""
+SCRIPT_GRACE_S = 30.0
+"""torchrun's time between SIGTERM and SIGKILL."""
 
 
 class OptionsError(Exception):
@@ -70,6 +102,16 @@ class Options:
     task: Task
     elastic: ElasticSection = field(default_factory=ElasticSection)
     network: NetworkSection = field(default_factory=NetworkSection)
+    layouts: Mapping[int, ParallelLayout] = field(default_factory=dict)
+    """Nodes of a rung -> what it runs in."""
+    role: str = "default"
+    streams: Mapping[int, Streams] | None = None
+    """Local rank -> what is shown of it; None: one log per worker, and nothing on the console."""
+    progress_pattern: str | None = None
+    stop_grace_s: float = SCRIPT_GRACE_S
+    """Between SIGTERM and SIGKILL, for a script that takes no requests."""
+    notes: tuple[str, ...] = ()
+    """To be told at the start."""
 
     @property
     def shared_dir(self) -> Path:
@@ -87,38 +129,27 @@ class _Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser; --help ends with examples."""
     parser = _Parser(
-        prog="holdfast-agent",
+        prog="holdfast agent",
+        usage="%(prog)s [flags] script [arguments of the script]",
         description="Run one node's part of a job: join, start workers, live through failures.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    ours = parser.add_argument_group("run directory")
-    ours.add_argument("--run-dir", type=Path, help="rendered run; everything else is in job.json")
+    add_flags(parser.add_argument_group("as in torchrun"))
+    ours = parser.add_argument_group("more")
     ours.add_argument("--node", default=socket.gethostname(), help="name of this node")
+    ours.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
     ours.add_argument(
-        "--job", help="id of this submission; default: $HOLDFAST_JOB or $SLURM_JOB_ID"
+        "--progress-pattern",
+        metavar="REGEX",
+        help=r"the step in the workers' output, as 'step (\d+)'; default: the optimizer's steps",
+    )
+    ours.add_argument("--run-dir", type=Path, help="rendered run; everything else is in job.json")
+    ours.add_argument(
+        "--job", help="id of this submission; default: $HOLDFAST_JOB, $SLURM_JOB_ID or --rdzv-id"
     )
     ours.add_argument("--attempt", type=int, default=0, help="counts submissions, for logs/")
-    ours.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
-    like = parser.add_argument_group("as in torchrun")
-
-    def add(name: str, **kwargs: object) -> None:
-        names = [f"--{name}", f"--{name.replace('-', '_')}"] if "-" in name else [f"--{name}"]
-        like.add_argument(*names, **kwargs)  # type: ignore[arg-type]
-
-    add("nnodes", help="nodes, MIN:MAX or one number")
-    add("nproc-per-node", help="workers per node: a number, gpu, cpu or auto")
-    add("rdzv-id", help="id of the run")
-    add("rdzv-backend", default="holdfast", choices=["holdfast"], help="holdfast")
-    add("rdzv-endpoint", type=Path, help="directory on shared storage, for the board")
-    add("rdzv-conf", default="", help=f"k=v,… of {', '.join(CONF_NUMBERS + CONF_TEXTS)}")
-    add("local-addr", help="numeric address of this node")
-    add("node-rank", help="accepted and not used: ranks come with the epoch")
-    add("max-restarts", type=int, help="job-wide within the window (torchrun: per agent)")
-    add("log-dir", type=Path, help="default: the endpoint's directory")
-    add("no-python", action="store_true", help="the script is an executable")
-    like.add_argument("-m", "--module", action="store_true", help="the script is a module")
     parser.add_argument("script", nargs="?", help="training script; default: the built-in trainer")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -132,12 +163,16 @@ def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
         SystemExit: argparse's own complaints (93) and --help (0).
     """
     args = make_parser().parse_args(argv)
-    return _of_run(args, env) if args.run_dir else _of_flags(args, env)
+    try:
+        return _of_run(args, env) if args.run_dir else _of_flags(args, env)
+    except FlagError as error:
+        raise OptionsError(error.code, str(error)) from error
 
 
 def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
-    given = ("nnodes", "nproc_per_node", "rdzv_id", "rdzv_endpoint", "max_restarts", "log_dir")
-    both = [f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None]
+    both = [
+        f"--{name.replace('_', '-')}" for name in IN_JOB_JSON if getattr(args, name) is not None
+    ]
     if both or args.rdzv_conf:
         listed = ", ".join(both or ["--rdzv-conf"])
         raise OptionsError("HF501", f"{listed}: job.json in --run-dir says that; leave it out")
@@ -163,36 +198,90 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         task=_task(args),
         elastic=config.elastic,
         network=config.network,
+        layouts={rung.num_nodes: rung.layout for rung in config.ladder.rungs},
+        progress_pattern=_pattern(args.progress_pattern),
     )
 
 
 def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
-    if args.rdzv_endpoint is None:
-        raise OptionsError("HF501", "give --run-dir RUN, or --rdzv-endpoint DIR and a script")
+    take_environment(args, env)
+    notes = refuse(args)
     low, high = _nnodes(args.nnodes or "1")
+    workers = _nproc(args.nproc_per_node or "1")
     conf = _rdzv_conf(args.rdzv_conf)
+    task, shown, pattern = _task(args), streams(args, workers), _pattern(args.progress_pattern)
+    endpoint, run_id = _meeting(args, high)
+    record = endpoint / run_id
+    if args.standalone or args.rdzv_endpoint is None:
+        notes.append(f"the record of this job (events, logs) is in {record}")
     elastic: dict[str, float] = {key: float(conf[key]) for key in CONF_NUMBERS if key in conf}
     if "node_failures" in elastic:
         elastic["node_failures"] = int(elastic["node_failures"])
     if args.max_restarts is not None:
         elastic["max_restarts"] = args.max_restarts
-    run_id = args.rdzv_id or "none"
-    endpoint = args.rdzv_endpoint.resolve()
+    rung_nodes = tuple(range(high, low - 1, -1))
+    grace_s = SCRIPT_GRACE_S if args.shutdown_timeout is None else args.shutdown_timeout
     return Options(
         node=args.node,
         run_id=run_id,
-        job=args.job or env.get("HOLDFAST_JOB") or run_id,
+        job=args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID") or run_id,
         attempt=args.attempt,
         run_dir=None,
-        record_dir=args.log_dir.resolve() if args.log_dir else endpoint,
-        board_dir=endpoint / "board",
+        record_dir=args.log_dir.resolve() / run_id if args.log_dir else record,
+        board_dir=record / "board",
         local_addr=args.local_addr,
-        workers=_nproc(args.nproc_per_node or "1"),
-        rung_nodes=tuple(range(high, low - 1, -1)),
-        task=_task(args),
+        workers=workers,
+        rung_nodes=rung_nodes,
+        task=task,
         elastic=ElasticSection(**{"min_nodes": low, **elastic}),  # type: ignore[arg-type]
         network=NetworkSection(**{key: conf[key] for key in CONF_TEXTS if key in conf}),
+        layouts={nodes: ParallelLayout(dp=nodes * workers) for nodes in rung_nodes},
+        role=args.role,
+        streams=shown,
+        progress_pattern=pattern,
+        stop_grace_s=grace_s,
+        notes=tuple(notes),
     )
+
+
+def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
+    """Return the directory where agents meet, and the id of the job in it."""
+    if args.script is None:
+        raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
+    if args.standalone or (args.rdzv_endpoint is None and max_nodes == 1):
+        if max_nodes > 1:
+            raise OptionsError(
+                "HF501", f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
+            )
+        return Path(tempfile.mkdtemp(prefix="holdfast-")), args.rdzv_id or "standalone"
+    if args.rdzv_endpoint is None:
+        raise OptionsError(
+            "HF501",
+            f"--nnodes {args.nnodes} needs --rdzv-endpoint DIR on storage that all nodes share",
+        )
+    run_id = args.rdzv_id or "none"
+    if not re.fullmatch(r"[\w.+-]+", run_id) or run_id.startswith("."):
+        raise OptionsError(
+            "HF501", f"--rdzv-id {run_id}: expected letters, digits and ._+-, for it names a folder"
+        )
+    return Path(args.rdzv_endpoint).resolve(), run_id
+
+
+def _pattern(text: str | None) -> str | None:
+    """Check --progress-pattern: one group, which is the step."""
+    if text is None:
+        return None
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise OptionsError("HF501", f"--progress-pattern {text}: {error}") from error
+    if groups != 1:
+        raise OptionsError(
+            "HF501",
+            rf"--progress-pattern {text}: expected one group, the step, as 'step (\d+)'; "
+            f"found {groups}",
+        )
+    return text
 
 
 def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
@@ -207,6 +296,8 @@ def _task(args: argparse.Namespace) -> Task:
     cwd, rest = str(Path.cwd()), tuple(args.args)
     if args.script is None:
         return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=cwd)
+    for name in unknown_names(rest):
+        raise OptionsError("HF511", explain(name))
     if args.no_python and args.module:
         raise OptionsError("HF501", "--no-python and --module exclude each other")
     if args.no_python:

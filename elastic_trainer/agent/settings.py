@@ -42,6 +42,8 @@ class AgentConfig:
     max_restarts: int
     hang_ceiling_s: float
     start_ceiling_s: float
+    role: str = "default"
+    """The workers' ROLE_NAME."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     kill_deadline_s: float = 10.0

@@ -19,6 +19,7 @@ from elastic_trainer.heartbeat import Beat, Heartbeat, Request, Section
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
 """How long workers may take to die after their zygote."""
+SCRIPT_PRELOAD = "elastic_trainer.script_preload"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,15 @@ class Task:
     fresh: bool = False
     """A script that must not be forked from the warm zygote."""
     cwd: str = "."
+    count_steps: bool = True
+    """The optimizer's steps are a script's progress; False where it shows it otherwise."""
 
     @property
     def preload(self) -> str:
         """Module the zygote imports: the trainer, or torch for scripts of others."""
         if self.kind == "main":
             return self.target
-        return "" if self.fresh or self.kind == "command" else "torch"
+        return "" if self.fresh or self.kind == "command" else SCRIPT_PRELOAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,10 @@ class Launch:
     log: Path
     heartbeat: Path
     error_file: Path
+    error_log: Path | None = None
+    """Of stderr; None: it goes to `log` too."""
+    args: tuple[str, ...] | None = None
+    """Those of this epoch; None: the task's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +134,7 @@ class Workers:
         env: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._task, self._env, self._clock = task, dict(env), clock
+        self.task, self._env, self._clock = task, dict(env), clock
         self._zygote = self._start_zygote()
         self._ready = False
         self._epoch = _Epoch()
@@ -163,20 +170,22 @@ class Workers:
             self._epoch.workers[launch.local_rank] = _Worker(
                 launch,
                 Heartbeat(launch.heartbeat, create=True),
-                launch.log.stat().st_size if launch.log.exists() else 0,
+                size_of(launch.error_log or launch.log),
             )
             self._unsent.append(
                 {
                     "op": "start",
                     "epoch": epoch,
                     "local_rank": launch.local_rank,
-                    "kind": self._task.kind,
-                    "target": self._task.target,
-                    "args": list(self._task.args),
-                    "fresh": self._task.fresh,
-                    "cwd": self._task.cwd,
+                    "kind": self.task.kind,
+                    "target": self.task.target,
+                    "args": list(self.task.args if launch.args is None else launch.args),
+                    "fresh": self.task.fresh,
+                    "cwd": self.task.cwd,
                     "env": dict(launch.env),
                     "log": str(launch.log),
+                    "error_log": str(launch.error_log) if launch.error_log else None,
+                    "count_steps": self.task.count_steps,
                 }
             )
         self._flush()
@@ -190,6 +199,22 @@ class Workers:
     def beats(self) -> dict[int, Beat]:
         """Return local rank -> newest reading, of the workers that run."""
         return {rank: worker.heartbeat.read() for rank, worker in self._epoch.workers.items()}
+
+    def pids(self) -> dict[int, int]:
+        """Return local rank -> process id, of the workers that have started."""
+        return {rank: worker.pid for rank, worker in self._epoch.workers.items() if worker.pid}
+
+    def send(self, local_rank: int, number: signal.Signals, *, group: bool = False) -> None:
+        """Send a signal to one worker, or to all that it started; nothing when it has ended."""
+        worker = self._epoch.workers.get(local_rank)
+        if worker is None or worker.pidfd < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(worker.pidfd, 0)  # its id is still its own
+            if group:
+                os.killpg(worker.pid, number)
+            else:
+                signal.pidfd_send_signal(worker.pidfd, number)
 
     def ask(self, request: Request) -> None:
         """Put `request` before every worker."""
@@ -228,7 +253,7 @@ class Workers:
     # -- zygote ---------------------------------------------------------------------------
 
     def _start_zygote(self) -> ZygoteClient:
-        return ZygoteClient(preload=self._task.preload, env=self._env, cwd=self._task.cwd)
+        return ZygoteClient(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
 
     def _replace_zygote(self, why: str) -> None:
         self._zygote.close()
@@ -343,12 +368,20 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _read_tail(worker: _Worker) -> str:
     try:
-        with worker.launch.log.open("rb") as log:
+        with (worker.launch.error_log or worker.launch.log).open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(worker.log_offset, end - LOG_TAIL_BYTES))
             return log.read(LOG_TAIL_BYTES).decode(errors="replace")
     except OSError as error:
         return f"(the log cannot be read: {error})"
+
+
+def size_of(log: Path) -> int:
+    """Return how long a log is so far, in bytes; 0 where there is none."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
 
 
 def has_run(beat: Beat) -> bool:

@@ -16,6 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "check": ("launcher.cli.check", "Check a job file; report every mistake at once."),
     "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
     "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
+    "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
     "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),

@@ -68,6 +68,8 @@ class Node:
     silent: bool = False
     """Power is off: nothing answers, not even a refusal."""
     paused: bool = False
+    saves: bool = True
+    """Its workers say that they have saved when they are asked to leave."""
     links: dict[int, Link] = field(default_factory=dict)
     accepted: itertools.count = field(default_factory=lambda: itertools.count(1, 2))
     waiting: deque = field(default_factory=deque)
@@ -483,7 +485,9 @@ class Cluster:
             case AskWorkers(epoch=epoch, request=request) if request & (
                 Request.STOP | Request.GROW
             ):
-                ended = WorkersEnded(epoch=epoch, finished=False, step=node.step + 1)
+                ended = WorkersEnded(
+                    epoch=epoch, finished=False, step=node.step + 1, saved=node.saves
+                )
                 self._later(node, epoch, WORKERS_SAVE_S, ended)
             case JobStopped():
                 node.stopped, node.working = notice, None

@@ -41,6 +41,7 @@ class Cluster:
     def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.shared = tmp_path / "shared" / tmp_path.name
         (tmp_path / "script.py").write_text(SCRIPT)
 
     def start(self, num: int) -> None:
@@ -58,7 +59,7 @@ class Cluster:
 
     def events(self) -> list[Event]:
         found = []
-        for path in (self.tmp_path / "shared" / "events").glob("*.jsonl"):
+        for path in (self.shared / "events").glob("*.jsonl"):
             lines = path.read_text().splitlines()
             found += [event for line in lines if (event := Event.decode(line))]
         return sorted(found, key=lambda event: event.t_mono)
@@ -112,7 +113,7 @@ def test_a_script_lives_through_the_loss_of_a_worker_and_of_the_coordinator(
     codes = {node: agent.wait(t.DEADLINE_S) for node, agent in cluster.agents.items()}
     assert codes.pop(elected[0].node) == -signal.SIGKILL
     assert list(codes.values()) == [0, 0]
-    log = cluster.tmp_path / "shared" / "logs" / "0"
+    log = cluster.shared / "logs" / "0"
     assert sum(text.read_text().count("epoch 3 rank") for text in log.glob("*/*.log")) == 2
 
 

@@ -214,6 +214,26 @@ def test_a_stop_saves_everywhere_then_ends_with_91():
     assert cluster.board[0].lease is None
 
 
+def test_a_stop_of_scripts_that_did_not_say_that_they_saved_ends_with_1():
+    cluster = started(3)
+    cluster.up[1].saves = False
+    cluster.report(cluster.up[2], StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 3.0)
+    assert {n.stopped.code for n in cluster.nodes} == {1}
+    assert "left without saying that they had saved" in cluster.nodes[0].stopped.reason
+
+
+def test_growth_does_not_ask_scripts_whether_they_saved():
+    cluster = started(3)
+    for node in cluster.up:
+        node.saves = False
+    cluster.kill(cluster.up[2])
+    cluster.run_until(lambda: len(cluster.up[0].formed.members) == 2, within=10.0)
+    cluster.add("node8")
+    cluster.run_until(lambda: len(cluster.up[0].formed.members) == 3, within=10.0)
+    assert all(node.stopped is None for node in cluster.up)
+
+
 def test_the_end_reaches_all_and_an_agent_that_comes_too_late():
     cluster = started(3)
     for node in cluster.up:

@@ -1,0 +1,78 @@
+"""What a script shows its agent: a step counter in the heartbeat, from one source at a time.
+
+Steps are counted where the optimizer makes them, until the script reports its own. Never
+activity: a worker that spins shows nothing. Imports no torch, for scripts that have none.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.heartbeat import Heartbeat, Request, Section
+
+
+class StepCounter:
+    """Writes this worker's steps into `heartbeat`.
+
+    Counted steps begin at 1 in every epoch, since nobody knows where the script resumed.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._hook: Any = None
+        self._step = 0
+        self._leader: weakref.ref[Any] | None = None
+        """The optimizer whose steps count: the first seen of those that still live."""
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def count_optimizer_steps(self) -> None:
+        """Count the steps of torch's optimizers from now on, until `report` is called."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Take the end of an optimizer's step; of several optimizers the busiest counts."""
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if self._leader is None or self._leader() is None:
+            self._leader = weakref.ref(optimizer)
+        step = self._step + 1 if self._leader() is optimizer else self._step
+        self._step = max(step, count)
+        self._heartbeat.beat(step=self._step, section=Section.STEP)
+
+    def report(self, step: int | None = None, section: Section = Section.STEP) -> None:
+        """Show that `step` steps are done, and what comes now; ends the counting."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._heartbeat.beat(step=step, section=section)
+
+    def listen(self) -> None:
+        """Tell the agent that this script asks for requests, so none come as signals."""
+        self._heartbeat.listen()
+
+    def asked(self) -> Request:
+        """Return what the agent asks for."""
+        return self._heartbeat.asked()
+
+    def save_served(self) -> None:
+        """Tell the agent that the save it asked for is under way."""
+        self._heartbeat.save_served()
+
+
+_counter: tuple[int, StepCounter | None] | None = None
+"""Process id -> its counter: a process that a worker forks has none."""
+
+
+def step_counter(env: Mapping[str, str] = os.environ) -> StepCounter | None:
+    """Return this worker's counter; None where no agent runs it, or in a child of a worker."""
+    global _counter  # noqa: PLW0603  one heartbeat per process, whoever asks
+    if _counter is None:
+        path = env.get("HOLDFAST_HEARTBEAT")
+        found = StepCounter(Heartbeat(Path(path))) if path and Path(path).exists() else None
+        _counter = (os.getpid(), found)
+    return _counter[1] if _counter[0] == os.getpid() else None

@@ -1,0 +1,28 @@
+"""What the zygote imports for scripts of others: torch, and what torch imports late.
+
+Each line spares every worker of every epoch up to seconds. Nothing here may start a
+thread, or make an accelerator context: a process with either cannot fork workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from elastic_trainer import progress as progress  # noqa: PLC0414  for the forked worker
+from elastic_trainer.preload import preload
+
+MODULES = (
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data.distributed",
+)
+
+for name in MODULES:
+    importlib.import_module(name)
+preload()

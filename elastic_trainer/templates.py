@@ -1,0 +1,74 @@
+"""Placeholders in a script's arguments, filled from the rung of each epoch. Pure.
+
+`{dp}` becomes the degree of this epoch; `{{dp}}` is the text `{dp}`. Only braces around
+a name mean anything, so JSON passes through as it is. torchrun's `${local_rank}` is known
+too; other `${...}` are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from elastic_trainer.layout import ParallelLayout
+
+NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size")
+"""What may stand in braces."""
+
+_FIELD = re.compile(
+    r"\$\{\{?[A-Za-z_]\w*\}?\}"  # another tool's
+    r"|\{\{(?P<literal>[A-Za-z_]\w*)\}\}"
+    r"|\{(?P<name>[A-Za-z_]\w*)\}"
+)
+_LOCAL_RANK = "${local_rank}"
+
+
+def unknown_names(args: Sequence[str]) -> list[str]:
+    """Return the names in braces that nothing is known to fill, in order, once each."""
+    found = (match["name"] for text in args for match in _FIELD.finditer(text))
+    return list(dict.fromkeys(name for name in found if name and name not in NAMES))
+
+
+def explain(name: str) -> str:
+    """Return what to tell whoever wrote the unknown placeholder `name`."""
+    known = " ".join(f"{{{each}}}" for each in NAMES)
+    return (
+        f"{{{name}}} is unknown; {known} are filled in for each epoch; for the text itself "
+        f"write {{{{{name}}}}}"
+    )
+
+
+def values_of(layout: ParallelLayout, num_nodes: int) -> dict[str, int]:
+    """Return name -> value on the rung of `num_nodes` nodes that runs `layout`."""
+    degrees = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    return {**degrees, "nodes": num_nodes, "world_size": layout.world_size}
+
+
+def fill(
+    args: Sequence[str], values: Mapping[str, int], *, local_rank: int | None = None
+) -> tuple[str, ...]:
+    """Return `args` with their placeholders filled in.
+
+    Args:
+        args: as the user wrote them, without unknown names.
+        values: name -> value, see `values_of`.
+        local_rank: of the worker they are for; fills torchrun's `${local_rank}`.
+    """
+    return tuple(_filled(args, values, local_rank))
+
+
+def _filled(
+    args: Sequence[str], values: Mapping[str, int], local_rank: int | None
+) -> Iterator[str]:
+    def value_of(match: re.Match[str]) -> str:
+        if match["literal"]:
+            return f"{{{match['literal']}}}"
+        if match["name"]:
+            return str(values[match["name"]])
+        if match[0] == _LOCAL_RANK and local_rank is not None:
+            return str(local_rank)
+        return match[0]
+
+    for text in args:
+        yield _FIELD.sub(value_of, text)

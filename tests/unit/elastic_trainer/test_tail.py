@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_zygote as t
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.agent.flags import Std, Streams
+from elastic_trainer.agent.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
+
+ALL = Streams(console=Std.ALL)
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("ab") as file:
+        file.write(text.encode())
+
+
+def test_a_tail_gives_whole_lines_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path, 0)
+    assert tail.read() == ""  # not there yet
+    append(path, "one\ntw")
+    assert tail.read() == "one\n"
+    append(path, "o\rthree")
+    assert tail.read() == "two\r"
+    assert tail.read() == ""
+    assert tail.close() == "three"
+
+
+def test_a_tail_begins_where_it_is_told_and_reads_a_bounded_piece(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("old\n" + "x" * (3 * CHUNK_BYTES) + "\nnew\n")
+    tail = LogTail(path, 4)
+    pieces = [tail.read() for _ in range(5)]
+    assert "".join(pieces) == "x" * (3 * CHUNK_BYTES) + "\nnew\n"
+    assert max(map(len, pieces)) <= 2 * CHUNK_BYTES
+    assert tail.close() == ""
+
+
+@given(st.lists(st.text(alphabet="ab\n\ré", max_size=5), max_size=8))
+def test_a_tail_loses_and_repeats_nothing(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "log"
+    tail, seen = LogTail(path, 0), ""
+    for part in parts:
+        append(path, part)
+        seen += tail.read()
+        assert not seen or seen[-1] in "\n\r"
+    assert seen + tail.close() == "".join(parts)
+
+
+@pytest.fixture
+def follow() -> Callable[..., tuple[LogFollower, io.StringIO, io.StringIO]]:
+    def make(**streams: Streams) -> tuple[LogFollower, io.StringIO, io.StringIO]:
+        out, err = io.StringIO(), io.StringIO()
+        by_rank = {int(name[1:]): value for name, value in streams.items()}
+        return LogFollower(by_rank, r"step (\d+)", out=out, err=err), out, err
+
+    return make
+
+
+def followed(folder: Path, local_rank: int) -> list[Followed]:
+    return [
+        Followed(local_rank, Std.OUT, folder / f"{local_rank}.out", 0),
+        Followed(local_rank, Std.ERR, folder / f"{local_rank}.err", 0),
+    ]
+
+
+def test_the_console_gets_what_it_should_and_steps_are_found(tmp_path: Path, follow) -> None:
+    follower, out, err = follow(
+        r0=ALL, r1=Streams(console=Std.ERR, prefix=Std.ALL), r2=Streams(console=Std.NONE)
+    )
+    follower.follow(4, [log for rank in range(3) for log in followed(tmp_path, rank)])
+    for rank in range(3):
+        append(tmp_path / f"{rank}.out", f"step {rank + 7}\n")
+        append(tmp_path / f"{rank}.err", "--- epoch 4 rank 0 local_rank 0 pid 5 forked ---\na\nb")
+    t.until(lambda: len(follower.steps(4)) == 3, "no steps")
+    assert follower.steps(4) == {0: (7, 1), 1: (8, 1), 2: (9, 1)}
+    assert follower.steps(3) == {}
+    append(tmp_path / "0.err", "\rstep 8\rstep 9")  # a progress bar has no line ends
+    append(tmp_path / "1.out", "step 8\nno step\n")  # said again: no progress
+    append(tmp_path / "2.out", "step back to step 2\n")
+    t.until(lambda: follower.steps(4) == {0: (8, 2), 1: (8, 1), 2: (2, 2)}, "not found")
+    follower.close()
+    assert out.getvalue() == "step 7\n"
+    assert sorted(err.getvalue().split("\n")) == sorted(
+        ["a", "b\rstep 8\rstep 9", "[default1]:a", "[default1]:b", ""]
+    )
+
+
+def test_an_epoch_is_shown_to_its_end_before_it_is_forgotten(tmp_path: Path, follow) -> None:
+    follower, out, _ = follow(r0=ALL)
+    follower.follow(1, [Followed(0, Std.OUT, tmp_path / "one", 0)])
+    append(tmp_path / "one", "step 1\nlast words")
+    follower.follow(2, [Followed(0, Std.OUT, tmp_path / "two", 0)])
+    append(tmp_path / "two", "step 2\n")
+    t.until(lambda: follower.steps(2) == {0: (2, 1)}, "no step")
+    t.until(lambda: "last words\n" in out.getvalue(), "not shown")
+    follower.close()
+    assert sorted(out.getvalue().splitlines()) == ["last words", "step 1", "step 2"]
+
+
+def test_a_log_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path, follow) -> None:
+    follower, out, err = follow(r0=ALL)
+    (tmp_path / "0.out").mkdir()
+    follower.follow(1, followed(tmp_path, 0))
+    append(tmp_path / "0.err", "step 5\n")
+    t.until(lambda: follower.steps(1) == {0: (5, 1)}, "no step")
+    follower.close()
+    assert out.getvalue().count("cannot be read") == 1
+    assert err.getvalue() == "step 5\n"
+
+
+def test_a_follower_that_followed_nothing_closes() -> None:
+    LogFollower({}, None).close()
