@@ -5,7 +5,7 @@ in different layouts drift apart slowly although both are right. Two questions
 have exact answers nevertheless:
 
 - `near`: shortly after a transition, does the run do what one process does from
-  the same state? Within 2e-6 relative over 10 steps.
+  the checkpoint before it? Within 2e-6 relative over 10 steps.
 - `far`: over the whole run, is it no further from the undisturbed runs than
   those, which differ only in the order of their sums, are from each other?
 """
@@ -25,7 +25,7 @@ Curve = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Near:
-    """A transition at `step`, compared with one process from the state of that step."""
+    """A transition at `step`, compared with one process from the checkpoint before."""
 
     what: str
     step: int
