@@ -4,7 +4,7 @@ Every emulated agent has its own listening socket, its own connections and its o
 machine; all share one board directory. They are spread over two processes. Beside it
 torchelastic's c10d rendezvous, spread alike, as far as it gets within its deadline.
 
-    python benchmarks/membership.py [--sizes 64,256,1024] [--peer-sizes 16,32,64,128] [--out FILE]
+    python benchmarks/membership.py [--sizes 64,256,2048] [--peer-sizes 16,32,64] [--out FILE]
 
 `form`: from the start of all agents until the last one has the first epoch. A death is an
 agent that closes all its sockets. `learnt`: until the last survivor knows; `next`: until it
@@ -37,7 +37,9 @@ from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.notices import EpochFormed, Member, WorkersRunning
-from elastic_trainer.agent.transport import Endpoint, Reactor
+from elastic_trainer.agent.reactor import Reactor
+from elastic_trainer.agent.secret import Badge, make_secret
+from elastic_trainer.agent.transport import Endpoint
 
 PROCESSES = 2
 DEADLINE_S = 180.0
@@ -63,7 +65,8 @@ class Host:
         self.learnt_at: dict[str, float] = {}
         """First word of anything since `start` or `forget`; set on the reactor's thread."""
         for name in names:
-            endpoint = Endpoint(self.reactor, "127.0.0.1")
+            badge = Badge(make_secret(board), "agents", "bench")
+            endpoint = Endpoint(self.reactor, "127.0.0.1", badge=badge)
             me = Member(
                 agent_id=name, node=name, address="127.0.0.1", port=endpoint.port, workers=1
             )
@@ -259,7 +262,7 @@ def peer(total: int) -> tuple[float | None, int]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", default="64,256,1024")
+    parser.add_argument("--sizes", default="64,256,1024,2048")
     parser.add_argument("--peer-sizes", default="16,32,64,128")
     parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
     args = parser.parse_args()

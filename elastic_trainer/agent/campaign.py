@@ -35,11 +35,9 @@ class Campaign(Role):
         """agent_ids that could not be reached."""
         self._running = False
         self._swapping = False
-        self._others = [
-            m for m in ctx.everyone if m.agent_id not in (ctx.me.agent_id, ctx.coordinator)
-        ]
-        line = [m.agent_id for m in ctx.everyone if m.agent_id != ctx.coordinator]
+        line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
         self._place = line.index(ctx.me.agent_id)
+        self._num_others = len(line) - 1
 
     def start(self) -> Turn | None:
         """Campaign now when first in line, later otherwise."""
@@ -75,7 +73,7 @@ class Campaign(Role):
         return super().received(conn, message)
 
     def _before_me(self, candidate: str) -> bool:
-        line = [m.agent_id for m in self.ctx.everyone]
+        line = self.ctx.everyone.ids
         return candidate in line[: line.index(self.ctx.me.agent_id)]
 
     def opened(self, conn: Conn) -> Turn | None:
@@ -103,8 +101,8 @@ class Campaign(Role):
 
     def _try_to_win(self) -> Turn | None:
         """Go for the board when the rule allows it."""
-        all_reached_lost = all(self._votes.values()) and len(self._votes) + len(self._gone) == len(
-            self._others
+        all_reached_lost = all(self._votes.values()) and len(self._votes) + len(self._gone) == (
+            self._num_others
         )
         watching = self._watched is not None and not self._has_majority
         may = self._running and not self._swapping and not watching
@@ -177,8 +175,9 @@ class Campaign(Role):
                 self._close_all()
                 return Seek()
             self._running = True
-            for member in self._others:
-                self._dialed[ctx.dial(member.address, member.port)] = member
+            for member in ctx.everyone:
+                if member.agent_id not in (ctx.me.agent_id, ctx.coordinator):
+                    self._dialed[ctx.dial(member.address, member.port)] = member
             # Members that neither answer nor refuse must not hold up the rest for ever.
             patience = max(4 * ctx.settings.dial_timeout_s, 3 * ctx.settings.lease_renew_s)
             ctx.after("campaign", patience)

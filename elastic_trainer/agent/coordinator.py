@@ -28,6 +28,7 @@ from elastic_trainer.agent.notices import (
 )
 from elastic_trainer.agent.peers import Peer, choose_members
 from elastic_trainer.agent.roles import End, Seek, Turn
+from elastic_trainer.agent.table import NOBODY, Members
 from elastic_trainer.agent.watch import Watch
 from elastic_trainer.failures import (
     EXIT_DONE,
@@ -177,7 +178,7 @@ class Coordinator(Watch):
         ctx.abandon_epoch("another coordinator holds the lease", ctx.me.node)
         self.dismiss_all(Reject(code=None, reason="no longer the coordinator"))
         ctx.timers.clear()
-        ctx.everyone = ()
+        ctx.everyone = NOBODY
         return Seek()
 
     # --- reports -----------------------------------------------------------------------
@@ -222,7 +223,9 @@ class Coordinator(Watch):
         return self._stop(EXIT_SAVED, f"{reason}; no step was running")
 
     def _all_ended(self) -> Turn | None:
-        if self._phase not in BUSY or not set(self._members) <= self._ended.keys():
+        if len(self._ended) < len(self._members) or self._phase not in BUSY:
+            return None  # the cheap question first: every member asks it
+        if not set(self._members) <= self._ended.keys():
             return None
         step = max(report.step for report in self._ended.values())
         if all(report.finished for report in self._ended.values()):
@@ -325,7 +328,7 @@ class Coordinator(Watch):
         if self._final is not None or size == 0:
             self._phase = "idle"
             return self.advance()
-        current = set(self._members) or {member.agent_id for member in ctx.everyone}
+        current = set(self._members or ctx.everyone.ids)
         members = choose_members(pool, current, size)
         self._members = tuple(m.agent_id for m in members)
         chosen = set(self._members)
@@ -335,8 +338,8 @@ class Coordinator(Watch):
         formed = Formed(
             epoch=keeper.epoch,
             term=ctx.term,
-            members=members,
-            spares=spares,
+            members=Members.of(members),
+            spares=Members.of(spares),
             store_address=keeper.store[0],
             store_port=keeper.store[1],
             coordinator=ctx.me.agent_id,

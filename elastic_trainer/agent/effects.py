@@ -22,6 +22,7 @@ from elastic_trainer.agent.notices import (
     Report,
     StopAsked,
 )
+from elastic_trainer.agent.table import NOBODY, Members
 
 Conn = int
 """A connection. The transport numbers incoming ones with odd, the machine its dials with even."""
@@ -150,7 +151,7 @@ class Context:
     """Newest epoch this agent was told of, or published."""
     term: int = 0
     """Term of the newest coordinator this agent has followed or been."""
-    everyone: tuple[Member, ...] = ()
+    everyone: Members = NOBODY
     """All agents of the newest epoch, spares too, in member order: the line of succession."""
     coordinator: str = ""
     """Agent id of the newest coordinator this agent has followed."""
@@ -191,7 +192,7 @@ class Context:
     @property
     def coordinator_member(self) -> Member | None:
         """The coordinator as a member of the newest epoch; None: it was not in that."""
-        return next((m for m in self.everyone if m.agent_id == self.coordinator), None)
+        return self.everyone.by_id(self.coordinator)
 
     def adopt(self, formed: Formed) -> None:
         """Take over a published epoch and tell the local agent."""
@@ -200,7 +201,7 @@ class Context:
         self.history = History.from_wire(formed.history, self.now)
         self.barred = dict(formed.barred)
         self.reports = [r for r in self.reports if isinstance(r, StopAsked | NodeLeaving)]
-        self.in_epoch = any(m.agent_id == self.me.agent_id for m in formed.members)
+        self.in_epoch = self.me.agent_id in formed.members.ids
         coordinator = self.coordinator_member
         self.tell(
             EpochFormed(

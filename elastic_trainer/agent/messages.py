@@ -27,6 +27,7 @@ from elastic_trainer.agent.notices import (
     WorkersRunning,
     is_numeric,
 )
+from elastic_trainer.agent.table import Members
 from elastic_trainer.failures import Action, Failure, Kind
 
 MAX_NAME_CHARS: Final = 255
@@ -81,8 +82,8 @@ class Formed:
 
     epoch: int
     term: int
-    members: tuple[Member, ...]
-    spares: tuple[Member, ...]
+    members: Members
+    spares: Members
     store_address: str
     store_port: int
     coordinator: str
@@ -166,8 +167,15 @@ _REPORTS: Final[dict[str, Any]] = {
 
 def encode(message: Message) -> bytes:
     """Return the frame's payload."""
-    raw = {"t": type(message).__name__, **dataclasses.asdict(message)}
-    return json.dumps(raw, separators=(",", ":")).encode()
+    raw = {"t": type(message).__name__, **_fields(message)}
+    return json.dumps(raw, separators=(",", ":"), default=_fields).encode()
+
+
+def _fields(record: Any) -> Any:
+    """Return the fields of a part of a message; JSON asks again for those of its parts."""
+    if isinstance(record, Members):
+        return record.to_wire()
+    return {spec.name: getattr(record, spec.name) for spec in dataclasses.fields(record)}
 
 
 def decode(payload: bytes) -> Message:
@@ -182,8 +190,8 @@ def decode(payload: bytes) -> Message:
         if cls is Join:
             raw["member"] = Member(**raw["member"])
         elif cls is Formed:
-            raw["members"] = tuple(Member(**m) for m in raw["members"])
-            raw["spares"] = tuple(Member(**m) for m in raw["spares"])
+            raw["members"] = Members.from_wire(raw["members"])
+            raw["spares"] = Members.from_wire(raw["spares"])
             raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
         elif cls is Abort:
             raw["victims"] = tuple(raw["victims"])

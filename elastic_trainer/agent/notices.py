@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.failures import Failure
@@ -38,9 +39,9 @@ class EpochFormed:
     """A new epoch was published. Node i of the rung is `members[i]`."""
 
     epoch: int
-    members: tuple[Member, ...]
+    members: Sequence[Member]
     """Those that run workers, in rank order (rung.num_nodes of them)."""
-    spares: tuple[Member, ...]
+    spares: Sequence[Member]
     rung_nodes: int
     """num_nodes of the rung, to look it up in the ladder."""
     store_address: str

@@ -28,7 +28,9 @@ class Peers:
     def __init__(self, me: Member, now: float) -> None:
         self._me = me.agent_id
         self._by_id = {me.agent_id: Peer(me, None, now)}
+        self._by_node = {me.node: self._by_id[me.agent_id]}
         self._by_conn: dict[Conn, Peer] = {}
+        self._by_probe: dict[Conn, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -46,11 +48,24 @@ class Peers:
 
     def of_node(self, node: str) -> Peer | None:
         """Return the agent of a node."""
-        return next((p for p in self._by_id.values() if p.member.node == node), None)
+        return self._by_node.get(node)
+
+    def probe(self, peer: Peer, conn: Conn) -> None:
+        """Note that `conn` is being dialed to learn whether `peer` lives."""
+        peer.probe = conn
+        self._by_probe[conn] = peer
+
+    def probed(self, conn: Conn) -> Peer | None:
+        """Return whom `conn` was dialed to probe, once: the probe is over."""
+        peer = self._by_probe.pop(conn, None)
+        if peer is not None:
+            peer.probe = None
+        return peer
 
     def connect(self, member: Member, conn: Conn, now: float) -> Conn | None:
         """Put `member` on `conn`; return a connection of it that this one replaces."""
         peer = self._by_id.setdefault(member.agent_id, Peer(member, None, now))
+        self._by_node[member.node] = peer
         old = self.disconnect(peer)
         peer.conn, peer.heard = conn, now
         self._by_conn[conn] = peer
@@ -66,6 +81,10 @@ class Peers:
     def remove(self, peer: Peer) -> Conn | None:
         """Forget `peer`; return its connection, still open."""
         self._by_id.pop(peer.member.agent_id, None)
+        if self._by_node.get(peer.member.node) is peer:
+            del self._by_node[peer.member.node]
+        if peer.probe is not None:
+            self._by_probe.pop(peer.probe, None)
         return self.disconnect(peer)
 
     def conns(self, agent_ids: tuple[str, ...] | None = None) -> tuple[Conn, ...]:

@@ -131,25 +131,23 @@ class Watch(Role, ABC):
             self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
             self._probe(peer)
             return None
-        for peer in self.peers:
-            if peer.probe == conn:
-                peer.probe = None
-                if peer.conn is None and refused:
-                    return self.lost(peer, "its connection ended and its address refuses another")
-                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
+        peer = self.peers.probed(conn)
+        if peer is not None:
+            if peer.conn is None and refused:
+                return self.lost(peer, "its connection ended and its address refuses another")
+            self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
     def _probe(self, peer: Peer) -> None:
         if peer.conn is None and peer.probe is None:
-            peer.probe = self.ctx.dial(peer.member.address, peer.member.port)
+            self.peers.probe(peer, self.ctx.dial(peer.member.address, peer.member.port))
 
     def opened(self, conn: Conn) -> Turn | None:
         """A probed peer listens: it may come back, or be dying."""
-        for peer in self.peers:
-            if peer.probe == conn:
-                peer.probe = None
-                self.ctx.close(conn)
-                self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
+        peer = self.peers.probed(conn)
+        if peer is not None:
+            self.ctx.close(conn)
+            self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
     def timer(self, name: str) -> Turn | None:

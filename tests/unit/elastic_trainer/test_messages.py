@@ -35,6 +35,7 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.table import NOBODY, Members
 from elastic_trainer.failures import Action, Failure, Kind
 
 text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)
@@ -56,7 +57,7 @@ past = st.builds(
     step=number,
     age_s=st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9),
 )
-several = st.lists(members, max_size=3).map(tuple)
+several = st.lists(members, max_size=3).map(Members.of)
 messages = st.one_of(
     st.builds(Join, member=members, job=text, last_epoch=number),
     st.builds(Welcome, term=number),
@@ -217,8 +218,8 @@ def test_an_ill_typed_epoch_is_refused(field, value):
     epoch = Formed(
         epoch=1,
         term=1,
-        members=(),
-        spares=(),
+        members=NOBODY,
+        spares=NOBODY,
         store_address="",
         store_port=1,
         coordinator="",
@@ -233,7 +234,7 @@ def test_an_ill_typed_epoch_is_refused(field, value):
 def test_an_age_that_is_no_number_is_refused():
     bad = b'[{"node":null,"kind":"","detail":"","step":1,"age_s":NaN}]'
     payload = (
-        b'{"t":"Formed","epoch":1,"term":1,"members":[],"spares":[],"store_address":"",'
+        b'{"t":"Formed","epoch":1,"term":1,"members":[[],[],[],[],[],[]],"spares":[[],[],[],[],[],[]],"store_address":"",'
         b'"store_port":1,"coordinator":"","reason":"","barred":{},"history":' + bad + b"}"
     )
     with pytest.raises(ValueError, match="history"):

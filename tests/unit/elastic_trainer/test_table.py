@@ -1,0 +1,80 @@
+"""The table of members: the same rows as the members, and nothing else is taken for one."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.agent.notices import Member
+from elastic_trainer.agent.table import NOBODY, Members
+
+text, number = st.text(max_size=5), st.integers(0, 65535)
+rows = st.lists(
+    st.builds(
+        Member,
+        agent_id=text,
+        node=text,
+        address=text,
+        port=number,
+        workers=number,
+        snapshot_port=number,
+    ),
+    max_size=5,
+    unique_by=lambda member: member.agent_id,
+)
+
+
+def member(i):
+    return Member(agent_id=f"a{i}", node=f"n{i}", address="::1", port=i + 1, workers=1)
+
+
+@given(rows, rows)
+def test_a_table_is_the_sequence_of_its_members(first, second):
+    table = Members.of(first)
+    assert list(table) == first
+    assert table == tuple(first)
+    assert table == Members.of(first)
+    assert hash(table) == hash(Members.of(first))
+    assert list(table + Members.of(second)) == first + second
+    assert list(table[1:]) == first[1:]
+    for row in first:
+        assert table.by_id(row.agent_id) == row
+        assert row in table
+    if first != second:
+        assert table != Members.of(second)
+
+
+@given(rows)
+def test_it_comes_through_the_wire(members):
+    table = Members.of(members)
+    assert Members.from_wire(json.loads(json.dumps(table.to_wire()))) == table
+
+
+def test_who_is_not_there_is_not_found():
+    table = Members.of([member(0)])
+    assert table.by_id("b") is None
+    assert member(1) not in table
+    assert Member(agent_id="a0", node="x", address="::1", port=1, workers=1) not in table
+    assert len(NOBODY) == 0
+
+
+@pytest.mark.parametrize("column", range(6))
+@pytest.mark.parametrize("wrong", [None, True, 1.5, [], {}, -1, 65536, 10**30, "x", 7])
+def test_a_wrong_value_is_refused(column, wrong):
+    raw = json.loads(json.dumps(Members.of([member(0), member(1)]).to_wire()))
+    raw[column][1] = wrong
+    if (column < 3 and wrong == "x") or (column >= 3 and wrong == 7):
+        assert len(Members.from_wire(raw)) == 2
+        return
+    with pytest.raises(ValueError, match="table of members"):
+        Members.from_wire(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [None, 7, "abcdef", {}, [], [[]] * 5, [[]] * 7, [[]] * 5 + [[1]], [[], [], [], [], [], 3]],
+)
+def test_what_is_no_table_is_refused(raw):
+    with pytest.raises(ValueError, match="table of members"):
+        Members.from_wire(raw)
