@@ -47,7 +47,7 @@ def write_error_file(error: BaseException) -> None:
         return
     record = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": _with_causes(error),
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(time.time())),
@@ -55,6 +55,18 @@ def write_error_file(error: BaseException) -> None:
         }
     }
     Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _with_causes(error: BaseException | None) -> str:
+    """Return an error and what it was raised from, a line or more each.
+
+    A pipeline's stage says only that it failed; that a peer was gone is in its cause.
+    """
+    lines: list[str] = []
+    while error is not None:
+        lines.append(f"{'caused by ' if lines else ''}{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

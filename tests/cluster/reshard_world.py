@@ -30,6 +30,7 @@ from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
 from elastic_trainer.checkpoint.state import RNG, TRAINER, create_optimizer_state, live_tensors
 from elastic_trainer.checkpoint.state import STEP as STEP_NAME
+from elastic_trainer.config import ElasticSection
 from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.models import ModelShape
@@ -165,7 +166,7 @@ class World:
 
     def _config(self, run: Path):
         case = self.case
-        return make_config(
+        config = make_config(
             run,
             case.layout,
             model=SHAPE,
@@ -174,6 +175,8 @@ class World:
             seq_len=48,
             global_batch=10,
         )
+        # Nothing hangs here: the deadline of the world is what ends it.
+        return dataclasses.replace(config, elastic=ElasticSection(start_ceiling_s=1800.0))
 
     def _manager(self, run: Path, epoch: int) -> CheckpointManager:
         board = FileBoard(run / "board")
