@@ -91,6 +91,12 @@ class ElasticSection:
     min_nodes: int = 1
     max_restarts: int = 100
     """Job-wide restarts allowed within `window_s`; then exit 94."""
+    max_crashes: int = 10
+    """Of these, after errors of the program."""
+    max_hangs: int = 20
+    """Of these, after hangs."""
+    no_progress: int = 3
+    """So many failures of the program, or hangs, with no newly committed step: exit 93."""
     window_s: float = 86400.0
     node_failures: int = 2
     """A node whose workers fail this many times within `window_s` leaves the job."""

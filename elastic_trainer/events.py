@@ -20,6 +20,7 @@ EVENTS: Final[dict[str, str]] = {
     "coordinator.elected": "This agent took the coordinator's lease. term, previous",
     "epoch.formed": "An epoch was published. members, spares, rung, coordinator, reason",
     "epoch.aborted": "The coordinator ended an epoch. reason, victims",
+    "epoch.delayed": "What all nodes share fails again: the next epoch waits. seconds, reason",
     "member.joined": "A node asked to join. member",
     "member.lost": "A node is gone. member, reason, detected_s",
     "member.evicted": "A node was put out of the job. member, reason",

@@ -35,6 +35,8 @@ class Kind(enum.StrEnum):
     USER_ERROR = "user_error"
     NODE_FAULT = "node_fault"
     """The node itself is bad: device lost, disk, unreapable worker."""
+    INFRASTRUCTURE = "infrastructure"
+    """Storage, name service, network or NCCL failed: no program's doing; one node's perhaps."""
 
 
 class Action(enum.StrEnum):
@@ -56,6 +58,8 @@ class Failure:
     action: Action
     detail: str
     """One line for people: exception and message, or signal name."""
+    sure: bool = False
+    """The worker itself said that a restart cannot help (exit code 93): no node is to blame."""
 
 
 DETAIL_CHARS = 300
@@ -105,6 +109,24 @@ _COLLATERAL = re.compile(
 _OWN_NETWORK_FAULT = re.compile(r"Address already in use|EADDRINUSE", re.IGNORECASE)
 """DistNetworkError that is no peer's doing."""
 
+_INFRASTRUCTURE = re.compile(
+    # storage and network, as the kernel says it: EIO, ENETDOWN, ENETUNREACH, ETIMEDOUT,
+    # ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ESHUTDOWN (Lustre), EREMOTEIO
+    r"Input/output error|Remote I/O error|Network is (unreachable|down)|No route to host"
+    r"|Host is down|Connection refused|Connect(ion|\(\)) timed out"
+    r"|Software caused connection abort|Cannot send after transport endpoint shutdown"
+    # name service and services over HTTP
+    r"|Temporary failure in name resolution|Name or service not known"
+    r"|Max retries exceeded|Read timed out|ReadTimeout|ConnectTimeout|Service Unavailable"
+    r"|Bad Gateway|Gateway Time-?out|Too Many Requests"
+    # NCCL, but for ncclInvalidUsage and ncclInvalidArgument, which are the program's
+    r"|nccl(System|Internal|UnhandledCuda)Error|NCCL (WARN|error)\b(?!.*invalid (usage|argument))"
+    # Python's own words for it, whatever the message
+    r"|^(?:\w+\.)*(TimeoutError|ConnectionError|ConnectionRefusedError|ConnectTimeout)\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""What a worker says when something all nodes share, or its way there, has failed."""
+
 _USER_EXCEPTION = re.compile(
     r"^(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError)\b"
     r"|\bHF\d{3}\b|error: unrecognized arguments|error: the following arguments are required"
@@ -118,6 +140,10 @@ _USER_EXCEPTION_AT_START = re.compile(
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
+_NAMES_AN_ERROR = re.compile(
+    r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failure|Interrupt|Exit|Warning)\b"
+)
+_VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
 _BOILERPLATE = re.compile(r"\[/[^\]\s]*\.(?:cc|cpp|h):\d+\] ?|\. This is typically caused by .*")
 """Where in torch's or gloo's build a message came from, and their general advice."""
@@ -156,6 +182,7 @@ def classify(
             kind=Kind.USER_ERROR,
             action=Action.STOP,
             detail=one_line(message or _last_line(log_tail) or f"exit code {code}"),
+            sure=True,
         )
     if signal is not None and signal != signals.SIGABRT:
         return _by_signal(signal, text, by_text)
@@ -174,6 +201,16 @@ def one_line(text: str) -> str:
     return flat if len(flat) <= DETAIL_CHARS else flat[: DETAIL_CHARS - 1] + "…"
 
 
+def signature(detail: str) -> str:
+    """Return `detail` without its numbers: ranks' indices, sizes and addresses differ."""
+    return _VARIABLE.sub("#", detail)
+
+
+def names_an_error(detail: str) -> bool:
+    """Whether `detail` is an exception's own words, and not just how a process ended."""
+    return _NAMES_AN_ERROR.match(detail) is not None
+
+
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
     if found := _NODE_FAULT.search(text):
         detail = _line_around(text, found.start())
@@ -190,6 +227,11 @@ def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
     if (found := _COLLATERAL.search(text)) and not _OWN_NETWORK_FAULT.search(text):
         detail = one_line(_line_around(text, found.start()))
         return Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
+    # Where an exception is known it decides alone: warnings before it are common.
+    said = message or text
+    if found := _INFRASTRUCTURE.search(said):
+        detail = one_line(_line_around(said, found.start()))
+        return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
     return None
 
 

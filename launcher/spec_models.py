@@ -298,6 +298,17 @@ class Elastic(Section):
     max_restarts: Annotated[int, Field(ge=0, le=10**9)] = Field(
         100, description="Job-wide restarts within window_s; then exit code 94."
     )
+    max_crashes: Annotated[int, Field(ge=0, le=10**9)] = Field(
+        10, description="Of these, restarts after errors of the program."
+    )
+    max_hangs: Annotated[int, Field(ge=0, le=10**9)] = Field(
+        20, description="Of these, restarts after hangs."
+    )
+    no_progress: Count = Field(
+        3,
+        description="Exit code 93 after so many failures of the program, or hangs, "
+        "without a newly committed step between them.",
+    )
     window_s: Seconds = Field(86400.0, description="Seconds that max_restarts looks back.")
     node_failures: Count = Field(
         2, description="A node that fails this many times within window_s leaves the job."

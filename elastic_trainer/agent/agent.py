@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic_trainer.agent.cause import gather
 from elastic_trainer.agent.ends import describe, failure_of, log_exit, process_failure
 from elastic_trainer.agent.environment import group_rank_of, worker_environment
 from elastic_trainer.agent.hang import HangWatch
@@ -68,8 +69,10 @@ class _Epoch:
     """No worker that ended well left before the last step."""
     step: int = 0
     """Highest completed step seen."""
+    committed: int = 0
+    """Newest step that workers said to be committed."""
     held: WorkersFailed | None = None
-    """A consequence, kept back in the hope of its cause."""
+    """A consequence, kept back in the hope of its cause; or an error others may have too."""
     held_until: float = 0.0
 
 
@@ -293,14 +296,16 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._on_good_end(epoch, exited)
             return
         self._failures[exited.rank] = process_failure(exited)
+        epoch.committed = max(epoch.committed, exited.beat.committed_step)
         report = self._failed(epoch, exited.local_rank, exited.beat.step, failure)
-        if failure.kind is Kind.COLLATERAL and self._workers.alive:
-            # The cause may be another worker here, whose end comes a moment later.
-            if epoch.held is None:
-                epoch.held, epoch.held_until = report, self._clock() + self._config.settle_s
+        epoch.held, waits = gather(epoch.held, report)
+        if not waits or not self._workers.alive:
+            self._fail(epoch, epoch.held)
             return
-        cause = epoch.held if failure.kind is Kind.COLLATERAL else None
-        self._fail(epoch, cause or report)
+        # The cause, or the same error, may come a moment later from another worker here.
+        shared = epoch.held.failure.kind is not Kind.COLLATERAL
+        wait_s = self._config.shared_settle_s if shared else self._config.settle_s
+        epoch.held_until = max(epoch.held_until, self._clock() + wait_s)
 
     def _on_good_end(self, epoch: _Epoch, exited: WorkerExited) -> None:
         if not self._scripts.finished(exited):
@@ -330,6 +335,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             rank=first + local_rank,
             step=step,
             failure=failure,
+            of=self._config.workers,
+            committed=epoch.committed if self._config.watch_all else None,
         )
 
     def _fail(self, epoch: _Epoch, report: WorkersFailed) -> None:
@@ -386,6 +393,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         beats = self._scripts.beats(epoch.formed.epoch, self._workers.beats())
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
+        committed = (beat.committed_step for beat in beats.values())
+        epoch.committed = max([epoch.committed, *committed])
         if not self._config.watch_all and group_rank_of(epoch.formed, self._config.me) == 0:
             self._scripts.show_progress(epoch.step, self._clock())
         if any(beat.committed_step for beat in beats.values()):

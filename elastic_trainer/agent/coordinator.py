@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.history import causes
+from elastic_trainer.agent.judge import BUSY, Judge
 from elastic_trainer.agent.lease import LeaseKeeper, Standing
 from elastic_trainer.agent.messages import (
     Abort,
@@ -29,23 +29,19 @@ from elastic_trainer.agent.notices import (
 from elastic_trainer.agent.peers import Peer, choose_members
 from elastic_trainer.agent.roles import End, Seek, Turn
 from elastic_trainer.agent.table import NOBODY, Members
-from elastic_trainer.agent.watch import Watch
 from elastic_trainer.failures import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
-    Kind,
 )
 from elastic_trainer.heartbeat import Request
 
-BUSY = ("starting", "running", "draining")
-"""Phases in which workers of the epoch run."""
 FINAL_SWAP_S = 10.0
 """How long the end of a job waits for a board that does not answer."""
 
 
-class Coordinator(Watch):
+class Coordinator(Judge):
     """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
 
     Args:
@@ -68,12 +64,6 @@ class Coordinator(Watch):
         ctx.term = state.lease.term
         self._lease = LeaseKeeper(ctx, state, token)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
-        self._phase, self._reason = "idle", "start"
-        self._members: tuple[str, ...] = ()
-        """Agent ids of the current epoch."""
-        self._lost: list[str] = []
-        """Nodes of the last epoch that died since."""
-        self._failed: list[tuple[str, WorkersFailed]] = []
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
         self._stopping: str | None = None
@@ -87,7 +77,7 @@ class Coordinator(Watch):
         before = self._predecessor
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
-            self._lost.append(before.node)
+            self.lost_nodes.append(before.node)
             ctx.abandon_epoch(f"lost {before.node}", before.node)
         self.begin_to_watch()
         ctx.after("renew", settings.lease_renew_s)
@@ -107,14 +97,14 @@ class Coordinator(Watch):
         """An agent has joined: form or grow; one that missed the epoch's news ends it."""
         ctx, member = self.ctx, join.member
         conns = self.peers.conns((member.agent_id,))
-        runs = self._phase in BUSY and join.last_epoch == ctx.epoch
+        runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"
             ctx.outbox.append(Send(conns, Abort(epoch=join.last_epoch, reason=over, victims=())))
-        if member.agent_id in self._members:
-            if self._phase in BUSY and not runs:
-                self._end_epoch(f"{member.node} missed the epoch", (member.node,))
-            if self._phase == "draining":
+        if member.agent_id in self.members:
+            if self.phase in BUSY and not runs:
+                self.end_epoch(f"{member.node} missed the epoch", (member.node,))
+            if self.phase == "draining":
                 ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(self._asked))))
         return self.advance()
 
@@ -127,6 +117,11 @@ class Coordinator(Watch):
             self._lease.look()
         elif name == "gather":
             return self._gather_over()
+        elif name == "settle":
+            self.settled()
+            return self.advance()
+        elif name == "backoff":
+            return self._publish()
         elif name == "final":
             return self._leave()
         else:
@@ -136,8 +131,8 @@ class Coordinator(Watch):
     def _gather_over(self) -> Turn | None:
         self.expected = None
         settings, have = self.ctx.settings, len(self.peers)
-        if self.ctx.epoch == 0 and self._phase == "idle" and have < settings.min_nodes:
-            return self._stop(
+        if self.ctx.epoch == 0 and self.phase == "idle" and have < settings.min_nodes:
+            return self.stop(
                 EXIT_TOO_FEW_NODES,
                 f"{have} of at least {settings.min_nodes} nodes joined within "
                 f"{settings.join_timeout_s:.0f} s",
@@ -197,45 +192,42 @@ class Coordinator(Watch):
             case StopAsked(reason=reason):
                 return self._stop_asked(reason)
             case NodeLeaving(reason=reason):
-                self._evict(peer.member.node, reason)
+                self.evict(peer.member.node, reason)
             case WorkersFailed(epoch=epoch) if epoch == self.ctx.epoch:
-                node = peer.member.node
-                self._failed.append((node, report))
-                if self._phase in BUSY:
-                    victims = () if report.failure.kind is Kind.COLLATERAL else (node,)
-                    self._end_epoch(f"worker failed: {report.failure.detail}", victims)
+                self.failed_reports.append((peer.member.node, report))
+                self.settle(report)
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
             case WorkersRunning(epoch=epoch) if epoch == self.ctx.epoch:
-                if self._phase != "starting":
+                if self.phase != "starting":
                     return None
-                self._phase = "running"
+                self.phase = "running"
         return self.advance()
 
     def _stop_asked(self, reason: str) -> Turn | None:
         if self._stopping is not None:
             return None
         self._stopping = reason
-        if self._phase in BUSY:
+        if self.phase in BUSY:
             self._ask_all(Request.STOP)
             return None
-        return self._stop(EXIT_SAVED, f"{reason}; no step was running")
+        return self.stop(EXIT_SAVED, f"{reason}; no step was running")
 
     def _all_ended(self) -> Turn | None:
-        if len(self._ended) < len(self._members) or self._phase not in BUSY:
+        if len(self._ended) < len(self.members) or self.phase not in BUSY:
             return None  # the cheap question first: every member asks it
-        if not set(self._members) <= self._ended.keys():
+        if not set(self.members) <= self._ended.keys():
             return None
         step = max(report.step for report in self._ended.values())
         if all(report.finished for report in self._ended.values()):
-            return self._stop(EXIT_DONE, f"the last step, {step}, is done")
+            return self.stop(EXIT_DONE, f"the last step, {step}, is done")
         if self._stopping is not None and not all(r.saved for r in self._ended.values()):
             why = "workers left without saying that they had saved"
-            return self._stop(EXIT_FAILED, f"{self._stopping}; {why}")
+            return self.stop(EXIT_FAILED, f"{self._stopping}; {why}")
         if self._stopping is not None:
-            return self._stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
-        self._phase, self._reason = "idle", "growth"
+            return self.stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
+        self.phase, self.reason = "idle", "growth"
         return self.advance()
 
     # --- members leave -----------------------------------------------------------------
@@ -245,28 +237,31 @@ class Coordinator(Watch):
         member = peer.member
         self.forget(peer)
         self.ctx.log("member.lost", member=member.node, reason=reason)
-        if member.agent_id in self._members:
-            self._lost.append(member.node)
-            if self._phase in BUSY:
-                self._end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
+        if member.agent_id in self.members:
+            self.lost_nodes.append(member.node)
+            if self.phase in BUSY:
+                self.end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
         return self.advance()
 
-    def _evict(self, node: str, reason: str) -> None:
+    def evict(self, node: str, reason: str) -> None:
+        """Put a node out of the job, for good unless the operator says otherwise."""
         ctx = self.ctx
         ctx.barred[node] = reason
         ctx.log("member.evicted", member=node, reason=reason)
         peer = self.peers.of_node(node)
         if peer is None:
             return
-        if peer.member.agent_id in self._members and self._phase in BUSY:
-            self._end_epoch(f"{node} was put out: {reason}", (node,))
+        if peer.member.agent_id in self.members and self.phase in BUSY:
+            self.end_epoch(f"{node} was put out: {reason}", (node,))
         if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
             self.dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
             self.forget(peer)
 
-    def _end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
+    def end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
+        """Have the workers of the epoch killed everywhere."""
         ctx = self.ctx
-        self._phase, self._reason = "idle", reason
+        ctx.timers.pop("settle", None)
+        self.phase, self.reason = "idle", reason
         ctx.log("epoch.aborted", reason=reason, victims=list(victims))
         self.send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims))
         ctx.in_epoch = False
@@ -278,24 +273,24 @@ class Coordinator(Watch):
         """Do what the present state calls for: form, grow, park or nothing."""
         if self._final is not None:
             return None
-        if self._stopping is not None and self._phase == "idle":
-            why = f"{self._stopping}; {self._reason}; the newest checkpoint counts"
-            return self._stop(EXIT_SAVED, why)
+        if self._stopping is not None and self.phase == "idle":
+            why = f"{self._stopping}; {self.reason}; the newest checkpoint counts"
+            return self.stop(EXIT_SAVED, why)
         if self._waits_for_more():
             return None
         size = self.ctx.settings.rung_for(len(self.peers.able(self.ctx.barred)))
-        if self._phase == "running" and size > len(self._members):
+        if self.phase == "running" and size > len(self.members):
             self._ask_all(Request.GROW)
-        elif self._phase == "idle" and size == 0:
+        elif self.phase == "idle" and size == 0:
             return self._park()
-        elif self._phase == "idle":
-            self._phase = "forming"
+        elif self.phase == "idle":
+            self.phase = "forming"
             self._lease.form()
         return None
 
     def _waits_for_more(self) -> bool:
         """Whether the first epoch of this coordinator waits for agents that should come."""
-        if "gather" not in self.ctx.timers or self._members:
+        if "gather" not in self.ctx.timers or self.members:
             return False
         if self.expected is not None:
             return bool(self.expected)
@@ -308,7 +303,7 @@ class Coordinator(Watch):
         have = len(self.peers.able(barred))
         if barred and have + len(barred) >= need:
             why = "; ".join(f"{node}: {reason}" for node, reason in sorted(barred.items()))
-            return self._stop(
+            return self.stop(
                 EXIT_TOO_FEW_NODES,
                 f"{have} healthy nodes are left, the last rung needs {need} (put out: {why})",
             )
@@ -320,18 +315,20 @@ class Coordinator(Watch):
     def _publish(self) -> Turn | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
         ctx, keeper = self.ctx, self._lease
-        if self._phase != "forming" or keeper.epoch is None or keeper.store is None:
+        if self.phase != "forming" or keeper.epoch is None or keeper.store is None:
             return None
-        reason = self._judge()
+        self.judge(self._lease.commits)
+        if "backoff" in ctx.timers:
+            return None
         pool = self.peers.able(ctx.barred)
         size = ctx.settings.rung_for(len(pool))
         if self._final is not None or size == 0:
-            self._phase = "idle"
+            self.phase = "idle"
             return self.advance()
-        current = set(self._members or ctx.everyone.ids)
+        current = set(self.members or ctx.everyone.ids)
         members = choose_members(pool, current, size)
-        self._members = tuple(m.agent_id for m in members)
-        chosen = set(self._members)
+        self.members = tuple(m.agent_id for m in members)
+        chosen = set(self.members)
         spares = tuple(m for m in pool if m.agent_id not in chosen)
         if ctx.me.node in ctx.barred:  # it coordinates, but runs no workers
             spares = (*spares, ctx.me)
@@ -343,12 +340,12 @@ class Coordinator(Watch):
             store_address=keeper.store[0],
             store_port=keeper.store[1],
             coordinator=ctx.me.agent_id,
-            reason=reason,
+            reason=self.reason,
             history=ctx.history.to_wire(ctx.now),
             barred=ctx.barred,
         )
         self._ended, self._asked = {}, Request.NONE
-        self._phase, self.expected, self._said_parked = "starting", None, None
+        self.phase, self.expected, self._said_parked = "starting", None, None
         self.send_all(formed)
         ctx.adopt(formed)
         ctx.log(
@@ -357,43 +354,27 @@ class Coordinator(Watch):
             spares=[m.node for m in spares],
             rung=size,
             coordinator=ctx.me.node,
-            reason=reason,
+            reason=self.reason,
         )
         return None
-
-    def _judge(self) -> str:
-        """Charge what ended the last epoch to a node or the job; return it in words."""
-        ctx, settings = self.ctx, self.ctx.settings
-        known = [self.peers.get(agent_id) for agent_id in self._members]
-        gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
-        found = causes(self._lost + gone, self._failed)
-        self._lost, self._failed = [], []
-        for item in found:
-            ctx.history = ctx.history.add(item, ctx.now)
-            verdict = ctx.history.verdict(item, settings.limits, ctx.now, ctx.barred)
-            if verdict.stop_code is not None:
-                self._stop(verdict.stop_code, verdict.reason)
-            elif verdict.evict is not None:
-                self._evict(verdict.evict, verdict.reason)
-        return ", ".join(map(str, found)) or self._reason
 
     # --- requests and the end ----------------------------------------------------------
 
     def _ask_all(self, request: Request) -> None:
         ctx = self.ctx
         self._asked |= request
-        self._phase = "draining"
-        conns = self.peers.conns(self._members)
+        self.phase = "draining"
+        conns = self.peers.conns(self.members)
         if conns:
             ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(request))))
-        if ctx.me.agent_id in self._members:
+        if ctx.me.agent_id in self.members:
             ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
 
-    def _stop(self, code: int, reason: str) -> Turn | None:
+    def stop(self, code: int, reason: str) -> Turn | None:
         """End the job: first on the board, for a deposed coordinator ends nothing."""
         if self._final is None:
             self._final = End(code, reason)
-            self._phase = "idle"
+            self.phase = "idle"
             self.ctx.after("final", FINAL_SWAP_S)
             self._lease.release(code, reason)
         return None

@@ -117,6 +117,9 @@ class Settings:
     """The same when the holder's address refuses connections. Well above `lease_renew_s`: to a
     job elsewhere an address may mean another machine, and then only the beat says who lives."""
     max_restarts: int = 100
+    max_crashes: int = 10
+    max_hangs: int = 20
+    no_progress: int = 3
     window_s: float = 86400.0
     node_failures: int = 2
 
@@ -125,6 +128,9 @@ class Settings:
         """What failures may cost."""
         return Limits(
             max_restarts=self.max_restarts,
+            max_crashes=self.max_crashes,
+            max_hangs=self.max_hangs,
+            no_progress=self.no_progress,
             window_s=self.window_s,
             node_failures=self.node_failures,
         )

@@ -1,36 +1,48 @@
-"""Who is to blame, and is it enough: failures, budgets and what follows. Pure.
+"""Is it enough: the failures of a job, its budgets, and what follows each. Pure.
 
-Failures are attributed to a node first; only then is the job-wide budget charged.
+Failures are attributed to a node first (`cause.py`); only then is a job-wide budget charged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from elastic_trainer.agent.cause import OF_THE_PROGRAM, Culprit
 from elastic_trainer.agent.messages import PastFailure
-from elastic_trainer.agent.notices import WorkersFailed
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
     Action,
     Kind,
+    signature,
 )
 
-NO_PROGRESS_LIMIT: Final = 3
-"""Failures in a row at the same step, with crashes of the program, before giving up."""
+PUT_OUT_FOR_NOTHING: Final = 2
+"""Nodes put out for one and the same failure without progress; on a third it follows the job."""
 
-_OF_THE_PROGRAM: Final = (Kind.CRASH, Kind.USER_ERROR)
+LONGEST_BACKOFF_S: Final = 60.0
+
+_OF_WORKERS: Final = (*OF_THE_PROGRAM, Kind.HANG, Kind.KILLED)
+_SHARED: Final = (Kind.INFRASTRUCTURE, Kind.COLLATERAL)
+"""Failures of what nodes share: time may mend them, a restart at once may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """From the job's `elastic:` section."""
+    """From the job's `elastic:` section; counts within the last `window_s` seconds."""
 
     max_restarts: int
+    """Restarts of any class: lost nodes, killed workers, storage, network, and the two below."""
     window_s: float
     node_failures: int
+    """Failures that cost a node its place."""
+    max_crashes: int = 10
+    """Restarts after errors of the program, memory included."""
+    max_hangs: int = 20
+    no_progress: int = 3
+    """Failures of the program, or hangs, without a newly committed step between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,70 +56,48 @@ class Verdict:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """The report that an epoch's end is blamed on; `node` None: not one node's fault."""
-
-    node: str | None
-    kind: Kind
-    action: Action
-    detail: str
-    step: int
-
-    def __str__(self) -> str:
-        """Return the cause as people say it."""
-        if self.kind is Kind.NODE_LOST:
-            return f"lost {self.node}"
-        where = f" on {self.node}" if self.node else ""
-        return f"worker failed{where}: {self.detail}"
-
-
-def causes(lost: list[str], reports: list[tuple[str, WorkersFailed]]) -> list[Culprit]:
-    """Return all that ended an epoch: nodes that were lost, and the cause of its failures.
-
-    Failures that are but echoes of a lost node say nothing more. `reports` as in `culprit`,
-    but may be empty.
-    """
-    found = [
-        Culprit(node, Kind.NODE_LOST, Action.RESTART, "node lost", 0)
-        for node in dict.fromkeys(lost)
-    ]
-    if reports:
-        worst = culprit(reports)
-        if worst.kind is not Kind.COLLATERAL or not found:
-            found.append(worst)
-    return found
-
-
-def culprit(reports: list[tuple[str, WorkersFailed]]) -> Culprit:
-    """Return what the failures of one epoch come down to.
-
-    The first failure that is not collateral is the cause. When two nodes crash with
-    the same words it is the program, not a node. `reports` holds (node, report) in
-    the order of arrival and is not empty.
-    """
-    primary = [item for item in reports if item[1].failure.kind is not Kind.COLLATERAL]
-    node, first = (primary or reports)[0]
-    failure = first.failure
-    others = {name for name, report in primary if report.failure.detail == failure.detail}
-    blamed: str | None = node
-    if failure.kind is Kind.COLLATERAL or (failure.kind in _OF_THE_PROGRAM and len(others) > 1):
-        blamed = None
-    return Culprit(blamed, failure.kind, failure.action, failure.detail, first.step)
+_Entry = tuple[float, PastFailure]
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Failures of the job, with the time (this machine's monotonic seconds) of each."""
+    """Failures of the job, with the time (this machine's monotonic seconds) of each.
 
-    entries: tuple[tuple[float, PastFailure], ...] = ()
+    Those of one moment are one incident: a rack that dies costs one restart.
+    """
 
-    def add(self, found: Culprit, now: float) -> History:
-        """Return the history with one more failure."""
+    entries: tuple[_Entry, ...] = ()
+
+    def add(self, found: Culprit, now: float, progress: int | None = None) -> History:
+        """Return the history with one more failure.
+
+        Args:
+            found: the failure.
+            now: when.
+            progress: newest committed step; None: nobody knows (a script of others).
+        """
         entry = PastFailure(
-            node=found.node, kind=found.kind.value, detail=found.detail, step=found.step, age_s=0.0
+            node=found.node,
+            kind=found.kind.value,
+            detail=found.detail,
+            step=found.step,
+            age_s=0.0,
+            progress=progress,
         )
         return History((*self.entries, (now, entry)))
+
+    @property
+    def progress(self) -> int | None:
+        """Newest committed step of which a failure told."""
+        return max((e.progress for _, e in self.entries if e.progress is not None), default=None)
+
+    def without(self, node: str) -> History:
+        """Return the history without the failures of `node`, which the operator has mended."""
+        return History(tuple(item for item in self.entries if item[1].node != node))
+
+    def within(self, window_s: float, now: float) -> History:
+        """Return the history without what no limit counts any more."""
+        return History(tuple(item for item in self.entries if now - item[0] <= window_s))
 
     def verdict(
         self, found: Culprit, limits: Limits, now: float, barred: Collection[str] = ()
@@ -117,31 +107,32 @@ class History:
         Failures of `barred` nodes are not charged to the job, but they stay evidence: a
         program that fails wherever one rank goes must not cost one node after the other.
         """
-        recent = [entry for when, entry in self.entries if now - when <= limits.window_s]
+        recent = self.within(limits.window_s, now).entries
         if found.action is Action.STOP:
             return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=found.detail)
-        if reason := _deterministic(recent, found):
+        if reason := _follows_the_job(recent, found, barred):
             return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=reason)
-        if found.action is Action.EVICT and found.node is not None:
-            return Verdict(evict=found.node, reason=found.detail)
-        by_node = [e for e in recent if e.node == found.node and e.kind != Kind.NODE_LOST]
-        if (
-            found.node is not None
-            and found.kind is not Kind.NODE_LOST
-            and len(by_node) >= limits.node_failures
-        ):
-            return Verdict(
-                evict=found.node,
-                reason=f"failed {len(by_node)} times, last: {found.detail}",
-            )
-        charged = sum(entry.node not in barred for entry in recent)
-        if charged > limits.max_restarts:
-            return Verdict(
-                stop_code=EXIT_BUDGET_USED_UP,
-                reason=f"{charged} restarts within {limits.window_s:.0f} s, "
-                f"elastic.max_restarts allows {limits.max_restarts}; last: {found.detail}",
-            )
+        if reason := _is_bad_node(recent, found, limits):
+            return Verdict(evict=found.node, reason=reason)
+        charged = [item for item in recent if item[1].node not in barred]
+        if reason := _stands_still(charged, found, limits):
+            return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=reason)
+        if reason := _overdrawn(charged, found, limits):
+            return Verdict(stop_code=EXIT_BUDGET_USED_UP, reason=reason)
         return Verdict(reason=found.detail)
+
+    def backoff_s(self) -> float:
+        """Return how long to wait before the next epoch: 0, 0, 2, 4, … 60 s.
+
+        Only where what all nodes share has failed again without progress: a storage that is
+        gone for minutes must not use up a budget in seconds.
+        """
+        incidents: set[float] = set()
+        for when, entry in reversed(self.entries):
+            if Kind(entry.kind) not in _SHARED or entry.progress != self.entries[-1][1].progress:
+                break
+            incidents.add(when)
+        return 0.0 if len(incidents) < 2 else min(2.0 ** (len(incidents) - 1), LONGEST_BACKOFF_S)
 
     def to_wire(self, now: float) -> tuple[PastFailure, ...]:
         """Return entries with ages instead of times: clocks differ between machines."""
@@ -153,19 +144,70 @@ class History:
         return cls(tuple((now - entry.age_s, entry) for entry in entries))
 
 
-def _deterministic(recent: list[PastFailure], found: Culprit) -> str:
-    """Say why a crash would come back, or return an empty string."""
-    if found.kind not in _OF_THE_PROGRAM:
+def _incidents(entries: Iterable[_Entry], kinds: Collection[Kind] | None = None) -> int:
+    """Count the moments at which something (of `kinds`) failed."""
+    return len({when for when, e in entries if kinds is None or Kind(e.kind) in kinds})
+
+
+def _follows_the_job(recent: Sequence[_Entry], found: Culprit, barred: Collection[str]) -> str:
+    """Say why a failure would come back on any node, or return an empty string."""
+    if found.kind not in _OF_WORKERS:
         return ""
-    same = [e for e in recent if e.detail == found.detail and e.step == found.step]
-    nodes = {entry.node for entry in same if entry.node}
-    if len(nodes) > 1:
-        return f"the same error on {', '.join(sorted(nodes))} at step {found.step}: {found.detail}"
-    tail = recent[-NO_PROGRESS_LIMIT:]
-    if (
-        found.node is None
-        and len(tail) == NO_PROGRESS_LIMIT
-        and all(e.step == found.step and e.kind in _OF_THE_PROGRAM for e in tail)
-    ):
-        return f"{NO_PROGRESS_LIMIT} failures without progress at step {found.step}: {found.detail}"
+    sign = signature(found.detail)
+    alike = [e for _, e in recent if e.kind == found.kind and signature(e.detail) == sign]
+    at_step = {e.node for e in alike if e.step == found.step and e.node}
+    if found.kind in OF_THE_PROGRAM and len(at_step) > 1:
+        return f"the same error on {_listed(at_step)} at step {found.step}: {found.detail}"
+    newest = recent[-1][1].progress if recent else None
+    stuck = {e.node for e in alike if e.node and newest is not None and e.progress == newest}
+    if found.node in stuck - set(barred) and len(stuck & set(barred)) >= PUT_OUT_FOR_NOTHING:
+        return f"the same failure on {_listed(stuck)} without progress: {found.detail}"
+    return ""
+
+
+def _is_bad_node(recent: Sequence[_Entry], found: Culprit, limits: Limits) -> str:
+    """Say why the node of the newest failure must leave, or return an empty string."""
+    if found.node is None or found.kind is Kind.NODE_LOST:
+        return ""
+    if found.action is Action.EVICT:
+        return found.detail
+    times = sum(e.node == found.node and e.kind != Kind.NODE_LOST for _, e in recent)
+    enough = times >= limits.node_failures
+    return f"failed {times} times, last: {found.detail}" if enough else ""
+
+
+def _listed(nodes: Collection[str]) -> str:
+    return ", ".join(sorted(nodes))
+
+
+def _stands_still(charged: list[_Entry], found: Culprit, limits: Limits) -> str:
+    """Say that the program fails again and again at one place, or return an empty string."""
+    kinds = (*OF_THE_PROGRAM, Kind.HANG)
+    newest = charged[-1][1].progress if charged else None
+    if found.kind not in kinds or newest is None:
+        return ""
+    same = [item for item in charged if item[1].progress == newest]
+    failures = _incidents(same, kinds)
+    if failures < limits.no_progress:
+        return ""
+    return (
+        f"{failures} failures without progress since step {newest} was committed "
+        f"(elastic.no_progress allows {limits.no_progress - 1}); last: {found.detail}"
+    )
+
+
+def _overdrawn(charged: list[_Entry], found: Culprit, limits: Limits) -> str:
+    """Say which budget is used up, or return an empty string."""
+    classes: tuple[tuple[str, str, tuple[Kind, ...], int], ...] = (
+        ("restarts after errors of the program", "max_crashes", OF_THE_PROGRAM, limits.max_crashes),
+        ("restarts after hangs", "max_hangs", (Kind.HANG,), limits.max_hangs),
+        ("restarts", "max_restarts", tuple(Kind), limits.max_restarts),
+    )
+    for what, key, kinds, allowed in classes:
+        used = _incidents(charged, kinds)
+        if found.kind in kinds and used > allowed:
+            return (
+                f"{used} {what} within {limits.window_s:.0f} s, "
+                f"elastic.{key} allows {allowed}; last: {found.detail}"
+            )
     return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 
-from elastic_trainer.agent.board import BoardState, Ended, Lease, Token
+from elastic_trainer.agent.board import BoardState, Commit, Ended, Lease, Token
 from elastic_trainer.agent.effects import Context, OpenStore, ReadBoard, SwapBoard
 
 BOARD_RETRY_S = 0.5
@@ -64,6 +64,11 @@ class LeaseKeeper:
         """Give up the lease and leave word of how the job ended."""
         self._ended = Ended(job=self._ctx.job, code=code, reason=reason)
         self._swap()
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """Checkpoints on storage, as the board was last seen."""
+        return self._state.commits
 
     @property
     def _next_epoch(self) -> int:

@@ -212,6 +212,9 @@ def build_client(
         heartbeat_s=elastic.heartbeat_s,
         dead_after_s=elastic.dead_after_s,
         max_restarts=elastic.max_restarts,
+        max_crashes=elastic.max_crashes,
+        max_hangs=elastic.max_hangs,
+        no_progress=elastic.no_progress,
         window_s=elastic.window_s,
         node_failures=elastic.node_failures,
     )

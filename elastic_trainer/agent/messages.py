@@ -74,6 +74,8 @@ class PastFailure:
     detail: str
     step: int
     age_s: float
+    progress: int | None = None
+    """Newest committed step at that time; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +290,7 @@ def untell(told: Told) -> Report:
                 kind=Kind(failure["kind"]),
                 action=Action(failure["action"]),
                 detail=str(failure["detail"]),
+                sure=failure.get("sure") is True,
             )
         report: Report = _REPORTS[told.kind](**raw)
     except (KeyError, TypeError) as error:

@@ -91,6 +91,12 @@ class WorkersFailed:
     rank: int
     step: int
     failure: Failure
+    alike: int = 1
+    """Workers of this node that failed in the same way at the same step, in about a moment, …"""
+    of: int = 1
+    """… of so many."""
+    committed: int | None = None
+    """Newest step this node knows to be committed; None: its workers tell nothing of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

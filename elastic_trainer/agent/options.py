@@ -38,6 +38,9 @@ CONF_NUMBERS = (
     "start_ceiling_s",
     "window_s",
     "node_failures",
+    "max_crashes",
+    "max_hangs",
+    "no_progress",
 )
 """Keys of --rdzv-conf that are numbers of job.json's section `elastic`."""
 CONF_TEXTS = ("interface", "cidr", "ports")
@@ -215,8 +218,9 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     if args.standalone or args.rdzv_endpoint is None:
         notes.append(f"the record of this job (events, logs) is in {record}")
     elastic: dict[str, float] = {key: float(conf[key]) for key in CONF_NUMBERS if key in conf}
-    if "node_failures" in elastic:
-        elastic["node_failures"] = int(elastic["node_failures"])
+    for key in ("node_failures", "max_crashes", "max_hangs", "no_progress"):
+        if key in elastic:
+            elastic[key] = int(elastic[key])
     if args.max_restarts is not None:
         elastic["max_restarts"] = args.max_restarts
     rung_nodes = tuple(range(high, low - 1, -1))

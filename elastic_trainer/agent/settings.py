@@ -50,5 +50,7 @@ class AgentConfig:
     """A worker not reaped by then costs the node its place."""
     settle_s: float = 0.05
     """How long to wait for the cause when the first failure seen is but a consequence."""
+    shared_settle_s: float = 0.2
+    """How long to wait whether the other workers end with the same error."""
     tick_s: float = 0.1
     """Between two looks at the heartbeats."""

@@ -181,6 +181,7 @@ _TELL: dict[str, _Tell] = {
     "run.started": _fill("attempt {attempt}: {nodes} nodes started"),
     "epoch.formed": _epoch_formed,
     "epoch.aborted": _fill("epoch {epoch} aborted: {reason}"),
+    "epoch.delayed": _fill("the next epoch waits {seconds} s: {reason}"),
     "coordinator.elected": _fill("{node} coordinates"),
     "member.lost": _fill("{member} is lost: {reason}"),
     "member.evicted": _fill("{member} is put out: {reason}"),

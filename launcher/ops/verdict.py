@@ -34,7 +34,8 @@ _WAY_OUT = {
         "it would fail again: mend the cause, then continue with: holdfast run --resume {run}"
     ),
     EXIT_BUDGET_USED_UP: (
-        "elastic.max_restarts within elastic.window_s are used up: look at the failures "
+        "a restart budget (elastic.max_restarts, max_crashes or max_hangs within "
+        "elastic.window_s) is used up: look at the failures "
         "(holdfast report {run}), then continue with: holdfast run --resume {run}"
     ),
     EXIT_LOST: "every agent is gone; continue with: holdfast run --resume {run}",

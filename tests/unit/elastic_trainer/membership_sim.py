@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_trainer.agent.board import BoardState
+from elastic_trainer.agent.board import BoardState, Commit
 from elastic_trainer.agent.effects import (
     Close,
     Dial,
@@ -176,15 +176,16 @@ class Cluster:
         """Have the node's agent report something."""
         self._feed(node, lambda now: node.machine.reported(report, now))
 
-    def fail_worker(self, node: Node, kind: Kind = Kind.KILLED, detail: str = "SIGKILL") -> None:
-        """End a worker of the node's current epoch badly."""
+    def fail_worker(
+        self, node: Node, kind: Kind = Kind.KILLED, detail: str = "SIGKILL", **report: int
+    ) -> None:
+        """End a worker of the node's current epoch badly; `report`: fields of WorkersFailed."""
         if node.working is not None:
             epoch, node.working = node.working, None
-            failure = Failure(kind=kind, action=Action.RESTART, detail=detail)
-            self.report(
-                node,
-                WorkersFailed(epoch=epoch, local_rank=0, rank=0, step=node.step, failure=failure),
-            )
+            action = {Kind.USER_ERROR: Action.STOP, Kind.NODE_FAULT: Action.EVICT}
+            failure = Failure(kind=kind, action=action.get(kind, Action.RESTART), detail=detail)
+            fields = {"local_rank": 0, "rank": 0, "step": node.step, **report}
+            self.report(node, WorkersFailed(epoch=epoch, failure=failure, **fields))
 
     def run(self, until: float, *, stop: Callable[[], bool] = lambda: False) -> None:
         """Let virtual time pass until `until`, or until `stop()`."""
@@ -437,10 +438,12 @@ class Cluster:
                 ),
             )
 
-    def commit_checkpoint(self) -> None:
+    def commit_checkpoint(self, step: int = 0) -> None:
         """Swap the board as a worker's checkpoint commit does, in between the agents' swaps."""
         if self.board is not None:
-            self.board = (replace(self.board[0]), self.board[1] + 1)
+            state, token = self.board
+            commit = Commit(epoch=state.epoch, step=step, dir=f"{step}", manifest_sha256="")
+            self.board = (replace(state, commits=(*state.commits[-2:], commit)), token + 1)
 
     # --- invariants, and the script in place of workers ----------------------------------------
 

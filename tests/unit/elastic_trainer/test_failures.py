@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.failures import DETAIL_CHARS, Action, Failure, Kind, classify, one_line
+from elastic_trainer.failures import (
+    DETAIL_CHARS,
+    Action,
+    Failure,
+    Kind,
+    classify,
+    names_an_error,
+    one_line,
+    signature,
+)
 
 
 def record(message: str) -> dict[str, object]:
@@ -43,6 +52,23 @@ MEMORY = [
     "OSError: [Errno 12] Cannot allocate memory",
 ]
 
+SHARED = [
+    "OSError: [Errno 5] Input/output error: '/data/corpus'",
+    "OSError: [Errno 101] Network is unreachable",
+    "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='hub', port=443)",
+    "HTTPError: 503 Server Error: Service Unavailable for url: https://hub/model",
+    "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+    "ConnectionRefusedError: [Errno 111] Connection refused",
+    "TimeoutError: the lock of /data/index was not free within 60 s",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, unhandled system error",
+    "torch.distributed.DistBackendError: NCCL error in: init.cc:1, ncclInternalError",
+]
+PROGRAMS = [
+    "RuntimeError: shape '[4096, 1, 5, 179]' is invalid for input of size 3670016",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, invalid usage",
+    "IndexError: index 512 is out of range",
+]
+
 
 @pytest.mark.parametrize(
     ("message", "kind", "action"),
@@ -51,6 +77,8 @@ MEMORY = [
         *((text, Kind.USER_ERROR, Action.STOP) for text in USERS),
         *((text, Kind.NODE_FAULT, Action.EVICT) for text in NODES),
         *((text, Kind.OUT_OF_MEMORY, Action.RESTART) for text in MEMORY),
+        *((text, Kind.INFRASTRUCTURE, Action.RESTART) for text in SHARED),
+        *((text, Kind.CRASH, Action.RESTART) for text in PROGRAMS),
         ("ValueError: loss is nan", Kind.CRASH, Action.RESTART),
         (PORT_TAKEN, Kind.CRASH, Action.RESTART),
     ],
@@ -97,7 +125,10 @@ def test_shells_report_signals_as_codes() -> None:
 def test_do_not_restart_is_the_workers_own_word() -> None:
     failure = classify(code=93, signal=None, log_tail="job.yaml: HF201 corpus is empty\n")
     assert failure == Failure(
-        kind=Kind.USER_ERROR, action=Action.STOP, detail="job.yaml: HF201 corpus is empty"
+        kind=Kind.USER_ERROR,
+        action=Action.STOP,
+        detail="job.yaml: HF201 corpus is empty",
+        sure=True,
     )
 
 
@@ -152,3 +183,31 @@ def test_messages_lose_the_paths_of_somebody_elses_build():
         "[127.0.0.1]:219. This is typically caused by a remote worker crashing. Check the logs"
     )
     assert one_line(said) == "RuntimeError: Connection closed by peer [127.0.0.1]:219"
+
+
+def test_the_signature_is_that_of_every_rank():
+    first = "IndexError: index 513 is out of bounds for dimension 0 with size 512 at 0x7f3a"
+    assert signature(first) == signature(first.replace("513", "77").replace("7f3a", "81bb"))
+    assert signature("KeyError: 'a'") != signature("KeyError: 'b'")
+
+
+@pytest.mark.parametrize(
+    ("detail", "says"),
+    [
+        ("ValueError: x (exit code 1)", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
+        ("ZeroDivisionError", True),
+        ("SIGSEGV", False),
+        ("exit code 1", False),
+        ("step 7 loss 3.1 (exit code 1)", False),
+    ],
+)
+def test_how_a_process_ended_is_no_error_of_its_own(detail: str, says: bool) -> None:
+    assert names_an_error(detail) is says
+
+
+def test_warnings_before_an_exception_decide_nothing():
+    tail = (
+        "node-a:1:1 [0] NCCL WARN Connect to 10.0.0.1 failed : Connection refused\nValueError: x\n"
+    )
+    assert classify(code=1, signal=None, log_tail=tail).kind is Kind.CRASH

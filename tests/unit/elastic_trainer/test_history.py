@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.history import Culprit, History, Limits, causes, culprit
-from elastic_trainer.agent.notices import WorkersFailed
-from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.agent.cause import Culprit
+from elastic_trainer.agent.history import LONGEST_BACKOFF_S, History, Limits
+from elastic_trainer.failures import Action, Kind
 
 LIMITS = Limits(max_restarts=3, window_s=100.0, node_failures=2)
-COLLATERAL = (Kind.COLLATERAL, "connection reset")
 CRASH = (Kind.CRASH, "ZeroDivisionError: division by zero")
-
-
-def failed(
-    kind: Kind, detail: str = "", *, step: int = 7, action: Action = Action.RESTART
-) -> WorkersFailed:
-    failure = Failure(kind=kind, action=action, detail=detail)
-    return WorkersFailed(epoch=1, local_rank=0, rank=0, step=step, failure=failure)
 
 
 def blame(
@@ -27,48 +20,18 @@ def blame(
     return Culprit(node, kind, Action.RESTART, detail, step)
 
 
-def history(*found: Culprit, now: float = 0.0, apart_s: float = 1.0) -> History:
+def history(*found: Culprit, apart_s: float = 1.0, progress=()) -> History:
     result = History()
     for i, item in enumerate(found):
-        result = result.add(item, now + i * apart_s)
+        result = result.add(item, i * apart_s, progress[i] if progress else None)
     return result
 
 
-def verdict_on(*found: Culprit, limits: Limits = LIMITS, barred=(), apart_s: float = 1.0):
-    record = history(*found, apart_s=apart_s)
+def verdict_on(
+    *found: Culprit, limits: Limits = LIMITS, barred=(), apart_s: float = 1.0, progress=()
+):
+    record = history(*found, apart_s=apart_s, progress=progress)
     return record.verdict(found[-1], limits, (len(found) - 1) * apart_s, barred)
-
-
-# --- the cause -------------------------------------------------------------------------
-
-
-def test_the_first_failure_that_is_no_consequence_is_the_cause():
-    reports = [("b", failed(*COLLATERAL)), ("a", failed(Kind.KILLED)), ("c", failed(Kind.HANG))]
-    assert culprit(reports).node == "a"
-
-
-def test_consequences_alone_are_nobodys_fault():
-    found = culprit([("b", failed(*COLLATERAL)), ("a", failed(*COLLATERAL))])
-    assert (found.node, found.kind) == (None, Kind.COLLATERAL)
-
-
-def test_the_same_crash_on_two_nodes_is_the_programs():
-    assert culprit([("a", failed(*CRASH)), ("b", failed(*CRASH))]).node is None
-    assert culprit([("a", failed(*CRASH)), ("a", failed(*CRASH))]).node == "a"
-    assert culprit([("a", failed(*CRASH)), ("b", failed(Kind.CRASH, "KeyError: 3"))]).node == "a"
-
-
-def test_echoes_of_a_lost_node_are_no_failures():
-    (found,) = causes(["a", "a"], [("b", failed(*COLLATERAL))])
-    assert str(found) == "lost a"
-    assert [str(c) for c in causes(["a"], [("b", failed(*CRASH))])] == [
-        "lost a",
-        f"worker failed on b: {CRASH[1]}",
-    ]
-    assert [str(c) for c in causes([], [("b", failed(*COLLATERAL))])] == [
-        "worker failed: connection reset"
-    ]
-    assert causes([], []) == []
 
 
 # --- what follows ----------------------------------------------------------------------
@@ -137,13 +100,122 @@ def test_a_crash_that_follows_one_rank_does_not_put_out_one_node_after_the_other
     assert "a, b" in verdict.reason
 
 
-def test_crashes_of_all_without_progress_end_with_93():
-    assert verdict_on(*[blame(None, *CRASH)] * 2).stop_code is None
-    assert verdict_on(*[blame(None, *CRASH)] * 3).stop_code == 93
-    moving = [blame(None, *CRASH, step=step) for step in (7, 7, 8)]
-    assert verdict_on(*moving).stop_code is None
+def test_the_same_failure_wherever_a_rank_goes_costs_two_nodes_but_not_a_third():
+    killed = [blame(node) for node in "aabb"]
+    barred = {"a": "failed twice", "b": "failed twice"}
+    assert verdict_on(*killed, progress=[7] * 4, barred={"a": ""}).evict == "b"
+    third = verdict_on(*killed, blame("c"), progress=[7] * 5, barred=barred)
+    assert third.stop_code == 93
+    assert "a, b, c" in third.reason
+    moved = verdict_on(*killed, blame("c"), progress=[7, 7, 7, 7, 8], barred=barred)
+    assert moved.stop_code is None
+    assert verdict_on(*killed, blame("c"), barred=barred).stop_code is None  # nobody knows
+    other = verdict_on(*killed, blame("c", Kind.HANG, "x"), progress=[7] * 5, barred=barred)
+    assert other.stop_code is None
+
+
+# --- no progress -----------------------------------------------------------------------
+
+HANG = (Kind.HANG, "no progress for 300 s")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [blame(None, *CRASH)] * 3,
+        [blame(None, *CRASH), blame("b", *HANG), blame("c", Kind.OUT_OF_MEMORY, "OOM")],
+        [blame("a", Kind.CRASH, "KeyError: 1"), blame("b", *CRASH), blame("c", *HANG)],
+    ],
+)
+def test_failures_of_the_program_without_progress_end_with_93(found):
+    assert verdict_on(*found[:2], progress=[40, 40]).stop_code is None
+    stuck = verdict_on(*found, progress=[40] * 3)
+    assert stuck.stop_code == 93
+    assert "since step 40 was committed" in stuck.reason
+    assert verdict_on(*found, progress=[40, 40, 41]).stop_code is None
+    assert verdict_on(*found).stop_code is None  # a script that says nothing of its progress
+
+
+def test_lost_nodes_and_kills_say_nothing_of_the_program():
     between = [blame(None, *CRASH), blame("a", Kind.NODE_LOST), blame(None, *CRASH)]
-    assert verdict_on(*between).stop_code is None
+    assert verdict_on(*between, progress=[0] * 3).stop_code is None
+    assert verdict_on(*between, blame(None, *CRASH), progress=[0] * 4).stop_code in (93, 94)
+    assert verdict_on(*[blame(n) for n in "abc"], progress=[0] * 3).stop_code is None
+
+
+def test_a_bad_node_at_the_start_leaves_and_does_not_stop_the_rest():
+    found = [blame("a", Kind.CRASH, "OSError: x"), blame("a", Kind.CRASH, "OSError: x")]
+    assert verdict_on(*found, progress=[0, 0]).evict == "a"
+    later = [*found, blame("b", *CRASH)]
+    verdict = verdict_on(*later, progress=[0] * 3, barred={"a": "failed 2 times"})
+    assert (verdict.evict, verdict.stop_code) == (None, None)
+
+
+# --- budgets by class ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "key"), [(Kind.CRASH, "max_crashes"), (Kind.HANG, "max_hangs")])
+def test_each_class_has_a_budget_of_its_own(kind, key):
+    limits = Limits(max_restarts=100, window_s=100.0, node_failures=99, max_crashes=2, max_hangs=2)
+    found = [blame(node, kind, f"{node} went wrong") for node in "abc"]
+    progress = [1, 2, 3]
+    assert verdict_on(*found[:2], limits=limits, progress=[1, 2]).stop_code is None
+    over = verdict_on(*found, limits=limits, progress=progress)
+    assert over.stop_code == 94
+    assert f"elastic.{key} allows 2" in over.reason
+    lost = [*found[:2], blame("c", Kind.NODE_LOST)]
+    assert verdict_on(*lost, limits=limits, progress=progress).stop_code is None
+
+
+def test_nodes_lost_at_one_moment_cost_one_restart():
+    rack = History()
+    for i in range(16):
+        rack = rack.add(blame(f"n{i}", Kind.NODE_LOST), 5.0)
+    assert rack.verdict(blame("n15", Kind.NODE_LOST), LIMITS, 5.0).stop_code is None
+
+
+def test_what_all_nodes_share_is_given_time():
+    gone = blame(None, Kind.INFRASTRUCTURE, "storage")
+    waits = [history(*[gone] * n, progress=[5] * n).backoff_s() for n in range(1, 9)]
+    assert waits == [0, 2, 4, 8, 16, 32, LONGEST_BACKOFF_S, LONGEST_BACKOFF_S]
+    assert history(gone, gone, gone, progress=[5, 5, 6]).backoff_s() == 0
+    assert history(gone, gone, blame("a"), progress=[5] * 3).backoff_s() == 0
+    assert History().backoff_s() == 0
+
+
+def test_a_mended_node_starts_afresh_and_old_failures_are_forgotten():
+    record = history(blame("a"), blame("b"), apart_s=60.0)
+    assert [e.node for _, e in record.without("a").entries] == ["b"]
+    assert [e.node for _, e in record.within(100.0, 130.0).entries] == ["b"]
+
+
+KINDS = st.sampled_from([k for k in Kind if k is not Kind.NODE_LOST])
+incidents = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), KINDS, st.integers(0, 3)), max_size=12
+)
+
+
+@given(incidents)
+def test_no_node_fails_more_often_than_it_may_and_stays(found):
+    """Whatever happens: node first, then the job, and never both at once."""
+    record, barred = History(), {}
+    for now, (node, kind, progress) in enumerate(found):
+        if node in barred:
+            continue
+        item = blame(node, kind, f"{kind} {now}", step=progress)
+        record = record.add(item, float(now), progress)
+        verdict = record.verdict(item, LIMITS, float(now), barred)
+        assert verdict.evict is None or verdict.stop_code is None
+        if verdict.evict is not None:
+            assert verdict.evict == node
+            barred[node] = verdict.reason
+        failures = sum(e.node == node for _, e in record.entries)
+        if node is not None and failures >= LIMITS.node_failures:
+            assert verdict.evict == node or verdict.stop_code == 93
+        if verdict.stop_code is not None:
+            return
+        charged = {when for when, e in record.entries if e.node not in barred}
+        assert len(charged) <= LIMITS.max_restarts
 
 
 # --- on the wire -----------------------------------------------------------------------
@@ -160,6 +232,7 @@ def test_another_machines_clock_changes_nothing(entries, offset, now):
         record = record.add(blame(node, step=step), when)
     there = History.from_wire(record.to_wire(now), now + offset)
     assert [entry.node for _, entry in there.entries] == [node for _, node, _ in entries]
+    assert there.progress == record.progress
     assert [entry.step for _, entry in there.entries] == [step for _, _, step in entries]
     for (when, _), (mine, _, _) in zip(there.entries, entries, strict=True):
         assert abs((now + offset - when) - (now - mine)) < 0.002

@@ -31,6 +31,8 @@ FAULTS = (
     "lose_replies",
     "worker",
     "crash",
+    "error",
+    "shared",
     "commit",
     "reset",
     "stall",
@@ -82,8 +84,13 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.fail_worker(node)
         case "crash" if node:
             cluster.fail_worker(node, Kind.COLLATERAL, "connection reset")
+        case "error" if node:
+            cluster.fail_worker(node, Kind.CRASH, f"{'ABC'[which % 3]}Error: x", committed=which)
+        case "shared":
+            for each in alive:
+                cluster.fail_worker(each, Kind.INFRASTRUCTURE, "OSError: [Errno 5]")
         case "commit":
-            cluster.commit_checkpoint()
+            cluster.commit_checkpoint(step=which)
         case "reset" if node:
             cluster.reset(node)
         case "stall":
@@ -105,6 +112,8 @@ def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]
         join_timeout_s=2.0,
         node_failures=1000,
         max_restarts=1000,
+        max_crashes=1000,
+        no_progress=1000,
     )
     cluster = Cluster(limits, seed=seed)
     for i in range(nodes):
