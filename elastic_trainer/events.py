@@ -28,6 +28,11 @@ EVENTS: Final[dict[str, str]] = {
         "A connection did not prove that it knows the run's secret; one event in 10 s at most. "
         "address, reason, held_back"
     ),
+    "board.failed": (
+        "The board could not be read or written; it is tried again, one event in 10 s at most. "
+        "reason, held_back"
+    ),
+    "board.damaged": "A swap of the board was lost to damaged storage. reason",
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
     "membership.parked": "Too few nodes for the last rung: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",

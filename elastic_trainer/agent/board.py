@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from elastic_trainer.agent.typed import check_types
+
 BOARD_VERSION = 1
 
 Token = int
@@ -105,17 +107,35 @@ class BoardState:
             ValueError: not a board this version can read.
         """
         value: dict[str, Any] = json.loads(raw)
-        if value.get("version") != BOARD_VERSION:
-            raise ValueError(
-                f"board version {value.get('version')!r}, this holdfast reads {BOARD_VERSION}"
+        if not isinstance(value, dict) or value.get("version") != BOARD_VERSION:
+            found = value.get("version") if isinstance(value, dict) else value
+            raise ValueError(f"board version {found!r:.40}, this holdfast reads {BOARD_VERSION}")
+        try:
+            state = cls(
+                epoch=value["epoch"],
+                lease=Lease(**value["lease"]) if value["lease"] else None,
+                commits=tuple(Commit(**commit) for commit in value["commits"]),
+                finished=value["finished"],
+                ended=Ended(**value["ended"]) if value["ended"] else None,
             )
-        return cls(
-            epoch=value["epoch"],
-            lease=Lease(**value["lease"]) if value["lease"] else None,
-            commits=tuple(Commit(**commit) for commit in value["commits"]),
-            finished=value["finished"],
-            ended=Ended(**value["ended"]) if value["ended"] else None,
-        )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error
+        check_types(state)
+        return state
+
+
+def after_damage(content: bytes | None, lost: int) -> bytes:
+    """Return what counts once the newest `lost` swaps of a board cannot be read any more.
+
+    Args:
+        content: of the newest version that can be read; None: there is none before them.
+        lost: how many came after it.
+
+    Each of them may have published an epoch. Epochs go on above any of those, so that whatever
+    was started under a lost number is fenced out.
+    """
+    state = BoardState() if content is None else BoardState.decode(content)
+    return dataclasses.replace(state, epoch=state.epoch + lost).encode()
 
 
 class BoardBusyError(Exception):

@@ -33,8 +33,9 @@ from elastic_trainer.agent.notices import Member, Notice, Report
 from elastic_trainer.agent.reactor import Reactor
 from elastic_trainer.agent.transport import Endpoint
 
-STRANGER_EVENT_S = 10.0
-"""At most one event in so long tells of connections that did not prove themselves."""
+EVENT_S = 10.0
+"""Of connections that did not prove themselves, and of a board that fails, one event in so long
+tells of however many."""
 
 OpenStoreCall = Callable[[int], tuple[str, int]]
 """epoch -> (address, port) of a fresh store."""
@@ -81,7 +82,7 @@ class MembershipClient:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._timer: float | None = None
         self._closed = False
-        self._strangers = Throttle(STRANGER_EVENT_S)
+        self._strangers, self._board_failures = Throttle(EVENT_S), Throttle(EVENT_S)
 
     def start(self) -> None:
         """Join the job; returns at once."""
@@ -122,10 +123,12 @@ class MembershipClient:
 
     def stranger(self, address: str, reason: str) -> None:
         """A connection did not prove itself: said now and then, however many they are."""
-        held_back = self._strangers.admit(time.monotonic())
+        self._say_now_and_then(self._strangers, "peer.refused", reason, address=address)
+
+    def _say_now_and_then(self, throttle: Throttle, event: str, reason: str, **more: str) -> None:
+        held_back = throttle.admit(time.monotonic())
         if held_back is not None and not self._closed:
-            fields = {"address": address, "reason": reason, "held_back": held_back}
-            self._log("peer.refused", None, fields)
+            self._log(event, None, {**more, "reason": reason, "held_back": held_back})
 
     def received(self, conn: int, payload: bytes) -> None:
         """A frame came; who sends garbage is cut off."""
@@ -213,6 +216,9 @@ class MembershipClient:
 
     def _board_failed(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
+        self._reactor.call(
+            lambda: self._say_now_and_then(self._board_failures, "board.failed", text)
+        )
         self._later(lambda now: self._machine.board_failed(text, now))
 
     def _open(self, epoch: int) -> None:

@@ -4,44 +4,84 @@ Version n+1 is a complete, fsynced file published by link(2) under the next
 number, which succeeds for exactly one writer on every POSIX file system,
 NFS and Lustre included. Nothing here relies on locks or on rename: Lustre
 without flock answers ENOSYS, localflock is per node, and rename replaces.
+
+**Damage.** A version that does not match its digest is bytes the storage lost or changed after
+it had called them safe: a lying disk, a power loss. Whoever wrote or read that version holds its
+number and knows its content, and may swap upon it: within seconds a live coordinator's beat
+has put a whole version above. So a reader first waits. When nobody comes, that swap is lost,
+and said to be: the newest whole version below counts, its epoch raised (`after_damage`), under
+the damaged one's number, so that the next swap puts it on top. The damaged file is kept as
+`damaged-<number>`. Only when no version at all is whole the board raises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import hashlib
 import os
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
-from elastic_trainer.agent.board import Token
+from elastic_trainer.agent.board import Token, after_damage
 
 KEEP_VERSIONS = 64
 """Newest versions that stay, so that a reader with an old listing still finds its way."""
 
+HEAL_S: Final = 8.0
+"""How long a reader of a damaged version waits for a newer one: longer than `lease_renew_s`."""
+
+_HEAL_POLL_S = 0.1
 _STALE_TEMP_S = 3600.0
 _READ_ATTEMPTS = 16
 _MAGIC = b"holdfast-board-1"
 _PREFIX = "v"
 _TEMP_PREFIX = ".tmp-"
+_DAMAGED_PREFIX = "damaged-"
 
 
-class BoardCorruptError(Exception):
-    """A version's bytes are not what was written: the storage lost or changed data."""
+class _Absent(enum.Enum):
+    """Why a version has no content."""
+
+    GONE = "gone"
+    DAMAGED = "damaged"
+
+
+_GONE, _DAMAGED = _Absent.GONE, _Absent.DAMAGED
+
+
+class BoardCorruptError(OSError):
+    """Not one version's bytes are what was written: the storage lost or changed them all."""
 
 
 class FileBoard:
     """A compare-and-swap register: `directory` holds its newest versions, one file each.
 
-    The directory is made when it is missing. `link` is the publishing call and
-    is an argument so that tests can lose its reply.
+    The directory is made when it is missing.
+
+    Args:
+        directory: of this board alone.
+        link: the publishing call; an argument so that tests can lose its reply.
+        heal_s: see HEAL_S.
+        told: called with a sentence when a swap was lost to damage.
+        repair: what counts then; see `after_damage`.
     """
 
-    def __init__(self, directory: Path, *, link: Callable[[str, str], None] = os.link) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        link: Callable[[str, str], None] = os.link,
+        heal_s: float = HEAL_S,
+        told: Callable[[str], None] = lambda _: None,
+        repair: Callable[[bytes | None, int], bytes] = after_damage,
+    ) -> None:
         self._dir = Path(directory)
-        self._link = link
+        self._link, self._heal_s, self._told, self._repair = link, heal_s, told, repair
         self._dir.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -52,24 +92,65 @@ class FileBoard:
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the newest content and its version; None when nothing was ever written.
 
+        Takes up to `heal_s` when the newest version is damaged.
+
         Raises:
             OSError: the directory cannot be read.
-            BoardCorruptError: a version does not match its digest line.
+            BoardCorruptError: no version matches its digest line.
         """
+        deadline = time.monotonic() + self._heal_s
+        while True:
+            version = self._newest()
+            if version == 0:
+                return None
+            content = self._read(version)
+            if isinstance(content, bytes):
+                return content, version
+            if content is _GONE:
+                continue  # trimmed since it was found: look again
+            if time.monotonic() >= deadline:
+                return self._before(version), version
+            time.sleep(_HEAL_POLL_S)
+
+    def _newest(self) -> Token:
+        """Return the number of the newest version, whole or damaged; 0: there is none."""
         for _ in range(_READ_ATTEMPTS):
             version = max(self._versions(), default=0)
-            newest = None if version == 0 else self._read(version)
-            if version > 0 and newest is None:
+            if version > 0 and self._read(version) is _GONE:
                 continue  # trimmed since it was listed: list again
             # A listing may be old (NFS caches it), an open is not: look further.
-            while (following := self._read(version + 1)) is not None:
-                version, newest = version + 1, following
-            return None if newest is None else (newest, version)
+            while self._read(version + 1) is not _GONE:
+                version += 1
+            return version
         raise OSError(
             errno.ESTALE,
             f"the listing stayed behind {_READ_ATTEMPTS} times; the file system's cache is stale",
             str(self._dir),
         )
+
+    def _before(self, damaged: Token) -> bytes:
+        """Return what counts in place of version `damaged`, which nobody swapped upon."""
+        whole, content = damaged - 1, self._read(damaged - 1)
+        while content is _DAMAGED:
+            whole -= 1
+            content = self._read(whole)
+        if content is _GONE and whole > 0:
+            raise BoardCorruptError(
+                errno.EIO,
+                f"versions {whole + 1} to {damaged} of the board are damaged and no older one is "
+                "left: the storage changed data that was fsynced. Check the file system; put the "
+                "board's files back from a copy, or start another run from a checkpoint",
+                str(self._dir),
+            )
+        fallen_back = self._repair(content if isinstance(content, bytes) else None, damaged - whole)
+        kept = self._dir / f"{_DAMAGED_PREFIX}{damaged:012d}"
+        with contextlib.suppress(OSError):
+            os.link(self._path(damaged), kept)
+        self._told(
+            f"version {damaged} of the board {self._dir} is damaged, the storage changed data that "
+            f"was fsynced: version {whole} counts, what came after it is lost ({kept.name} is kept)"
+        )
+        return fallen_back
 
     def set_state(
         self, state: bytes, token: Token | None = None
@@ -82,11 +163,11 @@ class FileBoard:
         Raises:
             OSError: the storage failed. Whether the swap happened is then unknown
                 and the next `get_state` tells.
-            BoardCorruptError: a version does not match its digest line.
+            BoardCorruptError: no version matches its digest line.
         """
         base = token or 0
-        newest = self.get_state()
-        if (newest[1] if newest else 0) == base and self._publish(base + 1, state):
+        # Not its content: who knows what a damaged version said may put a whole one above it.
+        if self._newest() == base and self._publish(base + 1, state):
             return state, base + 1, True
         newest = self.get_state()
         return None if newest is None else (*newest, False)
@@ -136,7 +217,7 @@ class FileBoard:
         A writer that slept between reading and linking can win such a number. It
         was trimmed only after KEEP_VERSIONS newer ones came, and after its base.
         """
-        base_gone = version > 1 and self._read(version - 1) is None  # opens: never from a cache
+        base_gone = version > 1 and self._read(version - 1) is _GONE  # opens: never from a cache
         return base_gone or max(self._versions(), default=0) >= version + KEEP_VERSIONS
 
     def _trim(self, newest: int, temp: Path) -> None:
@@ -158,26 +239,19 @@ class FileBoard:
     def _path(self, version: int) -> Path:
         return self._dir / f"{_PREFIX}{version:012d}"
 
-    def _read(self, version: int) -> bytes | None:
-        """Return the content of `version`; None when there is no such file."""
-        path = self._path(version)
+    def _read(self, version: int) -> bytes | _Absent:
+        """Return the content of `version`, or why there is none."""
         try:
-            raw = path.read_bytes()
+            raw = self._path(version).read_bytes()
         except FileNotFoundError:
-            return None
+            return _GONE
         except OSError as error:
             if error.errno == errno.ESTALE:  # trimmed while it was read, as NFS says it
-                return None
+                return _GONE
             raise
         header, _, state = raw.partition(b"\n")
         expected = b" ".join((_MAGIC, hashlib.sha256(state).hexdigest().encode()))
-        if header != expected:
-            raise BoardCorruptError(
-                f"{path} is damaged ({len(raw)} bytes, digest line {header[:90]!r}): the storage "
-                "changed data that was fsynced. Check the file system; removing this one file "
-                "makes the board fall back to the version before it"
-            )
-        return state
+        return state if header == expected else _DAMAGED
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -226,7 +226,9 @@ def build_client(
         me=me,
         job=options.job,
         settings=settings,
-        board=FileBoard(options.board_dir),
+        board=FileBoard(
+            options.board_dir, told=lambda reason: log.emit("board.damaged", reason=reason)
+        ),
         endpoint=endpoint,
         reactor=reactor,
         open_store=store.open,

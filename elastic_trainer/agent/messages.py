@@ -6,14 +6,8 @@ the connection it came on is closed.
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
-import functools
 import json
-import math
-import types
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +22,7 @@ from elastic_trainer.agent.notices import (
     is_numeric,
 )
 from elastic_trainer.agent.table import Members
+from elastic_trainer.agent.typed import check_types
 from elastic_trainer.failures import Action, Failure, Kind
 
 MAX_NAME_CHARS: Final = 255
@@ -201,7 +196,7 @@ def decode(payload: bytes) -> Message:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
     assert isinstance(message, Message)
-    _check_types(message)
+    check_types(message)
     if isinstance(message, Join):
         _check_member(message.member)
     elif isinstance(message, Ask) and not 0 <= message.request < 1 << 8:
@@ -224,51 +219,6 @@ def _check_member(member: Member) -> None:
     )
     if not good:
         raise ValueError(f"Join.member is {member!r:.200}")
-
-
-def _check_types(record: Message | Report) -> None:
-    """Refuse a message or report with a field whose content is not of the declared type."""
-    cls: Any = type(record)
-    for name, fits in _fields_of(cls):
-        if not fits(getattr(record, name)):
-            raise ValueError(f"{cls.__name__}.{name} is {getattr(record, name)!r:.80}")
-
-
-@functools.cache
-def _fields_of(cls: type) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple((spec.name, _fits(hints[spec.name])) for spec in dataclasses.fields(cls))
-
-
-@functools.cache
-def _fits(want: Any) -> Callable[[Any], bool]:
-    """Return the test whether a value is a `want`, for the types that messages are made of."""
-    inner = [_fits(part) for part in typing.get_args(want) if part is not ...]
-    match typing.get_origin(want):
-        case types.UnionType:
-            return lambda value: any(fits(value) for fits in inner)
-        case builtins.tuple:
-            return lambda value: type(value) is tuple and all(map(inner[0], value))
-        case builtins.dict:
-            return lambda value: (
-                type(value) is dict
-                and all(map(inner[0], value))
-                and all(map(inner[1], value.values()))
-            )
-    if dataclasses.is_dataclass(want) and isinstance(want, type):
-        parts = _fields_of(want)
-        return lambda value: (
-            type(value) is want and all(fits(getattr(value, name)) for name, fits in parts)
-        )
-    return _SCALARS.get(want) or (lambda value: type(value) is want)
-
-
-_SCALARS: Final[dict[Any, Callable[[Any], bool]]] = {
-    Any: lambda _: True,
-    float: lambda value: type(value) in (int, float) and math.isfinite(value),
-    # What fits into the fields of heartbeats and snapshots.
-    int: lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
-}
 
 
 def tell(report: Report) -> Told:
@@ -295,5 +245,5 @@ def untell(told: Told) -> Report:
         report: Report = _REPORTS[told.kind](**raw)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a report: {told!r} ({error})") from error
-    _check_types(report)
+    check_types(report)
     return report

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import multiprocessing
 import os
+import random
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
 from elastic_trainer.agent.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
@@ -141,22 +146,150 @@ def test_listing_that_stays_behind_is_an_error(tmp_path, monkeypatch):
         board.get_state()
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", b"holdfast-board-1 00\nstate"])
-def test_damaged_version_is_named(tmp_path, damage):
+DAMAGE = [b"", b"garbage", b"holdfast-board-1 00\nstate", b"holdfast-board-1 "]
+
+
+def version_file(directory: Path, version: int) -> Path:
+    return directory / f"v{version:012d}"
+
+
+def quick(directory: Path, **kwargs) -> FileBoard:
+    return FileBoard(directory, heal_s=0.2, **kwargs)
+
+
+def state_of(board: FileBoard) -> BoardState:
+    return BoardState.decode(board.get_state()[0])
+
+
+def epochs(board: FileBoard, times: int) -> None:
+    for _ in range(times):
+        update(board, lambda state: dataclasses.replace(state, epoch=state.epoch + 10))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_who_knows_a_damaged_version_puts_a_whole_one_above_it(tmp_path, damage):
+    """A live coordinator's next beat heals the board: nothing is lost."""
     board = FileBoard(tmp_path)
     advance(board, 2)
-    (tmp_path / "v000000000002").write_bytes(damage)
-    with pytest.raises(BoardCorruptError, match="v000000000002 is damaged"):
+    version_file(tmp_path, 2).write_bytes(damage)
+    reader = threading.Thread(target=lambda: found.append(FileBoard(tmp_path).get_state()))
+    found = []
+    reader.start()
+    assert board.set_state(b"next", 2) == (b"next", 3, True)
+    reader.join()
+    assert found == [(b"next", 3)]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_swap_lost_to_damage_is_said_and_its_epoch_is_not_used_again(tmp_path, damage, count):
+    told = []
+    board = quick(tmp_path, told=told.append)
+    epochs(board, 3)
+    for version in range(3, 3 - count, -1):
+        version_file(tmp_path, version).write_bytes(damage)
+    content, token = board.get_state()
+    assert BoardState.decode(content).epoch == 10 * (3 - count) + count
+    assert token == 3, "the next swap goes on top"
+    assert "version 3 of the board" in told[0]
+    assert f"version {3 - count} counts" in told[0]
+    assert (tmp_path / "damaged-000000000003").read_bytes() == damage
+    assert board.set_state(b"next", 3) == (b"next", 4, True)
+    assert quick(tmp_path).get_state() == (b"next", 4)
+
+
+def test_a_damaged_first_version_leaves_an_empty_board(tmp_path):
+    board = quick(tmp_path)
+    epochs(board, 1)
+    version_file(tmp_path, 1).write_bytes(b"")
+    assert state_of(board) == BoardState(epoch=1)
+    assert board.set_state(b"x", None)[2] is False, "it was not empty"
+    assert board.set_state(b"x", 1) == (b"x", 2, True)
+
+
+def test_a_board_without_a_whole_version_is_an_error_that_names_them(tmp_path):
+    board = quick(tmp_path)
+    epochs(board, KEEP_VERSIONS + 3)
+    for path in tmp_path.glob("v*"):
+        path.write_bytes(b"")
+    with pytest.raises(BoardCorruptError, match=r"versions 4 to 67 .*put the board's files back"):
         board.get_state()
 
 
 def test_flipped_bit_is_seen(tmp_path):
-    board = FileBoard(tmp_path)
+    board = quick(tmp_path, repair=lambda content, lost: b"%s %d" % (content, lost))
     board.set_state(b"state")
-    path = tmp_path / "v000000000001"
-    path.write_bytes(path.read_bytes().replace(b"state", b"stbte"))
-    with pytest.raises(BoardCorruptError):
-        board.get_state()
+    board.set_state(b"second", 1)
+    path = version_file(tmp_path, 2)
+    path.write_bytes(path.read_bytes().replace(b"second", b"secood"))
+    assert board.get_state() == (b"state 1", 2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_any_damage_loses_at_most_what_was_damaged(tmp_path_factory, data):
+    """Bit flips, truncations, missing and left-over files: the newest whole version counts."""
+    folder = tmp_path_factory.mktemp("board")
+    board = quick(folder, repair=lambda content, _: content or b"")
+    for version in range(6):
+        board.set_state(b"state %d" % version, version or None)
+    board._heal_s = 0.0
+    written = {version: version_file(folder, version).read_bytes() for version in range(1, 7)}
+    for _ in range(data.draw(st.integers(0, 4))):
+        version = data.draw(st.integers(2, 6))
+        path = version_file(folder, version)
+        raw = bytearray(path.read_bytes())
+        if data.draw(st.booleans()) or not raw:
+            raw = raw[: data.draw(st.integers(0, max(0, len(raw) - 1)))]
+        else:
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(raw)
+    whole = [v for v, raw in written.items() if version_file(folder, v).read_bytes() == raw]
+    (folder / ".tmp-9-left").write_bytes(b"half")
+    (folder / "vgarbage").write_bytes(b"")
+    assert board.get_state() == (b"state %d" % (max(whole) - 1), 6)
+    assert board.set_state(b"next", 6) == (b"next", 7, True)
+    assert board.get_state() == (b"next", 7)
+
+
+def _until_killed(directory: Path, name: str, pipe) -> None:
+    board = FileBoard(directory)
+    while True:
+        wanted = update(board, lambda state: replaced(state, name), 10_000)
+        pipe.send(wanted.epoch)
+
+
+def replaced(state: BoardState, name: str) -> BoardState:
+    commit = Commit(epoch=state.epoch, step=state.epoch, dir=name, manifest_sha256="")
+    return dataclasses.replace(state, epoch=state.epoch + 1, commits=(*state.commits, commit))
+
+
+def test_writers_killed_at_any_moment_lose_nothing_they_were_told_of(tmp_path):
+    """Each commit adds one entry: whatever a writer was told is there, once, in order."""
+    fork = multiprocessing.get_context("fork")
+    told, seed = [], random.Random(4)
+    for turn in range(12):
+        writers = []
+        for i in range(3):
+            here, there = multiprocessing.Pipe(duplex=False)
+            writer = fork.Process(target=_until_killed, args=(tmp_path, f"{turn}-{i}", there))
+            writer.start()
+            there.close()
+            writers.append((writer, here))
+        writers[0][1].poll(10)
+        time.sleep(seed.random() * 0.03)  # the kill comes at any point of a swap
+        for writer, here in writers:
+            writer.kill()
+            writer.join()
+            with contextlib.suppress(EOFError):
+                while here.poll():
+                    told.append(here.recv())
+    state = state_of(quick(tmp_path))
+    assert [commit.step for commit in state.commits] == list(range(state.epoch))
+    assert sorted(set(told)) == sorted(told), "no number was won twice"
+    assert told
+    assert max(told) <= state.epoch
+    epochs(quick(tmp_path), 1)
 
 
 def test_unusable_directory_raises_oserror(tmp_path):
