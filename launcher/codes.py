@@ -78,6 +78,8 @@ CODES: Final[dict[str, Code]] = {
     "HF152": Code("dp does not divide the micro-batches: padding idles.", "Use a multiple."),
     "HF153": Code("The warm-up is longer than the run.", "Lower warmup_steps."),
     "HF154": Code("seq_len exceeds the context the model was published for.", "Use RoPE scaling."),
+    "HF155": Code("Snapshots do not fit the nodes' memory: none are taken.", "Save more often."),
+    "HF156": Code("Snapshots take longer than steps: they are taken less often.", "Accept it."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or mend the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),

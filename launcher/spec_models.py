@@ -218,6 +218,9 @@ class Cluster(Section):
     spares: Annotated[int, Field(ge=0, le=10**6)] = Field(
         0, description="Nodes asked for on top of `nodes`, which wait for others to fail."
     )
+    memory_gib: Positive | None = Field(
+        None, description="Main memory of a node; null: not known, so not counted by check."
+    )
 
 
 class Optimizer(Section):

@@ -85,8 +85,27 @@ def restore_from_memory(
         except StepFailedError as error:
             on_skip(step, str(error))
             continue
+        _drop_others(place, key)
         return step, epoch
     return None
+
+
+def _drop_others(place: Place, key: tuple[int, int]) -> None:
+    """Free what nobody needs any more before the new epoch's images come on top."""
+    if place.local_rank != 0:
+        return
+    for path in place.directory.iterdir():
+        if parse_name(path.name) is None:
+            continue
+        with contextlib.suppress(OSError):
+            try:
+                with _opened(place, path.name) as image:
+                    header = image.header()
+            except TornImageError:
+                path.unlink()
+                continue
+            if (header.step, header.epoch) != key:
+                path.unlink()
 
 
 def _load(

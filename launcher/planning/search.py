@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from launcher.errors import Problem
+from launcher.planning.snapshots import Snapshots, snapshots
 from launcher.spec import JobSpec
 from launcher.spec_rules import Facts, layout_findings, schedule_runs
 
@@ -24,6 +25,8 @@ class Plan:
     layout: ParallelLayout
     """The layout on all nodes: that of the top rung."""
     ladder: Ladder
+    snapshots: Snapshots
+    """What is kept in memory, and how often."""
     warnings: tuple[Problem, ...]
     """What is legal but may not be meant, the spec's own warnings included."""
 
@@ -42,7 +45,8 @@ def plan(spec: JobSpec) -> Plan:
                 f"{spec.min_nodes}: the job waits for nodes there",
             )
         )
-    return Plan(top, ladder, tuple(warnings))
+    cost, problems = snapshots(spec, ladder)
+    return Plan(top, ladder, cost, (*warnings, *problems))
 
 
 def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:

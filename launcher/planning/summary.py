@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -9,6 +10,7 @@ from typing import Any, Final
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from launcher.planning.search import Plan
+from launcher.planning.snapshots import snapshot_line
 from launcher.spec import JobSpec
 
 HEAD: Final = 8
@@ -37,6 +39,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
             f"ladder   {len(rungs)} rung{'s' if len(rungs) > 1 else ''}, "
             f"{plan.ladder.max_nodes:,} to {plan.ladder.min_nodes:,} nodes"
         ),
+        snapshot_line(plan.snapshots),
     ]
 
 
@@ -123,5 +126,6 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
         "gpus_per_node": spec.cluster.gpus_per_node,
         "global_batch": spec.train.global_batch,
         "ladder": [rung_dict(rung) for rung in plan.ladder.rungs],
+        "snapshots": dataclasses.asdict(plan.snapshots),
         "warnings": [warning.to_dict() for warning in plan.warnings],
     }

@@ -35,6 +35,7 @@ def to_train_config(
     """
     train = spec.train.model_dump(exclude={"optimizer"})
     checkpoint = spec.checkpoint.model_dump(exclude={"dir"})
+    checkpoint["memory_every_steps"] = plan.snapshots.every_steps
     data = spec.data
     tokenizer = data.tokenizer
     return TrainConfig(

@@ -18,15 +18,11 @@ def record_of(error: BaseException, path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def raised(outer: BaseException, inner: BaseException, *, handled: bool = False) -> BaseException:
-    try:
-        try:
-            raise inner
-        except BaseException as cause:
-            if handled:
-                raise outer  # noqa: B904  the case: one error while another is handled
-            raise outer from cause
-    except BaseException as error:  # noqa: BLE001
-        return error
+    """Return `outer` as raised from `inner`, or only while that was being handled."""
+    outer.__context__ = inner
+    if not handled:
+        outer.__cause__ = inner
+    return outer
 
 
 def test_a_stage_that_lost_its_peer_is_no_culprit(tmp_path, monkeypatch):

@@ -1,0 +1,120 @@
+"""What snapshots in memory cost, and how often they can be taken. Pure.
+
+A worker's image holds fp32 values and Adam's two moments of its part of the parameters: 12
+bytes each. Its node keeps two images of its own and two copies for another node: one that is
+committed and one under way. Where HSDP's replicas hold the same, nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_trainer.ladder import Ladder
+from elastic_trainer.layout import ParallelLayout
+from launcher.errors import Problem
+from launcher.hardware import GPUS
+from launcher.spec import JobSpec
+
+BYTES_PER_PARAM: Final = 12
+SHM_SHARE: Final = 0.5
+"""Part of a node's memory that /dev/shm may take: the kernel's default for tmpfs."""
+SECONDS_PER_BYTE: Final = 1.55e-9
+"""Of one core: copy, CRC-32, send and verify, measured (benchmarks/snapshot.py)."""
+NIC_SHARE: Final = 0.25
+"""Part of the network that copies may take from the training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Predicted cost; the parts of the state are taken to be equally large."""
+
+    every_steps: int
+    """What the job will use; 0: none are taken."""
+    worker_bytes: int
+    """One image on the top rung."""
+    node_bytes: int
+    """All that a node keeps at most, on whichever rung that is."""
+    copy_s: float
+    """On the top rung, from the end of a step until its copies are there, seconds."""
+
+
+def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
+    """Return the cost, and what the user must know: snapshots that are off, or rarer than asked.
+
+    Counted against `cluster.memory_gib` where that is given; the agents look at what is really
+    free before they take any.
+    """
+    asked = spec.checkpoint.memory_every_steps
+    workers = spec.cluster.gpus_per_node
+    params = spec.shape.num_params()
+    layouts = [rung.layout for rung in ladder.rungs]
+    image, copied = _image_bytes(params, layouts[0]), _copied(layouts[0], workers)
+    node_bytes = max(
+        workers * _image_bytes(params, layout) * (4 if _copied(layout, workers) else 2)
+        for layout in layouts
+    )
+    copy_s = image * SECONDS_PER_BYTE
+    gpu = GPUS.get(spec.cluster.gpu)
+    if gpu is not None and copied:
+        copy_s = max(copy_s, image * 8 / (gpu.nic_gbit * 1e9 * NIC_SHARE))
+    problems: list[Problem] = []
+    every = asked
+    if every and (memory := spec.cluster.memory_gib) and node_bytes > memory * 2**30 * SHM_SHARE:
+        every = 0
+        text = (
+            f"snapshots need up to {_gib(node_bytes)} per node, /dev/shm holds "
+            f"{memory * SHM_SHARE:.0f} GiB (half of cluster.memory_gib): none are taken, and a "
+            "failure costs the steps since the last checkpoint; save more often "
+            "(checkpoint.every_s), or use more nodes"
+        )
+        problems.append(spec.problem("HF155", "checkpoint.memory_every_steps", text))
+    step_s = _shortest_step_s(spec)
+    if every and step_s is not None and copy_s > every * step_s:
+        every = math.ceil(copy_s / step_s)
+        text = (
+            f"a snapshot of {_gib(image)} per worker takes about {copy_s:.1f} s, a step may take "
+            f"{step_s:.2f} s only: one every {every} steps instead of {asked}"
+        )
+        problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text))
+    cost = Snapshots(every_steps=every, worker_bytes=image, node_bytes=node_bytes, copy_s=copy_s)
+    return cost, problems
+
+
+def snapshot_line(cost: Snapshots) -> str:
+    """Return the cost in words."""
+    if not cost.every_steps:
+        return "memory   no snapshots: storage only"
+    often = "every step" if cost.every_steps == 1 else f"every {cost.every_steps} steps"
+    return (
+        f"memory   snapshot {often}: {_gib(cost.worker_bytes)} a worker, up to "
+        f"{_gib(cost.node_bytes)} a node"
+    )
+
+
+def _image_bytes(params: int, layout: ParallelLayout) -> int:
+    return math.ceil(params * BYTES_PER_PARAM * layout.dp_replicate / layout.world_size)
+
+
+def _copied(layout: ParallelLayout, workers: int) -> bool:
+    return layout.dp_replicate == 1 and layout.world_size > workers
+
+
+def _shortest_step_s(spec: JobSpec) -> float | None:
+    """Return the least time of a step: 6 FLOPs per parameter and token at measured speed.
+
+    None on the emulated cluster and for GPUs whose speed is not known.
+    """
+    gpu = GPUS.get(spec.cluster.gpu)
+    tflops = (gpu.measured_tflops or gpu.bf16_tflops) if gpu else None
+    if tflops is None:
+        return None
+    tokens = spec.train.global_batch * spec.train.seq_len
+    return 6 * spec.shape.num_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)
+
+
+def _gib(num_bytes: float) -> str:
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.3g} MiB"
+    return f"{num_bytes / 2**30:.3g} GiB"

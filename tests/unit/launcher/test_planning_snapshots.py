@@ -1,0 +1,65 @@
+"""What snapshots cost, and when they are taken less often or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.planning.search import plan
+from launcher.planning.snapshots import snapshot_line
+from launcher.spec import load_spec
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+GIB = 2**30
+
+
+def planned(name: str, *sets: str):
+    return plan(load_spec(str(EXAMPLES / name), sets))
+
+
+def test_a_405b_model_on_16384_gpus_fits_easily():
+    found = planned("llama3-405b.yaml")
+    assert found.snapshots.every_steps == 1
+    # 405,853,388,800 parameters of 12 bytes over 16,384 ranks.
+    assert found.snapshots.worker_bytes == pytest.approx(12 * 405_853_388_800 / 16384, abs=1)
+    # Fewer nodes hold more each; four images a worker, eight workers a node.
+    fewest = found.ladder.rungs[-1].layout.world_size
+    assert found.snapshots.node_bytes == pytest.approx(12 * 405_853_388_800 / fewest * 32, rel=1e-6)
+    assert not [warning for warning in found.warnings if warning.code in ("HF155", "HF156")]
+
+
+def test_snapshots_slower_than_steps_are_taken_less_often_and_the_user_is_told():
+    found = planned("llama3-8b.yaml")
+    (warning,) = (warning for warning in found.warnings if warning.code == "HF156")
+    assert found.snapshots.every_steps > 1
+    assert f"one every {found.snapshots.every_steps} steps instead of 1" in warning.message
+    # Asked for rarely enough, nothing is changed.
+    calm = planned("llama3-8b.yaml", "checkpoint.memory_every_steps=50")
+    assert calm.snapshots.every_steps == 50
+    assert not [warning for warning in calm.warnings if warning.code == "HF156"]
+
+
+def test_snapshots_that_do_not_fit_are_off_and_the_user_is_told():
+    found = planned("llama3-8b.yaml", "cluster.memory_gib=64")
+    assert found.snapshots.every_steps == 0
+    (warning,) = (warning for warning in found.warnings if warning.code == "HF155")
+    assert "/dev/shm holds 32 GiB" in warning.message
+    assert snapshot_line(found.snapshots) == "memory   no snapshots: storage only"
+    roomy = planned("llama3-8b.yaml", "cluster.memory_gib=2048")
+    assert roomy.snapshots.every_steps > 0
+
+
+def test_off_stays_off_without_a_word():
+    found = planned("tiny-cpu.yaml", "checkpoint.memory_every_steps=0")
+    assert found.snapshots.every_steps == 0
+    assert not found.warnings
+
+
+def test_replicas_need_no_copies():
+    sharded = planned("tiny-cpu.yaml", "elastic.min_nodes=4")
+    replicated = planned("tiny-cpu.yaml", "elastic.min_nodes=4", "layout.dp_replicate=2")
+    # Half as many parts, so twice as large; but no copies of others.
+    assert replicated.snapshots.worker_bytes == pytest.approx(2 * sharded.snapshots.worker_bytes, 1)
+    assert replicated.snapshots.node_bytes == 2 * replicated.snapshots.worker_bytes
+    assert sharded.snapshots.node_bytes == 4 * sharded.snapshots.worker_bytes
