@@ -30,7 +30,7 @@ def test_a_405b_model_on_16384_gpus_fits_easily():
 
 
 def test_snapshots_slower_than_steps_are_taken_less_often_and_the_user_is_told():
-    found = planned("llama3-8b.yaml")
+    found = planned("llama3-8b.yaml", "checkpoint.memory_every_steps=1")
     (warning,) = (warning for warning in found.warnings if warning.code == "HF156")
     assert found.snapshots.every_steps > 1
     assert f"one every {found.snapshots.every_steps} steps instead of 1" in warning.message
