@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.file_board import BoardCorruptError, FileBoard
+from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -276,10 +276,15 @@ def _commits(run: Path) -> tuple[Commit, ...]:
     """
     board = run / "board"
     try:
-        current = FileBoard(board).get_state()
+        current = FileBoard(board, told=_refuse).get_state()
         return BoardState.decode(current[0]).commits if current else ()
-    except (OSError, ValueError, BoardCorruptError) as error:
+    except (OSError, ValueError) as error:
         raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
+
+
+def _refuse(damage: str) -> None:
+    # What counts then is for the run's agents to settle, who see more than this look does.
+    raise ValueError(f"{damage}; resume the run, and its agents go on from there")
 
 
 def _no_run(run: Path) -> UserError:

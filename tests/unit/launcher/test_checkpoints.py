@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from elastic_trainer.checkpoint.storage import CheckpointStorage
 from launcher.cli.checkpoint import _lines
 from launcher.cli.main import run_cli
 from launcher.errors import PermanentError, UserError
+from launcher.ops import checkpoints
 from launcher.ops.checkpoints import Reference, RetiredError, RunCheckpoints, refuse_foreign
 from launcher.ops.convert import missing_tokenizer, run_converter
 from launcher.planning.search import plan
@@ -92,10 +94,11 @@ def test_no_run_and_no_checkpoint(tmp_path):
         RunCheckpoints.of(tmp_path).choose(None)
 
 
-def test_a_damaged_board_is_an_error(run):
+def test_a_damaged_board_is_an_error(run, monkeypatch):
+    monkeypatch.setattr(checkpoints, "FileBoard", partial(FileBoard, heal_s=0.1))
     newest = max((run / "board").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
-    with pytest.raises(UserError, match="HF302"):
+    with pytest.raises(UserError, match=r"HF302.*damaged.*resume the run"):
         RunCheckpoints.of(run)
 
 
