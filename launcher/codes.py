@@ -119,9 +119,12 @@ CODES: Final[dict[str, Code]] = {
         "The run's secret cannot be made or used.", "Delete the file while no agent runs."
     ),
     # `run` and `report`: faults, run directories, pictures.
-    "HF601": Code("A --fault of another form.", "Write ACTION[:TARGET]@STEP, as kill-node:2@30."),
+    "HF601": Code(
+        "A --fault of another form.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."
+    ),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),
     "HF603": Code("A --fault outside the run's steps.", "Use a step before the last one."),
+    "HF604": Code("A --chaos of another form.", "Write SEED,MEAN_S or SEED,MEAN_S,RETURN_S."),
     "HF610": Code("Options that exclude each other.", "Leave one of them out."),
     "HF611": Code("The run directory is in use already.", "Use --resume, or another --run-dir."),
     "HF612": Code("A folder or file of the run cannot be written.", "Choose another place."),

@@ -7,6 +7,7 @@ has a loopback address of its own, so nodes meet as they would over a network.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import os
@@ -21,11 +22,22 @@ from pathlib import Path
 from typing import Self
 
 from launcher.backends.base import JobId
-from launcher.backends.processes import MARKER, die_with_parent, node_pids, signal_all
+from launcher.backends.processes import (
+    MARKER,
+    child_running,
+    die_with_parent,
+    node_pids,
+    signal_all,
+)
 from launcher.errors import PermanentError
 
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers.py
-"""A killed agent leaves `holdfast-<run id>-<node>-<pid>` here; its power loss is ours to tidy."""
+"""A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
+of a file (agent/scratch.py). Its power loss is ours to tidy."""
+_LOCK = "owner"
+
+ZYGOTE = "elastic_trainer.zygote"
+"""The module that an agent's zygote runs."""
 
 AgentCommand = Callable[["LocalNode"], Sequence[str]]
 """Returns the command line of a node's agent."""
@@ -163,15 +175,46 @@ class LocalCluster:
         if left:
             raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
 
+    def kill_agent(self, name: str) -> None:
+        """SIGKILL the agent of `name` and nothing else: what dies with it is its own affair."""
+        node = self.nodes[name]
+        assert node.process is not None, f"{name} was never started"
+        node.process.kill()
+        node.process.wait()
+        node.killed_at, node.paused = self._mono(), False
+
+    def kill_zygote(self, name: str) -> None:
+        """SIGKILL the zygote of `name` and nothing else.
+
+        Raises:
+            PermanentError: it has none now.
+        """
+        process = self.nodes[name].process
+        found = None if process is None else child_running(process.pid, ZYGOTE)
+        if found is None:
+            raise PermanentError(f"{name} has no zygote now")
+        signal_all({found}, signal.SIGKILL)
+
     def kill_worker(self, pid: int) -> None:
         """SIGKILL one worker; it must be a process of this cluster.
 
         Raises:
             PermanentError: it is not, or it is gone already.
         """
+        self._signal_worker(pid, signal.SIGKILL)
+
+    def pause_worker(self, pid: int) -> None:
+        """SIGSTOP one worker; it must be a process of this cluster.
+
+        Raises:
+            PermanentError: it is not, or it is gone already.
+        """
+        self._signal_worker(pid, signal.SIGSTOP)
+
+    def _signal_worker(self, pid: int, number: signal.Signals) -> None:
         if not any(pid in self.pids(name) for name in self.nodes):
             raise PermanentError(f"process {pid} is no live worker of this run")
-        signal_all({pid}, signal.SIGKILL)
+        signal_all({pid}, number)
 
     def return_node(self, name: str) -> None:
         """Power on a node that was killed or whose agent has ended."""
@@ -209,11 +252,19 @@ class LocalCluster:
 
     def _tidy(self, name: str) -> None:
         """Remove what killed agents of `name` left in memory; a power loss would have."""
-        prefix = f"holdfast-{self.run_id}-{name}-"
-        for path in SCRATCH.glob(f"{glob.escape(prefix)}*"):
-            owner = path.name.removeprefix(prefix)
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+        for path in SCRATCH.glob(f"{glob.escape(f'holdfast-{self.run_id}-{name}-')}*"):
+            try:
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue  # being made, or removed, by an agent
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue  # its owner lives: an agent of another job on the same run
+            else:
                 shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
     def alive(self) -> list[str]:
         """Return the names of the nodes whose agents run, paused ones included."""

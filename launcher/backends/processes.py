@@ -60,6 +60,23 @@ def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]
         mine = grown
 
 
+def child_running(parent: int, module: str, proc: Path = Path("/proc")) -> int | None:
+    """Return the child of process `parent` that was started with `-m module`; None: there is none.
+
+    What a child forks has the same command line, but another parent.
+    """
+    for row in process_table(proc):
+        if row.ppid != parent or row.state in ("Z", "X"):
+            continue
+        try:
+            words = (proc / str(row.pid) / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile
+            continue
+        if module.encode() in words:
+            return row.pid
+    return None
+
+
 def _has_marker(proc: Path, pid: int, marker: str) -> bool:
     try:
         environ = (proc / str(pid) / "environ").read_bytes()

@@ -24,6 +24,7 @@ EPILOG = """\b
 Examples:
   holdfast run examples/tiny-cpu.yaml
   holdfast run examples/tiny-cpu.yaml --fault kill-node:2@30 --fault return-node@60
+  holdfast run examples/tiny-cpu.yaml --set train.steps=1000 --chaos 7,15,5
   holdfast run --resume runs/tiny-20260101-120000
   holdfast run examples/tiny-cpu.yaml --from runs/tiny-20260101-120000@50 --set train.steps=200
 """
@@ -36,9 +37,17 @@ Examples:
     "--fault",
     "faults",
     multiple=True,
-    metavar="ACTION[:TARGET]@STEP",
-    help="Inject a fault after a step: kill-node:2@30, kill-worker:1@30, kill-coordinator@60, "
-    "return-node@90, pause-node:2@30, resume-node:2@40.",
+    metavar="ACTION[:TARGET]@STEP[/PHASE]",
+    help="Inject a fault after a step: kill-node:2@30, kill-agent:2@30, kill-zygote:2@30, "
+    "kill-worker:1@30, kill-coordinator@60, return-node@90, pause-node:2@30, resume-node:2@40, "
+    "pause-worker:1@30. With a phase (@30/save; also rendezvous, restore, growth) in the middle "
+    "of the first one after that step.",
+)
+@click.option(
+    "--chaos",
+    metavar="SEED,MEAN_S[,RETURN_S]",
+    help="Kill nodes at random, every MEAN_S seconds on average and never the last one; each "
+    "returns after RETURN_S seconds.",
 )
 @set_option
 @click.option(
@@ -63,6 +72,7 @@ def run(
     job: Path | None,
     nodes: int | None,
     faults: Sequence[str],
+    chaos: str | None,
     sets: Sequence[str],
     run_dir: Path | None,
     resume: Path | None,
@@ -81,6 +91,7 @@ def run(
             job,
             nodes=nodes,
             faults=faults,
+            chaos=chaos,
             sets=sets,
             run_dir=run_dir,
             resume=resume,
@@ -112,6 +123,7 @@ def _prepare(
     *,
     nodes: int | None,
     faults: Sequence[str],
+    chaos: str | None,
     sets: Sequence[str],
     run_dir: Path | None,
     resume: Path | None,
@@ -127,13 +139,14 @@ def _prepare(
                 f"{', '.join(given)} cannot be combined with --resume: a run goes on with the job "
                 "it was started with; for another job leave --resume out",
             )
-        return local_job.prepare_resume(resume, nodes=nodes, faults=faults)
+        return local_job.prepare_resume(resume, nodes=nodes, faults=faults, chaos=chaos)
     if job is None:
         raise UserError("HF610", "which job? Give a job file, or --resume RUN")
     return local_job.prepare_new(
         job,
         nodes=nodes,
         faults=faults,
+        chaos=chaos,
         sets=sets,
         run_dir=run_dir,
         start=start,

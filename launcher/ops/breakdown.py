@@ -71,7 +71,7 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failur
         if event.event not in _EVIDENCE or not spans or _is_outsider(event, spans):
             continue
         home = _home(event, spans)
-        if event.fields.get("action") in ("kill-node", "kill-coordinator"):
+        if event.fields.get("action") in ("kill-node", "kill-coordinator", "kill-agent"):
             killed[event.node] = home
         if event.event == "member.lost":
             home = killed.get(event.fields.get("member"), home)
@@ -93,8 +93,11 @@ _EVIDENCE = {"fault.injected", "member.lost", "worker.hung", "worker.exit", "epo
 _MAKES_FAILURE = {
     "kill-node": Kind.NODE_LOST,
     "kill-coordinator": Kind.NODE_LOST,
+    "kill-agent": Kind.NODE_LOST,
+    "kill-zygote": Kind.KILLED,
     "kill-worker": Kind.KILLED,
     "pause-node": "",  # one only if somebody notices
+    "pause-worker": "",
 }
 _WEIGHT = {
     Kind.NODE_LOST: 3,

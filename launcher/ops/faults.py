@@ -1,7 +1,8 @@
 """Faults as data: `--fault kill-node:2@30` -> Fault. Pure.
 
-A fault has an action, perhaps a target, and the step after which it strikes.
-Who carries it out (backends/local.py) and when (ops/local_run.py) is elsewhere.
+A fault has an action, perhaps a target, the step after which it strikes, and
+perhaps the phase it waits for. Who carries it out (backends/local.py) and when
+(ops/local_run.py) is elsewhere; faults at random times are in ops/chaos.py.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import difflib
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_trainer.events import Event
 from launcher.errors import Problem, UserError
 
 
@@ -20,6 +22,10 @@ class FaultAction(enum.StrEnum):
 
     KILL_NODE = "kill-node"
     """Power loss: the agent, its zygote and its workers die at once."""
+    KILL_AGENT = "kill-agent"
+    """SIGKILL of a node's agent alone: its zygote and its workers must die with it."""
+    KILL_ZYGOTE = "kill-zygote"
+    """SIGKILL of a node's zygote alone: its workers die with it, the agent starts another."""
     KILL_WORKER = "kill-worker"
     """SIGKILL of one worker, named by its global rank."""
     KILL_COORDINATOR = "kill-coordinator"
@@ -30,44 +36,87 @@ class FaultAction(enum.StrEnum):
     """SIGSTOP of everything on a node: it falls silent and closes nothing."""
     RESUME_NODE = "resume-node"
     """SIGCONT of a paused node."""
+    PAUSE_WORKER = "pause-worker"
+    """SIGSTOP of one worker, named by its global rank: it hangs."""
 
 
-_ALIASES = {"stop-node": FaultAction.PAUSE_NODE}
-_NEEDS_TARGET = {FaultAction.KILL_NODE, FaultAction.KILL_WORKER, FaultAction.PAUSE_NODE}
+class Phase(enum.StrEnum):
+    """What a fault may strike in the middle of, instead of in steady training."""
+
+    RENDEZVOUS = "rendezvous"
+    """From the end of an epoch (or the start of the run) until the next one is published."""
+    RESTORE = "restore"
+    """While the workers of a new epoch load their state."""
+    SAVE = "save"
+    """While a checkpoint is being written."""
+    GROWTH = "growth"
+    """While an epoch ends for the sake of nodes that joined."""
+
+
+_ACTIONS = {**{str(action): str(action) for action in FaultAction}, "stop-node": "pause-node"}
+_PHASES = {str(phase): str(phase) for phase in Phase}
+_NEEDS_TARGET = {
+    FaultAction.KILL_NODE,
+    FaultAction.KILL_AGENT,
+    FaultAction.KILL_ZYGOTE,
+    FaultAction.KILL_WORKER,
+    FaultAction.PAUSE_NODE,
+    FaultAction.PAUSE_WORKER,
+}
 _NO_TARGET = {FaultAction.KILL_COORDINATOR}
-_FORM = re.compile(r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)")
+_FORM = re.compile(
+    r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)(?:/(?P<phase>[a-z]+))?"
+)
+
+_BEGINS = {
+    "run.started": Phase.RENDEZVOUS,
+    "epoch.aborted": Phase.RENDEZVOUS,
+    "checkpoint.started": Phase.SAVE,
+}
 
 VALID_FORMS = (
-    "kill-node:2@30 (node2 after step 30), kill-worker:1@30 (the worker of rank 1), "
-    "kill-coordinator@60, return-node:2@90, return-node@90 (the node dead for longest), "
-    "pause-node:2@30, resume-node:2@40"
+    "kill-node:2@30 (node2 after step 30), kill-agent:2@30, kill-zygote:2@30, "
+    "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
+    "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
+    "pause-worker:1@30; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
+    "first one after step 30"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. It strikes once, when step `step` has been completed for the first time."""
+    """One fault. It strikes once, when step `step` has been completed for the first time.
+
+    With a phase it waits for the next beginning of that phase from there on.
+    """
 
     action: FaultAction
     target: int | None
-    """Index of the node (node0 is 0), or the rank for kill-worker; None: see the action."""
+    """Index of the node (node0 is 0), or the rank for a worker; None: see the action."""
     step: int
+    phase: Phase | None = None
 
     @property
     def brings_back(self) -> bool:
         """Whether it ends a fault rather than makes one; such ones also strike a parked job."""
         return self.action in (FaultAction.RETURN_NODE, FaultAction.RESUME_NODE)
 
+    @property
+    def on_worker(self) -> bool:
+        """Whether it strikes one worker, and `target` is its rank."""
+        return self.action in (FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER)
+
     def __str__(self) -> str:
-        """Return the text form, `kill-node:2@30`."""
+        """Return the text form, `kill-node:2@30` or `kill-node:2@30/save`."""
         target = "" if self.target is None else f":{self.target}"
-        return f"{self.action}{target}@{self.step}"
+        phase = "" if self.phase is None else f"/{self.phase}"
+        return f"{self.action}{target}@{self.step}{phase}"
 
 
 def parse_fault(
     text: str, *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
 ) -> Fault:
-    """Read one `ACTION[:TARGET]@STEP`.
+    """Read one `ACTION[:TARGET]@STEP[/PHASE]`.
 
     Args:
         text: the argument of one `--fault`.
@@ -83,20 +132,26 @@ def parse_fault(
     match = _FORM.fullmatch(text.strip())
     if match is None:
         raise UserError(
-            "HF601", f"--fault {text}: not of the form ACTION[:TARGET]@STEP; valid: {VALID_FORMS}"
+            "HF601",
+            f"--fault {text}: not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {VALID_FORMS}",
         )
-    action = _action(text, match["action"])
+    action = FaultAction(_known(text, "action", match["action"], _ACTIONS))
+    phase = None
+    if match["phase"] is not None:
+        phase = Phase(_known(text, "phase", match["phase"], _PHASES))
     target = None if match["target"] is None else int(match["target"])
     step = int(match["step"])
     _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
-    if not start_step < step < steps:
+    # The first rendezvous, of the start, comes before any step.
+    first = start_step + (phase is None)
+    if not first <= step < steps:
         started = f", the run starts from step {start_step}" if start_step else ""
         raise UserError(
             "HF603",
             f"--fault {text}: a fault strikes after a completed step and before the last one; "
-            f"use {start_step + 1} to {steps - 1} (train.steps is {steps}{started})",
+            f"use {first} to {steps - 1} (train.steps is {steps}{started})",
         )
-    return Fault(action, target, step)
+    return Fault(action, target, step, phase)
 
 
 def parse_faults(
@@ -127,17 +182,25 @@ def parse_faults(
     return tuple(sorted(faults, key=lambda fault: fault.step))
 
 
-def _action(text: str, word: str) -> FaultAction:
-    if word in _ALIASES:
-        return _ALIASES[word]
-    try:
-        return FaultAction(word)
-    except ValueError:
-        near = difflib.get_close_matches(word, [*FaultAction, *_ALIASES], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            "HF601", f"--fault {text}: unknown action {word}; {hint}valid: {VALID_FORMS}"
-        ) from None
+def phases_begun(events: Iterable[Event]) -> frozenset[Phase]:
+    """Return the phases that begin with one of `events`."""
+    begun = set()
+    for event in events:
+        if event.event in _BEGINS:
+            begun.add(_BEGINS[event.event])
+        elif event.event == "recovery.phase" and event.fields.get("phase") == "model":
+            begun.add(Phase.RESTORE)  # it comes next
+        elif event.event == "trainer.stopping" and event.fields.get("why") == "growth":
+            begun.add(Phase.GROWTH)
+    return frozenset(begun)
+
+
+def _known(text: str, what: str, word: str, known: Mapping[str, str]) -> str:
+    if word in known:
+        return known[word]
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {VALID_FORMS}")
 
 
 def _check_target(
@@ -154,7 +217,7 @@ def _check_target(
             "HF602",
             f"--fault {text}: {action} takes no target; write {action}@{text.split('@')[1]}",
         )
-    on_worker = action is FaultAction.KILL_WORKER
+    on_worker = action in (FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER)
     limit, word = (num_workers, "rank") if on_worker else (num_nodes, "node")
     if target >= limit:
         raise UserError(

@@ -19,6 +19,7 @@ from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
 from launcher.live import live_problems
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.chaos import Chaos, parse_chaos
 from launcher.ops.checkpoints import refuse_foreign
 from launcher.ops.faults import Fault, parse_faults
 from launcher.ops.local_run import Interrupts, LocalRun
@@ -48,6 +49,7 @@ class Prepared:
     """With the rungs that this attempt's nodes can run."""
     num_nodes: int
     faults: tuple[Fault, ...]
+    chaos: Chaos | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ def prepare_new(
     *,
     nodes: int | None,
     faults: Sequence[str],
+    chaos: str | None = None,
     sets: Sequence[str],
     run_dir: Path | None,
     stamp: str,
@@ -76,6 +79,7 @@ def prepare_new(
         job: path of the job file.
         nodes: nodes to emulate; None: those of the job.
         faults: arguments of `--fault`.
+        chaos: argument of `--chaos`.
         sets: arguments of `--set`.
         run_dir: None: `./runs/<name>-<stamp>`.
         stamp: local time as text, to name the run.
@@ -107,6 +111,7 @@ def prepare_new(
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     parsed = _faults(narrowed, num_nodes, faults)
+    rage = None if chaos is None else parse_chaos(chaos)
     existed = directory.exists()
     refuse_foreign(rendered)
     run_dirs.create(directory, bundle)
@@ -122,10 +127,13 @@ def prepare_new(
         narrowed=narrowed,
         num_nodes=num_nodes,
         faults=parsed,
+        chaos=rage,
     )
 
 
-def prepare_resume(run_dir: Path, *, nodes: int | None, faults: Sequence[str]) -> Prepared | None:
+def prepare_resume(
+    run_dir: Path, *, nodes: int | None, faults: Sequence[str], chaos: str | None = None
+) -> Prepared | None:
     """Return the next attempt of an earlier run; None: it has done its last step.
 
     Raises:
@@ -148,6 +156,7 @@ def prepare_resume(run_dir: Path, *, nodes: int | None, faults: Sequence[str]) -
         narrowed=narrowed,
         num_nodes=num_nodes,
         faults=parsed,
+        chaos=None if chaos is None else parse_chaos(chaos),
     )
 
 
@@ -187,6 +196,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
             ),
             view=stack.enter_context(view),
             faults=prepared.faults,
+            chaos=prepared.chaos,
             interrupts=interrupts,
         )
         running.run()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from elastic_trainer.events import Event
 from launcher.backends.local import LocalCluster
 from launcher.errors import PermanentError
-from launcher.ops.faults import Fault, FaultAction
+from launcher.ops.chaos import Chaos, ChaosSchedule
+from launcher.ops.faults import Fault, FaultAction, Phase, phases_begun
 from launcher.ops.progress import Progress, View
 from launcher.ops.record import LauncherLog, RunRecord
 from launcher.ops.timeline import worker_rank
 
 _TICK_S = 0.02
+_FAST_TICK_S = 0.004
+"""While a fault waits for a phase: some last only a few dozen milliseconds."""
+
+
+_What = TypeVar("_What", str, int)
 
 
 @dataclass
@@ -38,10 +45,13 @@ class LocalRun:
     progress: Progress
     view: View
     faults: Sequence[Fault] = ()
+    chaos: Chaos | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
     sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
     _struck_step: int = -1
     _struck_epoch: int = -1
+    _schedule: ChaosSchedule | None = None
 
     def run(self) -> None:
         """Start every agent and return when none is left, or the user would not wait.
@@ -59,19 +69,20 @@ class LocalRun:
         self.log.emit("run.started", attempt=self.cluster.attempt, nodes=len(self.cluster.nodes))
         self.cluster.start()
         while True:
-            self._look()
-            pending = self._strike(pending)
+            begun = phases_begun(self._look())
+            pending = self._strike(pending, begun)
+            self._rage()
             if self.interrupts.count > asked:
                 asked = self.interrupts.count
                 if asked > 1:
                     self.view.note("killing every node")
                     break
-                pending = []
+                pending, self.chaos = [], None
                 self.view.note("stopping: workers save their state (Ctrl-C again kills)")
                 self.cluster.stop()
             if not self.cluster.alive() and not self._revive(pending):
                 break
-            self.sleep(_TICK_S)
+            self.sleep(_FAST_TICK_S if any(fault.phase for fault in pending) else _TICK_S)
         self.cluster.kill_all()
         self._look()
 
@@ -91,12 +102,13 @@ class LocalRun:
                 return True
         return False
 
-    def _strike(self, pending: list[Fault]) -> list[Fault]:
+    def _strike(self, pending: list[Fault], begun: frozenset[Phase]) -> list[Fault]:
         """Inject what is due; return what is not. A parked job gets its nodes back at once."""
         kept = []
         parked = self.progress.parked is not None
         for fault in pending:
-            due = self.progress.step >= fault.step or (parked and fault.brings_back)
+            due = self.progress.step >= fault.step and fault.phase in (None, *begun)
+            due |= parked and fault.brings_back
             if not due or not self._ready(fault):
                 kept.append(fault)
             else:
@@ -106,14 +118,27 @@ class LocalRun:
     def _ready(self, fault: Fault) -> bool:
         """Whether the run is in a state that `fault` makes sense in.
 
-        What brings nodes back always does. What strikes waits until the run
-        trains again after an earlier fault, so that two at neighbouring steps do
-        not melt into one; those at the same step strike together.
+        What brings nodes back always does, and what waits for a phase says so itself. What
+        strikes otherwise waits until the run trains again after an earlier fault, so that two
+        at neighbouring steps do not melt into one; those at the same step strike together.
         """
-        if fault.brings_back:
+        if fault.brings_back or fault.phase is not None:
             return True
         recovered = self.progress.epoch > self._struck_epoch and self.progress.state == "training"
         return recovered or fault.step == self._struck_step
+
+    def _rage(self) -> None:
+        """Kill and return nodes at random, from the first completed step until the job ends."""
+        if self.chaos is None or self.progress.state == "ending":
+            return
+        if self._schedule is None:
+            if self.progress.state != "training":
+                return
+            self._schedule = ChaosSchedule(self.chaos, self.mono())
+        for stroke in self._schedule.due(self.mono(), self.cluster.alive()):
+            action = FaultAction.KILL_NODE if stroke.kill else FaultAction.RETURN_NODE
+            index = list(self.cluster.nodes).index(stroke.node)
+            self._inject(Fault(action, index, self.progress.step))
 
     def _inject(self, fault: Fault) -> bool:
         """Carry out one fault; return whether there was anything to do."""
@@ -122,7 +147,7 @@ class LocalRun:
         if problem or node is None:
             self.view.note(f"fault {fault} left out: {problem}")
             return False
-        rank = fault.target if fault.action is FaultAction.KILL_WORKER else None
+        rank = fault.target if fault.on_worker else None
         # The clock of the failure starts here, so the record comes first.
         self.log.emit(
             "fault.injected",
@@ -140,7 +165,7 @@ class LocalRun:
 
     def _target(self, fault: Fault) -> tuple[str | None, int | None]:
         """Return the node that `fault` strikes, and the process if it strikes only one."""
-        if fault.action is FaultAction.KILL_WORKER:
+        if fault.on_worker:
             return self._worker(fault.target)
         if fault.target is not None:
             return f"node{fault.target}", None
@@ -158,18 +183,28 @@ class LocalRun:
         match action:
             case FaultAction.KILL_NODE | FaultAction.KILL_COORDINATOR:
                 cluster.kill_node(node)
+            case FaultAction.KILL_AGENT:
+                cluster.kill_agent(node)
+            case FaultAction.KILL_ZYGOTE:
+                self._at_hand(cluster.kill_zygote, node)
             case FaultAction.KILL_WORKER:
-                assert pid is not None
-                try:
-                    cluster.kill_worker(pid)
-                except PermanentError as error:  # it ended by itself a moment ago
-                    self.view.note(str(error))
+                self._at_hand(cluster.kill_worker, pid)
+            case FaultAction.PAUSE_WORKER:
+                self._at_hand(cluster.pause_worker, pid)
             case FaultAction.RETURN_NODE:
                 cluster.return_node(node)
             case FaultAction.PAUSE_NODE:
                 cluster.pause_node(node)
             case FaultAction.RESUME_NODE:
                 cluster.resume_node(node)
+
+    def _at_hand(self, strike: Callable[[_What], None], what: _What | None) -> None:
+        """Strike one process, unless it has ended by itself a moment ago."""
+        assert what is not None
+        try:
+            strike(what)
+        except PermanentError as error:
+            self.view.note(str(error))
 
     def _problem(self, fault: Fault, node: str | None, pid: int | None) -> str:
         """Return why `fault` cannot be carried out; empty: it can."""
@@ -180,7 +215,7 @@ class LocalRun:
             return f"there is no {node}"
         if fault.action is FaultAction.RETURN_NODE:
             return f"{node} is up" if known.alive else ""
-        if fault.action is FaultAction.KILL_WORKER and pid is None:
+        if fault.on_worker and pid is None:
             return "there is no such worker now"
         return "" if known.alive else f"{node} is down already"
 

@@ -4,8 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.events import Event
 from launcher.errors import UserError
-from launcher.ops.faults import Fault, FaultAction, parse_fault, parse_faults
+from launcher.ops.faults import (
+    Fault,
+    FaultAction,
+    Phase,
+    parse_fault,
+    parse_faults,
+    phases_begun,
+)
 
 RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
 
@@ -21,6 +29,12 @@ RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
         ("pause-node:0@1", Fault(FaultAction.PAUSE_NODE, 0, 1)),
         ("stop-node:0@1", Fault(FaultAction.PAUSE_NODE, 0, 1)),
         ("resume-node@99", Fault(FaultAction.RESUME_NODE, None, 99)),
+        ("kill-agent:2@30", Fault(FaultAction.KILL_AGENT, 2, 30)),
+        ("kill-zygote:2@30", Fault(FaultAction.KILL_ZYGOTE, 2, 30)),
+        ("pause-worker:7@30", Fault(FaultAction.PAUSE_WORKER, 7, 30)),
+        ("kill-node:2@30/save", Fault(FaultAction.KILL_NODE, 2, 30, Phase.SAVE)),
+        ("kill-node:2@0/rendezvous", Fault(FaultAction.KILL_NODE, 2, 0, Phase.RENDEZVOUS)),
+        ("kill-coordinator@9/growth", Fault(FaultAction.KILL_COORDINATOR, None, 9, Phase.GROWTH)),
     ],
 )
 def test_valid_forms(text, fault):
@@ -39,6 +53,11 @@ def test_valid_forms(text, fault):
         ("kill-worker:8@3", "HF602", "use 0 to 7"),
         ("kill-node:1@0", "HF603", "use 1 to 99"),
         ("kill-node:1@100", "HF603", "train.steps is 100"),
+        ("kill-node:1@100/save", "HF603", "use 0 to 99"),
+        ("kill-node:1@3/sav", "HF601", "unknown phase sav; did you mean save?"),
+        ("kill-node:1@/save", "HF601", "ACTION[:TARGET]@STEP"),
+        ("kill-agent@3", "HF602", "needs a target"),
+        ("pause-worker:8@3", "HF602", "use 0 to 7"),
     ],
 )
 def test_mistakes_name_the_way_out(text, code, says):
@@ -62,16 +81,40 @@ def test_all_mistakes_in_one_go():
 
 
 @given(
-    st.sampled_from(FaultAction), st.none() | st.integers(0, 3), st.integers(1, 99), st.text("x:@")
+    st.sampled_from(FaultAction),
+    st.none() | st.integers(0, 3),
+    st.integers(1, 99),
+    st.none() | st.sampled_from(Phase),
+    st.text("x:@"),
 )
-def test_text_form_round_trips(action, target, step, junk):
-    fault = Fault(action, target, step)
+def test_text_form_round_trips(action, target, step, phase, junk):
+    fault = Fault(action, target, step, phase)
     try:
         assert parse_fault(str(fault), **RUN) == fault
     except UserError as error:
         assert error.code == "HF602"  # noqa: PT017  a target too many or too few
     with pytest.raises(UserError):
         parse_fault(f"{fault}{junk}x", **RUN)
+
+
+def event(name, **fields):
+    return Event(event=name, t_unix=0.0, t_mono=0.0, fields=fields)
+
+
+@pytest.mark.parametrize(
+    ("happened", "begun"),
+    [
+        (event("run.started"), {Phase.RENDEZVOUS}),
+        (event("epoch.aborted"), {Phase.RENDEZVOUS}),
+        (event("recovery.phase", phase="model"), {Phase.RESTORE}),
+        (event("recovery.phase", phase="fork"), set()),
+        (event("checkpoint.started"), {Phase.SAVE}),
+        (event("trainer.stopping", why="growth"), {Phase.GROWTH}),
+        (event("trainer.stopping", why="stop"), set()),
+    ],
+)
+def test_phases_begin_with_events(happened, begun):
+    assert phases_begun([event("step.completed"), happened]) == begun
 
 
 def test_faults_are_in_order_of_their_steps():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.agent.scratch import Scratch
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster, loopback_address
 from launcher.backends.processes import process_table
@@ -78,18 +79,17 @@ def test_a_power_loss_takes_agent_zygote_and_workers(cluster):
 def test_what_a_killed_agent_left_in_memory_is_removed(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr("launcher.backends.local.SCRATCH", tmp_path)
     cluster.start()
-    pids = up(cluster)
-    dead, ours = cluster.nodes["node0"].process.pid, os.getpid()
-    names = [
-        f"holdfast-test-node0-{dead}",
-        f"holdfast-test-node0-{ours}",
-        f"holdfast-x-node0-{dead}",
-    ]
+    up(cluster)
+    living = Scratch("test", "node0", root=tmp_path)  # of another job on this run
+    names = ["holdfast-test-node0-a1b2", "holdfast-x-node0-a1b2", "holdfast-test-node0-making"]
     for name in names:
         (tmp_path / name).mkdir()
+    for name in names[:2]:
+        (tmp_path / name / "owner").touch()
     cluster.kill_all()
-    assert not alive(pids)
     assert [(tmp_path / name).exists() for name in names] == [False, True, True]
+    assert living.path.exists()
+    living.remove()
 
 
 def test_a_node_comes_back_under_its_name_and_address(cluster):
@@ -121,6 +121,55 @@ def test_kill_worker_strikes_one_process_and_only_ours(cluster):
     eventually(lambda: alive(pids) == pids - {worker})
     with pytest.raises(PermanentError, match="no live worker"):
         cluster.kill_worker(os.getpid())
+
+
+def test_a_killed_agent_leaves_the_rest_to_the_kernel(cluster):
+    cluster.start()
+    pids = up(cluster)
+    agent = cluster.nodes["node0"].process.pid
+    cluster.kill_agent("node0")
+    assert not alive({agent})
+    assert cluster.codes() == {}  # it did not end by itself
+    assert cluster.longest_dead() == "node0"
+    cluster.kill_all()
+    assert not alive(pids)
+
+
+def test_a_zygote_is_found_by_its_parent_and_its_module(tmp_path):
+    # As a real one: started by the agent, and what it forks has the same command line.
+    agent = """
+import subprocess, sys
+program = "import os, time; os.fork(); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", program, "elastic_trainer.zygote"])
+print(child.pid, flush=True)
+child.wait()
+import time
+time.sleep(600)
+"""
+    with LocalCluster(
+        tmp_path,
+        run_id="r",
+        job_id=JobId("j"),
+        attempt=1,
+        num_nodes=1,
+        command=lambda _: [sys.executable, "-c", agent],
+    ) as cluster:
+        cluster.start()
+        eventually(lambda: len(cluster.pids("node0")) == 3)
+        child = int(cluster.agent_log("node0").read_text())
+        pids = cluster.pids("node0")
+        cluster.kill_zygote("node0")
+        eventually(lambda: alive(pids) == pids - {child})
+        with pytest.raises(PermanentError, match="node0 has no zygote now"):
+            cluster.kill_zygote("node0")
+
+
+def test_a_paused_worker_stays_and_stops(cluster):
+    cluster.start()
+    pids = up(cluster)
+    cluster.pause_worker(max(pids))
+    eventually(lambda: {row.state for row in process_table() if row.pid == max(pids)} == {"T"})
+    assert alive(pids) == pids
 
 
 def test_pause_and_resume(cluster):

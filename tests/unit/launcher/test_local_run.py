@@ -7,6 +7,7 @@ import io
 import pytest
 from synthetic_record import Stream
 
+from launcher.ops.chaos import Chaos
 from launcher.ops.faults import parse_faults
 from launcher.ops.local_run import Interrupts, LocalRun
 from launcher.ops.progress import PlainView, Progress
@@ -57,8 +58,19 @@ class Cluster:
     def longest_dead(self):
         return self.dead[0] if self.dead else None
 
+    def kill_agent(self, name):
+        self.calls.append(("agent", name))
+        self.nodes[name].alive = False
+        self.dead.append(name)
+
+    def kill_zygote(self, name):
+        self.calls.append(("zygote", name))
+
     def kill_worker(self, pid):
         self.calls.append(("worker", pid))
+
+    def pause_worker(self, pid):
+        self.calls.append(("pause worker", pid))
 
     def pause_node(self, name):
         self.calls.append(("pause", name))
@@ -81,7 +93,7 @@ class Cluster:
 class Story:
     """Feeds the record one chapter at every turn of the loop."""
 
-    def __init__(self, tmp_path, faults, chapters, interrupts=None):
+    def __init__(self, tmp_path, faults, chapters, interrupts=None, chaos=None):
         self.cluster, self.stream, self.written = Cluster(), Stream(), 0
         self.path = tmp_path / "events" / "agents.jsonl"
         self.path.parent.mkdir()
@@ -94,7 +106,9 @@ class Story:
             progress=Progress(name="x", total_steps=100, num_nodes=3),
             view=PlainView(self.out),
             faults=parse_faults(faults, num_nodes=3, num_workers=3, steps=100),
+            chaos=chaos,
             interrupts=interrupts or Interrupts(),
+            mono=lambda: float(self.turns),
             sleep=self.turn,
         )
 
@@ -235,3 +249,46 @@ def test_agents_that_all_end_by_themselves_end_the_run(tmp_path, faults):
     story = Story(tmp_path, faults, [form(*NODES), lambda s: s.cluster.end(93)])
     story.run.run()
     assert story.cluster.codes() == dict.fromkeys(NODES, 93)
+
+
+def add(name, **fields):
+    return lambda story: story.stream.add(name, **fields)
+
+
+def test_a_fault_with_a_phase_waits_for_its_next_beginning(tmp_path):
+    story = Story(
+        tmp_path,
+        ["kill-agent:1@3/save", "kill-zygote:2@3/restore"],
+        [
+            form(*NODES),
+            steps(2),
+            add("checkpoint.started"),  # too early
+            steps(6),
+            add("checkpoint.started"),
+            steps(7),
+            add("epoch.aborted", epoch=1, reason="lost", victims=["node1"]),
+            form("node0", "node2", resume=7),
+            add("recovery.phase", phase="model", epoch=2),
+            steps(9),
+            add("checkpoint.started"),
+        ],
+    )
+    story.run.run()
+    assert injected(story) == [("kill-agent", "node1", 6), ("kill-zygote", "node2", 7)]
+    assert story.cluster.calls[:2] == [("agent", "node1"), ("zygote", "node2")]
+
+
+def test_chaos_kills_and_returns_but_never_the_last_node(tmp_path):
+    chapters = [form(*NODES), *[steps(upto) for upto in range(1, 60)]]
+    story = Story(tmp_path, [], chapters, chaos=Chaos(seed=3, mean_s=2.0, return_s=5.0))
+    story.run.run()
+    calls = [call for call in story.cluster.calls if call[0] != "kill all"]
+    assert {kind for kind, _ in calls} == {"kill", "return"}
+    up = set(NODES)
+    for kind, name in calls:
+        (up.remove if kind == "kill" else up.add)(name)
+        assert up
+    assert len(calls) > 20
+    assert [(kind[:4], node) for kind, node, _ in injected(story)] == [
+        (kind[:4], name) for kind, name in calls
+    ]
