@@ -110,6 +110,10 @@ class ElasticSection:
     """Between agents."""
     dead_after_s: float = 5.0
     """Silence after which a peer agent counts as dead."""
+    progress_pattern: str | None = None
+    """Where a script's output says its step: a regular expression with one group."""
+    stop_grace_s: float = 30.0
+    """Between SIGTERM and SIGKILL, for a script that takes no requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,10 @@ class TrainConfig:
     """Stages per rank of the interleaved schedule."""
     start_from: StartFrom | None = None
     """None: from initial values."""
+    command: tuple[str, ...] | None = None
+    """What workers run, with placeholders (command.py); None: the built-in trainer."""
+    command_dir: str | None = None
+    """Absolute working directory of `command`."""
     version: int = JOB_JSON_VERSION
 
     def rung_of(self, num_nodes: int) -> Rung:
@@ -210,6 +218,7 @@ class TrainConfig:
                 "checkpoint": CheckpointSection(**raw["checkpoint"]),
                 "elastic": ElasticSection(**raw["elastic"]),
                 "network": NetworkSection(**raw["network"]),
+                "command": tuple(words) if (words := raw.get("command")) else None,
                 "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
             }
         )

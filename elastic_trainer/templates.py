@@ -13,8 +13,8 @@ from typing import Final
 
 from elastic_trainer.layout import ParallelLayout
 
-NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size")
-"""What may stand in braces."""
+NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size", "run_dir")
+"""What may stand in braces: degrees and sizes of the epoch, and the job's folder."""
 
 _FIELD = re.compile(
     r"\$\{\{?[A-Za-z_]\w*\}?\}"  # another tool's
@@ -39,14 +39,18 @@ def explain(name: str) -> str:
     )
 
 
-def values_of(layout: ParallelLayout, num_nodes: int) -> dict[str, int]:
-    """Return name -> value on the rung of `num_nodes` nodes that runs `layout`."""
+def values_of(layout: ParallelLayout, num_nodes: int, run_dir: str) -> dict[str, int | str]:
+    """Return name -> value on the rung of `num_nodes` nodes that runs `layout`.
+
+    `run_dir` is the folder of the job's record, on storage that all nodes share.
+    """
     degrees = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    return {**degrees, "nodes": num_nodes, "world_size": layout.world_size}
+    sizes = {"nodes": num_nodes, "world_size": layout.world_size}
+    return {**degrees, **sizes, "run_dir": run_dir}
 
 
 def fill(
-    args: Sequence[str], values: Mapping[str, int], *, local_rank: int | None = None
+    args: Sequence[str], values: Mapping[str, int | str], *, local_rank: int | None = None
 ) -> tuple[str, ...]:
     """Return `args` with their placeholders filled in.
 
@@ -59,7 +63,7 @@ def fill(
 
 
 def _filled(
-    args: Sequence[str], values: Mapping[str, int], local_rank: int | None
+    args: Sequence[str], values: Mapping[str, int | str], local_rank: int | None
 ) -> Iterator[str]:
     def value_of(match: re.Match[str]) -> str:
         if match["literal"]:

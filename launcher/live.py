@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from elastic_trainer.command import split_command
 from launcher.errors import Problem
 from launcher.render.local import resolve
 from launcher.spec import JobSpec
@@ -20,7 +22,7 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
         spec: the checked job.
         base_dir: folder that its relative paths are relative to.
     """
-    return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_local_limits(spec)]
+    return [*_data(spec, base_dir), *_checkpoints(spec, base_dir), *_script(spec, base_dir)]
 
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
@@ -111,7 +113,23 @@ def _checkpoints(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
         yield spec.problem("HF204", "checkpoint.dir", message)
 
 
-def _local_limits(spec: JobSpec) -> Iterator[Problem]:
-    if spec.command is not None:
-        message = "the local target runs the built-in trainer only; leave command out"
-        yield spec.problem("HF205", "command", message)
+def _script(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
+    """Yield a problem when the script or the executable of `command` is not there."""
+    if spec.command is None:
+        return
+    folder, command = Path(resolve(spec.code.dir, base_dir)), split_command(spec.command)
+    path = folder / command.target
+    if not folder.is_dir():
+        message = f"{folder} is not a folder; mend the path, the command runs in it"
+        yield spec.problem("HF201", "code.dir", message)
+    elif command.kind == "script":
+        mistake = _unreadable(path)
+        if path.is_dir():
+            mistake = ("HF201", f"{path} is a folder; name the script")
+        if mistake:
+            yield spec.problem(mistake[0], "command", mistake[1])
+    elif command.kind == "command":
+        name = str(path) if "/" in command.target else command.target
+        if shutil.which(name) is None:
+            message = f"{name} is no executable here; mend the name, or leave --no-python out"
+            yield spec.problem("HF201", "command", message)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag, ValidationError
 
+from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
@@ -95,12 +96,13 @@ class JobSpec(sections.Section):
         source = read_source(text, file, sets)
         problems = list(source.problems)
         reported = {problem.where.key for problem in problems}
+        left_out = _fill_for_command(source)
         spec, found = _validate(cls, source)
         problems += [problem for problem in found if problem.where.key not in reported]
         bad = {problem.where.key for problem in problems if problem.where.key}
         if spec is not None:
             spec._remember(source, text, sets)  # noqa: SLF001  its own class
-            problems += spec._complete(bad, read)  # noqa: SLF001
+            problems += spec._complete(bad | left_out, read)  # noqa: SLF001
         mistakes = [problem for problem in problems if not problem.is_warning]
         if mistakes:
             raise UserError.many(mistakes)
@@ -227,6 +229,38 @@ _PLACEHOLDERS: Final[dict[str, Any]] = {
     "data": {"path": "."},
 }
 """Stand in for what is missing or wrong, so that the rest can be checked in the same go."""
+
+
+_DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
+_FOR_COMMANDS: Final[dict[str, Any]] = {
+    "model": {
+        "num_layers": 10_000,
+        "dim": 2 * _DIVISIBLE,
+        "num_heads": _DIVISIBLE,
+        "ffn_dim": _DIVISIBLE,
+        "vocab_size": _DIVISIBLE,
+    },
+    "train": {"seq_len": 2 * _DIVISIBLE, "global_batch": _DIVISIBLE, "steps": UNKNOWN_STEPS},
+    "data": {"path": "."},
+}
+"""What a command may leave out, since only it knows: values that allow any layout."""
+
+
+def _fill_for_command(source: Source) -> set[str]:
+    """Put stand-ins for what a job with `command` leaves out into `source`; return their keys."""
+    if source.data.get("command") is None:
+        return set()
+    left_out = set()
+    for key, stand_in in _FOR_COMMANDS.items():
+        given = source.data.get(key)
+        if given is None:
+            source.data[key] = dict(stand_in)
+            left_out.add(key)
+        elif key == "train" and isinstance(given, dict):
+            missing = {name: value for name, value in stand_in.items() if name not in given}
+            source.data[key] = {**given, **missing}
+            left_out |= {f"{key}.{name}" for name in missing}
+    return left_out
 
 
 def _validate(cls: type[Spec], source: Source) -> tuple[Spec | None, list[Problem]]:

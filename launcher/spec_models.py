@@ -21,7 +21,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from elastic_trainer.command import split_command
 from elastic_trainer.layout import AXES
+from elastic_trainer.templates import explain, unknown_names
 from launcher.spec_source import describe
 
 
@@ -123,14 +125,23 @@ def _command(value: Any) -> Any:
         raise _refuse(
             "HF012", f"expected a command line or a list of texts, found {describe(value)}"
         )
-    if not value:
-        raise _refuse("HF015", "expected a script and its arguments, found none")
-    for item in value:
-        unknown = set(re.findall(r"\{([a-z_]+)\}", item)) - {"tp", "pp", "cp", "dp"}
-        if unknown:
-            found = "{" + min(unknown) + "}"
-            raise _refuse("HF015", f"{found} is unknown; {{tp}} {{pp}} {{cp}} {{dp}} are filled in")
+    try:
+        command = split_command(value)
+    except ValueError as error:
+        raise _refuse("HF015", str(error)) from None
+    for name in unknown_names(command.args):
+        raise _refuse("HF511", explain(name))
     return tuple(value)
+
+
+def _pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise _refuse("HF015", f"{error}: expected a regular expression") from None
+    if groups != 1:
+        raise _refuse("HF015", rf"expected one group, the step, as step (\d+), found {groups}")
+    return value
 
 
 _SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
@@ -327,6 +338,13 @@ class Elastic(Section):
     )
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of agents.")
     dead_after_s: Seconds = Field(5.0, description="Seconds of silence: the agent is dead.")
+    progress_pattern: Annotated[Text, AfterValidator(_pattern)] | None = Field(
+        None,
+        description="Of a command: where its output says the step; null: the optimizer's steps.",
+    )
+    stop_grace_s: Seconds = Field(
+        30.0, description="Of a command that takes no requests: seconds from SIGTERM to SIGKILL."
+    )
 
 
 class Code(Section):

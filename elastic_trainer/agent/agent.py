@@ -316,6 +316,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._fail(epoch, epoch.held)
             return
         self._now_running(epoch)
+        self._show_progress(epoch, last=True)
         self._membership.report(
             WorkersEnded(
                 epoch=epoch.formed.epoch,
@@ -395,8 +396,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
         committed = (beat.committed_step for beat in beats.values())
         epoch.committed = max([epoch.committed, *committed])
-        if not self._config.watch_all and group_rank_of(epoch.formed, self._config.me) == 0:
-            self._scripts.show_progress(epoch.step, self._clock())
+        self._show_progress(epoch)
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):
@@ -423,6 +423,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if not epoch.freed:
             epoch.freed = True
             self._free_snapshots(epoch.formed.epoch)
+
+    def _show_progress(self, epoch: _Epoch, *, last: bool = False) -> None:
+        """One node speaks for a script; the trainer speaks for itself."""
+        if not self._config.watch_all and group_rank_of(epoch.formed, self._config.me) == 0:
+            self._scripts.show_progress(epoch.step, self._clock(), last=last)
 
     def _now_running(self, epoch: _Epoch) -> None:
         if epoch.running:

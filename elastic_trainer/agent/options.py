@@ -24,6 +24,7 @@ from elastic_trainer.agent.flags import (
 )
 from elastic_trainer.agent.store import parse_ports
 from elastic_trainer.agent.workers import Task
+from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import ElasticSection, NetworkSection, TrainConfig
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.layout import ParallelLayout
@@ -48,8 +49,9 @@ CONF_TEXTS = ("interface", "cidr", "ports")
 
 EXAMPLE = f"""
 --rdzv-conf takes {", ".join(CONF_NUMBERS + CONF_TEXTS)}.
-In the script's arguments {{dp}} {{tp}} {{pp}} {{cp}} {{nodes}} {{world_size}} are filled for each
-epoch; {{{{dp}}}} is the text itself. Flags may also come as torchrun's PET_... variables.
+In the script's arguments {{dp}} {{tp}} {{pp}} {{cp}} {{nodes}} {{world_size}} {{run_dir}} are
+filled for each epoch; {{{{dp}}}} is the text itself. Flags may also come as
+torchrun's PET_... variables.
 
 exit codes: 0 done, 91 saved and left on request, 92 too few nodes, 93 do not restart,
 94 restart budget used up, 1 the agent itself failed
@@ -187,6 +189,8 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         raise OptionsError("HF502", f"{path}: {error.strerror}; is it a rendered run?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
+    pattern = _pattern(args.progress_pattern or config.elastic.progress_pattern)
+    task = _task(args, pattern) if args.script else _job_task(args, config, pattern)
     return Options(
         node=args.node,
         run_id=config.run_id,
@@ -198,11 +202,12 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         local_addr=args.local_addr,
         workers=config.gpus_per_node,
         rung_nodes=tuple(rung.num_nodes for rung in config.ladder.rungs),
-        task=_task(args),
+        task=task,
         elastic=config.elastic,
         network=config.network,
         layouts={rung.num_nodes: rung.layout for rung in config.ladder.rungs},
-        progress_pattern=_pattern(args.progress_pattern),
+        progress_pattern=pattern,
+        stop_grace_s=config.elastic.stop_grace_s,
     )
 
 
@@ -212,7 +217,10 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     low, high = _nnodes(args.nnodes or "1")
     workers = _nproc(args.nproc_per_node or "1")
     conf = _rdzv_conf(args.rdzv_conf)
-    task, shown, pattern = _task(args), streams(args, workers), _pattern(args.progress_pattern)
+    if args.script is None:
+        raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
+    pattern, shown = _pattern(args.progress_pattern), streams(args, workers)
+    task = _task(args, pattern)
     endpoint, run_id = _meeting(args, high)
     record = endpoint / run_id
     if args.standalone or args.rdzv_endpoint is None:
@@ -250,8 +258,6 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
 
 def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
     """Return the directory where agents meet, and the id of the job in it."""
-    if args.script is None:
-        raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
     if args.standalone or (args.rdzv_endpoint is None and max_nodes == 1):
         if max_nodes > 1:
             raise OptionsError(
@@ -296,25 +302,46 @@ def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     return str(job)
 
 
-def _task(args: argparse.Namespace) -> Task:
-    cwd, rest = str(Path.cwd()), tuple(args.args)
-    if args.script is None:
-        return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=cwd)
-    for name in unknown_names(rest):
-        raise OptionsError("HF511", explain(name))
+def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None) -> Task:
+    """Return what job.json says to run."""
+    if config.command is None:
+        return Task(kind="main", target=DEFAULT_PRELOAD, fresh=args.fresh, cwd=str(Path.cwd()))
+    try:
+        command = split_command(config.command)
+    except ValueError as error:
+        raise OptionsError("HF502", f"command in job.json: {error}") from error
+    return _checked(command, Path(config.command_dir or "."), pattern, fresh=args.fresh)
+
+
+def _task(args: argparse.Namespace, pattern: str | None) -> Task:
+    """Return what the command line says to run."""
     if args.no_python and args.module:
         raise OptionsError("HF501", "--no-python and --module exclude each other")
-    if args.no_python:
-        if shutil.which(args.script) is None:
-            raise OptionsError("HF503", f"{args.script} is no executable on this node's PATH")
-        return Task(kind="command", target=args.script, args=rest, cwd=cwd)
-    if args.module:
-        kind = "main" if args.script == DEFAULT_PRELOAD else "module"
-        return Task(kind=kind, target=args.script, args=rest, fresh=args.fresh, cwd=cwd)
-    if not Path(args.script).is_file():
-        raise OptionsError("HF503", f"there is no script {args.script} (working directory {cwd})")
-    script = str(Path(args.script).resolve())
-    return Task(kind="script", target=script, args=rest, fresh=args.fresh, cwd=cwd)
+    kind = "command" if args.no_python else "module" if args.module else "script"
+    command = Command(kind=kind, target=args.script, args=tuple(args.args))
+    return _checked(command, Path.cwd(), pattern, fresh=args.fresh)
+
+
+def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -> Task:
+    for name in unknown_names(command.args):
+        raise OptionsError("HF511", explain(name))
+    kind, target = command.kind, command.target
+    if kind == "command" and shutil.which(str(cwd / target) if "/" in target else target) is None:
+        raise OptionsError("HF503", f"{target} is no executable on this node's PATH")
+    if kind == "module" and target == DEFAULT_PRELOAD:
+        kind = "main"
+    if kind == "script":
+        if not (cwd / target).is_file():
+            raise OptionsError("HF503", f"there is no script {target} (working directory {cwd})")
+        target = str((cwd / target).resolve())
+    return Task(
+        kind=kind,
+        target=target,
+        args=command.args,
+        fresh=fresh or command.fresh,
+        cwd=str(cwd),
+        count_steps=pattern is None,
+    )
 
 
 def _nnodes(text: str) -> tuple[int, int]:

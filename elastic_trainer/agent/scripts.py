@@ -73,7 +73,7 @@ class Scripts:
     def begin(self, formed: EpochFormed, launches: Sequence[Launch]) -> list[Launch]:
         """Return `launches` with what the epoch fills in; their logs are followed from here."""
         self._stop, self.saved = None, True
-        self._shown_step = 0
+        self._shown_step, self._shown_at = 0, float("-inf")
         dressed = [self._dressed(launch, formed) for launch in launches]
         if self._follower is not None:
             followed = [
@@ -94,7 +94,7 @@ class Scripts:
             env["HOLDFAST_RECORD_DIR"] = str(self._record_dir)
         args = self._task.args
         if self._task.kind != "main":
-            values = values_of(layout, formed.rung_nodes)
+            values = values_of(layout, formed.rung_nodes, str(self._record_dir or "."))
             args = fill(args, values, local_rank=launch.local_rank)
         if not self._split:
             return replace(launch, env=env, args=args)
@@ -117,9 +117,9 @@ class Scripts:
                 )
         return merged
 
-    def show_progress(self, step: int, now: float) -> None:
-        """Put the job's step on record, for whoever watches it."""
-        if step > self._shown_step and now - self._shown_at >= PROGRESS_S:
+    def show_progress(self, step: int, now: float, *, last: bool = False) -> None:
+        """Put the job's step on record, for whoever watches it: the first of an epoch at once."""
+        if step > self._shown_step and (last or now - self._shown_at >= PROGRESS_S):
             self._shown_step, self._shown_at = step, now
             self._log.emit("script.progress", step=step)
 

@@ -76,5 +76,6 @@ def plan(
     for line in placement_lines(rung, spec.cluster.gpus_per_node, show_all=show_all):
         click.echo(f"  {line}")
     click.echo("\nLadder")
-    for line in ladder_lines(planned.ladder, spec.facts.num_micro_batches, show_all=show_all):
+    batches = spec.facts.num_micro_batches if spec.command is None else None
+    for line in ladder_lines(planned.ladder, batches, show_all=show_all):
         click.echo(f"  {line}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit, audit
@@ -28,7 +29,7 @@ from launcher.ops.record import LauncherLog, RunRecord
 from launcher.ops.start_from import corpus_pin, start_from
 from launcher.ops.summary import summarise
 from launcher.ops.timeline import layouts_of
-from launcher.ops.verdict import Verdict, judge
+from launcher.ops.verdict import CLI_DONE, Verdict, judge
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 from launcher.spec import load_spec
@@ -143,7 +144,7 @@ def prepare_resume(
     rendered = run_dirs.load(directory)
     run_dirs.refuse_if_live(directory)
     record = RunRecord(directory)
-    if any(event.event == "trainer.finished" for event in record.poll()):
+    if any(_is_end(event) for event in record.poll()):
         return None
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
@@ -158,6 +159,12 @@ def prepare_resume(
         faults=parsed,
         chaos=None if chaos is None else parse_chaos(chaos),
     )
+
+
+def _is_end(event: Event) -> bool:
+    """Return whether `event` says that the run has done all there is to do."""
+    stopped = event.event == "job.stopped" and event.fields.get("code") == CLI_DONE
+    return stopped or event.event == "trainer.finished"
 
 
 def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcome:
@@ -190,7 +197,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
             progress=Progress(
                 name=config.run_id,
                 start_step=start_step(config),
-                total_steps=config.train.steps,
+                total_steps=None if config.train.steps == UNKNOWN_STEPS else config.train.steps,
                 num_nodes=prepared.num_nodes,
                 layouts=layouts_of(config),
             ),

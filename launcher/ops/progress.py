@@ -28,18 +28,25 @@ _MAX_LINE = 150
 
 
 class Progress:
-    """The newest state of a run, from its events."""
+    """The newest state of a run, from its events.
+
+    Args:
+        name: of the run.
+        total_steps: None where only a script knows.
+        num_nodes: nodes of this attempt.
+        layouts: the ladder, num_nodes of the rung -> layout.
+        start_step: the step whose state the run began with.
+    """
 
     def __init__(
         self,
         *,
         name: str,
-        total_steps: int,
+        total_steps: int | None,
         num_nodes: int,
         layouts: Mapping[int, str] | None = None,
         start_step: int = 0,
     ) -> None:
-        """Begin with nothing known; `layouts` is the ladder, num_nodes of the rung -> layout."""
         self._layouts = layouts or {}
         self.name, self.total_steps, self.num_nodes = name, total_steps, num_nodes
         self.step = start_step
@@ -60,6 +67,11 @@ class Progress:
         self._rate: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS)
         self._origin: float | None = None
         self._said = ""
+
+    @property
+    def step_text(self) -> str:
+        """`step 7/100`, or `step 7` where the last one is not known."""
+        return f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -90,7 +102,7 @@ class Progress:
     def _take(self, event: Event) -> None:  # noqa: C901  one flat table of cases
         fields = event.fields
         match event.event:
-            case "step.completed":
+            case "step.completed" | "script.progress":
                 self._take_step(event)
             case "epoch.formed":
                 self._take_epoch(event)
@@ -131,7 +143,8 @@ class Progress:
         self.step, self.state = event.step, "training"
         loss = event.fields.get("loss")
         self.loss = float(loss) if isinstance(loss, int | float) else self.loss
-        self._rate.append((event.t_unix, int(event.fields.get("tokens") or 0)))
+        if tokens := event.fields.get("tokens"):
+            self._rate.append((event.t_unix, int(tokens)))
 
 
 def describe(event: Event) -> str | None:
@@ -271,7 +284,7 @@ class PlainView:
 
 def plain_line(progress: Progress) -> str:
     """Return the state in one line."""
-    parts = [f"step {progress.step}/{progress.total_steps}", progress.state]
+    parts = [progress.step_text, progress.state]
     if progress.parked:
         parts[-1] = f"parked ({progress.parked[0]} nodes left, {progress.parked[1]} needed)"
     if progress.loss is not None:
@@ -321,8 +334,8 @@ def render_block(progress: Progress) -> Group:
         head.append(f": {have} nodes left, the last rung needs {need}; waiting", "red")
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        Text(f"step {progress.step}/{progress.total_steps}"),
-        ProgressBar(total=max(progress.total_steps, 1), completed=progress.step, width=40),
+        Text(progress.step_text),
+        ProgressBar(total=max(progress.total_steps or 0, 1), completed=progress.step, width=40),
     )
     facts = Table.grid(padding=(0, 2))
     for _ in range(6):

@@ -323,7 +323,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         ("steps", f"{summary['steps']:,} of {summary['steps_asked'] or '?'}"),
         ("final loss", "-" if loss is None else f"{loss:.4f}"),
         ("failures", f"{len(summary['failures'])}"),
-        ("steps redone", f"{summary['steps_redone']}"),
+        ("steps redone", "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}"),
         ("samples lost / repeated", "-" if lost is None else f"{lost} / {repeated}"),
         ("tokens/s", "-" if rate is None else f"{rate:,.0f}"),
         ("goodput", "-" if goodput is None else f"{goodput:.1%}"),

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit
@@ -35,6 +36,8 @@ def summarise(
     - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
       counts once, with its last execution; start-up, pauses and saves do not count.
     - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
+    - Of a `command` the `steps` are those it has shown, counted from 1 in each epoch where its
+      optimizer counts them; what needs every step is null.
     - `failures[].recovered_s`: from the fault's own moment when it was injected,
       else from its detection, to the first step completed in a later epoch; the
       seconds in `phases` are the longest over the nodes, and `other_s` is what
@@ -57,7 +60,7 @@ def summarise(
     start = config.start_from if config else None
     first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
     origin = started.t_unix if started else (events[0].t_unix if events else 0.0)
-    return {
+    summary = {
         "version": SUMMARY_VERSION,
         "name": config.name if config else None,
         "run_id": config.run_id if config else None,
@@ -66,7 +69,7 @@ def summarise(
         "start_step": start.step if start else 0,
         "started_from": start.name if start else None,
         "steps": counted[-1].step if counted else start.step if start else 0,
-        "steps_asked": config.train.steps if config else None,
+        "steps_asked": _steps_asked(config),
         "steps_redone": executed - len(counted),
         "committed_steps_redone": committed_steps_redone(events, spans),
         "final_loss": counted[-1].loss if counted else None,
@@ -87,6 +90,13 @@ def summarise(
         "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
         "wall_s": round(wall_s, 3),
     }
+    # A script shows its steps about once a second: what would count each of them is not known.
+    return summary | (_NOT_OF_SCRIPTS if config and config.command else {})
+
+
+_NOT_OF_SCRIPTS = dict.fromkeys(
+    ("steps_redone", "committed_steps_redone", "tokens", "tokens_per_s", "goodput")
+)
 
 
 def committed_steps_redone(events: Sequence[Event], spans: Sequence[EpochSpan]) -> int:
@@ -105,6 +115,13 @@ def committed_steps_redone(events: Sequence[Event], spans: Sequence[EpochSpan]) 
         redone += sum(step <= newest for step in span.steps)
         newest = max(newest, committed.get(span.epoch, 0))
     return redone
+
+
+def _steps_asked(config: TrainConfig | None) -> int | None:
+    """Return the number of steps asked for; None where only a script knows."""
+    if config is None or (config.command and config.train.steps == UNKNOWN_STEPS):
+        return None
+    return config.train.steps
 
 
 def layout_ranges(spans: Sequence[EpochSpan], counted: Sequence[StepDone]) -> list[dict[str, Any]]:

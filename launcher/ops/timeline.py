@@ -67,6 +67,9 @@ def worker_rank(event: Event) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
+_TELLING = ("epoch.formed", "trainer.started", "step.completed", "script.progress")
+
+
 def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) -> list[EpochSpan]:
     """Return the epochs in the order in which they were formed.
 
@@ -80,7 +83,7 @@ def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) ->
     for event in events:
         if event.epoch is None:
             continue
-        if event.event not in ("epoch.formed", "trainer.started", "step.completed"):
+        if event.event not in _TELLING:
             continue
         span = spans.setdefault(event.epoch, EpochSpan(epoch=event.epoch, formed_t=event.t_unix))
         if event.event == "epoch.formed":

@@ -47,6 +47,8 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     free before they take any.
     """
     asked = spec.checkpoint.memory_every_steps
+    if spec.command is not None:  # only the script knows its state
+        return Snapshots(every_steps=asked, worker_bytes=0, node_bytes=0, copy_s=0.0), []
     workers = spec.cluster.gpus_per_node
     params = spec.shape.num_params()
     layouts = [rung.layout for rung in ladder.rungs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Final
@@ -18,7 +19,7 @@ HEAD: Final = 8
 
 
 def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[str]:
-    """Return model, layout, batch and ladder, a line each."""
+    """Return model (or command), layout, batch and ladder, a line each."""
     rung = rung or plan.ladder.rungs[0]
     layout, cluster, train = plan.layout, spec.cluster, spec.train
     tokens = train.global_batch * train.seq_len
@@ -26,7 +27,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     unit = "workers" if spec.device == "cpu" else "GPUs"
     hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
     spares = f", {cluster.spares} more as spares" if cluster.spares else ""
-    return [
+    lines = [
         f"model    {spec.model_name}, {short(spec.shape.num_params())} parameters",
         f"layout   {layout} = {layout.world_size:,} {unit}{hsdp}",
         f"cluster  {rung.num_nodes:,} nodes x {cluster.gpus_per_node} {cluster.gpu}{spares}",
@@ -41,6 +42,10 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
         ),
         snapshot_line(plan.snapshots),
     ]
+    if spec.command is None:
+        return lines
+    # Model and batch are the script's business.
+    return [f"command  {shlex.join(spec.command)}", *lines[1:3], lines[-2]]
 
 
 def short(count: float) -> str:
@@ -82,11 +87,19 @@ def spans(numbers: set[int]) -> str:
     return ",".join(out)
 
 
-def ladder_lines(ladder: Ladder, num_micro_batches: int, *, show_all: bool = False) -> list[str]:
-    """Return the ladder as a table, shortened in the middle unless `show_all`."""
+def ladder_lines(
+    ladder: Ladder, num_micro_batches: int | None, *, show_all: bool = False
+) -> list[str]:
+    """Return the ladder as a table, shortened in the middle unless `show_all`.
+
+    `num_micro_batches` None: only a script knows of batches.
+    """
     width = max(len(str(rung.layout)) for rung in ladder.rungs)
     head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  idle places"
     rows = []
+    if num_micro_batches is None:
+        rows = [f"{rung.num_nodes:>7,}  {rung.layout!s}" for rung in ladder.rungs]
+        return [f"{'nodes':>7}  layout", *(rows if show_all else ends(rows, "rungs"))]
     for rung in ladder.rungs:
         places = rung.micro_batches * rung.layout.dp
         idle = places - num_micro_batches
@@ -125,6 +138,7 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
         "num_nodes": spec.cluster.nodes,
         "gpus_per_node": spec.cluster.gpus_per_node,
         "global_batch": spec.train.global_batch,
+        "command": None if spec.command is None else list(spec.command),
         "ladder": [rung_dict(rung) for rung in plan.ladder.rungs],
         "snapshots": dataclasses.asdict(plan.snapshots),
         "warnings": [warning.to_dict() for warning in plan.warnings],

@@ -59,6 +59,8 @@ def to_train_config(
         network=NetworkSection(**spec.network.model_dump()),
         schedule=spec.layout.schedule,
         interleave=spec.layout.interleave,
+        command=spec.command,
+        command_dir=None if spec.command is None else resolve(spec.code.dir, base_dir),
     )
 
 

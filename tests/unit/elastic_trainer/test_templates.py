@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.templates import NAMES, explain, fill, unknown_names, values_of
 
-VALUES = values_of(ParallelLayout(dp=4, tp=2, pp=3), 12)
+VALUES = values_of(ParallelLayout(dp=4, tp=2, pp=3), 12, "/runs/a")
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ VALUES = values_of(ParallelLayout(dp=4, tp=2, pp=3), 12)
         ("--dp={dp}", "--dp=4"),
         ("{tp}x{pp}x{cp}", "2x3x1"),
         ("{nodes} of {world_size}", "12 of 24"),
+        ("{run_dir}/x.pt", "/runs/a/x.pt"),
         ("{{dp}}", "{dp}"),
         ("{{epoch}}.pt", "{epoch}.pt"),
         ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
@@ -36,7 +37,9 @@ def test_what_is_filled_in(text: str, filled: str) -> None:
 def test_unknown_names_are_found_once_and_explained() -> None:
     assert unknown_names(["{dpp}{tp}", "--name={run}", "{dpp}"]) == ["dpp", "run"]
     said = explain("dpp")
-    assert said.startswith("{dpp} is unknown; {dp} {tp} {pp} {cp} {nodes} {world_size} are")
+    assert said.startswith(
+        "{dpp} is unknown; {dp} {tp} {pp} {cp} {nodes} {world_size} {run_dir} are"
+    )
     assert said.endswith("write {{dpp}}")
 
 

@@ -20,6 +20,8 @@ PURE = {
     "events",
     "ledger_audit",
     "hf_config",
+    "command",
+    "templates",
 }
 READERS = {"agent.board", "agent.file_board"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")

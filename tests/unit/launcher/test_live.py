@@ -35,7 +35,10 @@ def test_a_job_whose_paths_are_there_has_no_problems(make_spec, corpus):
         (["data.format=megatron", "data.path=" + "x" * 300], "HF202", "data.path"),
         (["checkpoint.dir=corpus/a.txt"], "HF204", "checkpoint.dir"),
         (["checkpoint.dir=corpus/a.txt/deep"], "HF204", "checkpoint.dir"),
-        (["command=train.py"], "HF205", "command"),
+        (["command=train.py"], "HF201", "command"),
+        (["command=empty"], "HF201", "command"),
+        (["command=--no-python ./empty.txt"], "HF201", "command"),
+        (["command=-m x", "code.dir=gone"], "HF201", "code.dir"),
         (["data.path=" + "x" * 300], "HF202", "data.path"),
     ],
 )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.models import PRESETS
 from launcher.errors import UserError
+from launcher.planning.search import plan
 from launcher.spec import SECTIONS, JobSpec, job_schema, load_spec
 
 
@@ -113,7 +114,10 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("network.cidr=10.0.0.0/99", "HF015 network.cidr: expected a network such as 10.0.0.0/8"),
         ("network={cidr: 10.0.0.0/8, interface: eth0}", "HF016 network.cidr"),
         ("env={venv: /a, image: b}", "HF016 env.image: venv and image exclude each other"),
-        ("command='train.py --x {zp}'", "HF015 command: {zp} is unknown; {tp} {pp} {cp} {dp} are"),
+        ("command='train.py --x {zp}'", "HF511 command: {zp} is unknown; {dp} {tp} {pp} {cp} {no"),
+        ("command='python train.py'", "HF015 command: leave python out: the command is the script"),
+        ("command='--nnodes 2 train.py'", "HF015 command: --nnodes: before the script only -m"),
+        ("elastic.progress_pattern=step", "HF015 elastic.progress_pattern: expected one group"),
         ("command=\"train.py 'x\"", "HF015 command: No closing quotation"),
         ("slurm.time=tomorrow", "HF015 slurm.time: expected sbatch's"),
         ("cluster.gpu=H100", "HF122 cluster.gpu: H100 is unknown; use H100-80GB-SXM, H100-80GB-PCIe"),
@@ -271,3 +275,19 @@ def test_the_schema_describes_every_key():
                 f"{definition['title']}.{key} has no description"
             )
     assert set(schema["required"]) == {"name", "model", "cluster", "train", "data"}
+
+
+def test_a_command_may_leave_out_what_only_it_knows():
+    text = "name: a\ncommand: train.py --tp {tp}\ncluster: {nodes: 6, gpus_per_node: 8, gpu: cpu}\n"
+    spec = JobSpec.from_text(text + "layout: {tp: 4, pp: 3, cp: 2}\ntrain: {steps: 7}\n")
+    assert spec.warnings == ()
+    assert [str(rung.layout) for rung in plan(spec).ladder.rungs] == [
+        "dp2-pp3-cp2-tp4",
+        "dp1-pp3-cp2-tp4",
+    ]
+    assert spec.train.steps == 7
+    with pytest.raises(UserError) as caught:
+        JobSpec.from_text(text + "layout: {tp: 5, dp: 9}\ntrain: {batch: 7}\n")
+    assert {problem.code for problem in caught.value.problems} == {"HF010", "HF101", "HF104"}
+    with pytest.raises(UserError, match="HF011 model: "):
+        JobSpec.from_text(text.replace("command: train.py --tp {tp}\n", ""))
