@@ -7,6 +7,9 @@ line costs the first step of every recovery up to seconds when it is missing.
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
 
 MODULES = (
     "torch._dynamo",
@@ -15,9 +18,32 @@ MODULES = (
     "torch.utils.serialization.config",
     "encodings.ascii",
 )
+COMPILER = (
+    "torch._inductor.compile_fx",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
+    "torch.export._unlift",
+    "torch.fx.experimental.validator",
+    "torch.utils.cpp_extension",
+)
+"""For jobs with `train.compile`: most of its 800 modules, which take seconds a worker."""
 
 
-def preload() -> None:
-    """Import them all."""
-    for name in MODULES:
+def preload(env: Mapping[str, str]) -> None:
+    """Import what workers of this run will need. `env` is that of the zygote."""
+    for name in MODULES + (COMPILER if _compiles(env) else ()):
         importlib.import_module(name)
+
+
+def _compiles(env: Mapping[str, str]) -> bool:
+    """Return whether the run's job.json says so; what is wrong with it the workers will say."""
+    run_dir = env.get("HOLDFAST_RUN_DIR")
+    if run_dir is None:
+        return False
+    try:
+        job = json.loads((Path(run_dir) / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(job, dict) and bool(job.get("train", {}).get("compile"))

@@ -19,7 +19,7 @@ from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.preload import preload
 from elastic_trainer.trainer import run_worker
 
-preload()
+preload(os.environ)
 
 USER_ERRORS = (CheckpointError, DataError)
 """A restart cannot help: exit 93."""
