@@ -33,6 +33,8 @@ EVENTS: Final[dict[str, str]] = {
         "reason, held_back"
     ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
+    "member.refused": "A node may not take part. member, reason",
+    "member.readmitted": "The operator let a node come back that was put out. member, reason",
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
     "membership.parked": "Too few nodes for the last rung: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",

@@ -35,6 +35,7 @@ from elastic_trainer.agent.notices import (
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersReady,
     WorkersRunning,
 )
 from elastic_trainer.agent.scripts import Scripts
@@ -117,7 +118,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._zygotes_lost = 0
         self._signals: list[int] = []
         self._stops_asked = 0
-        self._joined = False
+        self._told_ready = self._left = False
+        self._error = ""
         self._result: JobStopped | None = None
         self._failures: dict[int, ProcessFailure] = {}
 
@@ -138,15 +140,19 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port)
         with self._handling_signals():
             try:
+                self._membership.start()
                 while self._result is None:
-                    self._join_once_warm()
+                    self._tell_once_warm()
                     self._turn()
+            except BaseException as error:
+                self._error = f"{type(error).__name__}: {error}"
+                raise
             finally:
                 # Also after an error of ours: a node must not go on without its agent.
                 self._kill_workers("the agent ends")
                 self._workers.close()
                 self._scripts.close()
-                reason = self._result.reason if self._result else "error"
+                reason = self._result.reason if self._result else f"error: {self._error}"
                 self._log.emit("agent.exit", code=self.exit_code, reason=reason)
                 self._membership.close()
         failed = self.exit_code not in {EXIT_DONE, EXIT_SAVED}
@@ -156,11 +162,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
 
     # -- the loop -------------------------------------------------------------------------
 
-    def _join_once_warm(self) -> None:
-        """Join when workers can be forked: a node that joins cold makes all others wait."""
-        if not self._joined and (self._workers.ready or self._stops_asked):
-            self._joined = True
-            self._membership.start()
+    def _tell_once_warm(self) -> None:
+        """Say when workers can be forked: until then no epoch waits for this node."""
+        if not self._told_ready and self._workers.ready:
+            self._told_ready = True
+            self._membership.report(WorkersReady())
 
     def _turn(self) -> None:
         """Wait for something to happen, at most one tick, and serve it."""
@@ -168,12 +174,13 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         timeout_s = self._config.tick_s if busy else 1.0
         if busy and self._epoch is not None and self._epoch.held is not None:
             timeout_s = min(timeout_s, self._epoch.held_until - self._clock())
-        select.select([self._waker.fileno(), self._workers.fileno()], [], [], max(0.0, timeout_s))
+        watched = [self._waker.fileno(), *([] if self._left else [self._workers.fileno()])]
+        select.select(watched, [], [], max(0.0, timeout_s))
         self._waker.drain()
         self._serve_signals()
         while self._result is None and (notice := self._membership.notice(0.0)) is not None:
             self._serve_notice(notice)
-        if self._result is None:
+        if self._result is None and not self._left:
             self._serve_workers()
             self._look_at_heartbeats()
 
@@ -197,8 +204,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._newest = formed.epoch
         self._kill_workers("a new epoch")
         config, me = self._config, self._config.me
-        if group_rank_of(formed, me) < 0:
-            return  # a spare
+        if self._left or group_rank_of(formed, me) < 0:
+            return  # a spare, or not fit for any more
         self._log.epoch = formed.epoch
         begin = self._clock()
         self._write_peers(formed)
@@ -358,9 +365,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._leave_if_unreapable(lost.unreapable)
         self._zygotes_lost += 1
         if self._zygotes_lost > 1:
-            self._membership.report(
-                NodeLeaving(reason=f"the zygote died {self._zygotes_lost} times: {lost.detail}")
-            )
+            self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
     def _kill_workers(self, reason: str) -> None:
         """End the epoch here: no worker of it is alive, or the node has said that it leaves."""
@@ -382,9 +387,14 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._log.emit("worker.unreapable", pid=pid)
         if pids:
             listed = ", ".join(str(pid) for pid in pids)
-            self._membership.report(
-                NodeLeaving(reason=f"cannot end worker processes {listed} with SIGKILL")
-            )
+            self._leave(f"cannot end worker processes {listed} with SIGKILL")
+
+    def _leave(self, reason: str) -> None:
+        """Run no more workers here. The agent stays while it is needed to coordinate."""
+        if not self._left:
+            self._left = True
+            self._membership.report(NodeLeaving(reason=reason))
+            self._workers.close()
 
     # -- progress -------------------------------------------------------------------------
 

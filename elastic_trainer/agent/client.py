@@ -10,7 +10,8 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from elastic_trainer.agent.board import Board, BoardState, Token
@@ -54,6 +55,8 @@ class MembershipClient:
         open_store: hosts the store of an epoch; may take a while.
         log: `log(event, epoch, fields)`, called on the reactor's thread.
         notify: called on the reactor's thread whenever a notice was queued.
+        ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
+        readmit: the operator lets the node come back after it was put out.
         executors: for the board and for stores; own threads when left out.
     """
 
@@ -69,9 +72,11 @@ class MembershipClient:
         open_store: OpenStoreCall,
         log: Callable[[str, int | None, dict[str, Any]], None],
         notify: Callable[[], None] = lambda: None,
+        ready: bool = True,
+        readmit: bool = False,
         executors: tuple[Executor, Executor] | None = None,
     ) -> None:
-        self._machine = Membership(me, job, settings)
+        self._machine = Membership(me, job, settings, ready=ready, readmit=readmit)
         self._settings, self._board, self._endpoint = settings, board, endpoint
         self._reactor, self._open_store, self._log, self._notify = reactor, open_store, log, notify
         self._board_work, self._store_work = executors or (
@@ -81,12 +86,14 @@ class MembershipClient:
         self._own_executors = executors is None
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._timer: float | None = None
-        self._closed = False
+        self._started = self._closed = False
         self._strangers, self._board_failures = Throttle(EVENT_S), Throttle(EVENT_S)
 
     def start(self) -> None:
-        """Join the job; returns at once."""
-        self._reactor.call(self._begin)
+        """Join the job; returns at once. Further calls do nothing."""
+        if not self._started:
+            self._started = True
+            self._reactor.call(self._begin)
 
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
@@ -167,11 +174,11 @@ class MembershipClient:
                 case Close(conn):
                     self._endpoint.close(conn)
                 case ReadBoard():
-                    self._board_work.submit(self._read_board)
+                    self._submit(self._board_work, self._read_board)
                 case SwapBoard(state, token):
-                    self._board_work.submit(self._swap_board, state, token)
+                    self._submit(self._board_work, partial(self._swap_board, state, token))
                 case OpenStore(epoch):
-                    self._store_work.submit(self._open, epoch)
+                    self._submit(self._store_work, partial(self._open, epoch))
                 case Tell(notice):
                     self._notices.put(notice)
                     self._notify()
@@ -230,14 +237,22 @@ class MembershipClient:
             self._reactor.call(
                 lambda: self._reactor.call_at(
                     time.monotonic() + 1.0,
-                    lambda: None if self._closed else self._submit_open(epoch),
+                    lambda: self._submit(self._store_work, partial(self._open, epoch)),
                 )
             )
             return
         self._later(lambda now: self._machine.store_opened(epoch, address, port, now))
 
-    def _submit_open(self, epoch: int) -> None:
-        self._store_work.submit(self._open, epoch)
+    def _submit(self, executor: Executor, work: Callable[[], None]) -> None:
+        """Have `work` done on another thread; what it raises ends the agent like an error here."""
+        if self._closed:
+            return
+
+        def raise_here(done: Future[None]) -> None:
+            if not done.cancelled() and done.exception() is not None:
+                self._reactor.call(done.result)
+
+        executor.submit(work).add_done_callback(raise_here)
 
     def _later(self, step: Callable[[float], list[Effect]]) -> None:
         self._reactor.call(lambda: self._do(step(time.monotonic())))

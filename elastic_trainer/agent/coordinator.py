@@ -24,6 +24,7 @@ from elastic_trainer.agent.notices import (
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersReady,
     WorkersRunning,
 )
 from elastic_trainer.agent.peers import Peer, choose_members
@@ -49,6 +50,7 @@ class Coordinator(Judge):
         state: the board as it was won, with this agent's lease.
         token: of that content.
         expected: see Watch.
+        gone: see roles.Lead.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Coordinator(Judge):
         token: Token,
         *,
         expected: dict[Conn, str] | None = None,
+        gone: tuple[str, ...] = (),
     ) -> None:
         super().__init__(ctx, expected)
+        self.absent.update(gone)
         assert state.lease is not None
         ctx.term = state.lease.term
         self._lease = LeaseKeeper(ctx, state, token)
@@ -180,7 +184,7 @@ class Coordinator(Judge):
 
     def reported(self, report: Report) -> Turn | None:
         """Take a report of this node's own agent; kept, should another coordinator follow."""
-        self.ctx.reports.append(report)
+        self.ctx.note(report)
         return self.told(self.ctx.me.agent_id, report)
 
     def told(self, agent_id: str, report: Report) -> Turn | None:
@@ -199,6 +203,8 @@ class Coordinator(Judge):
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
+            case WorkersReady():
+                self.peers.now_ready(peer)
             case WorkersRunning(epoch=epoch) if epoch == self.ctx.epoch:
                 if self.phase != "starting":
                     return None
@@ -296,12 +302,13 @@ class Coordinator(Judge):
             return bool(self.expected)
         settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.expected_nodes
-        return len(self.peers) + len(self.absent) < wanted
+        return self.peers.num_ready + len(self.absent) < wanted
 
     def _park(self) -> Turn | None:
         barred, need = self.ctx.barred, self.ctx.settings.min_nodes
         have = len(self.peers.able(barred))
-        if barred and have + len(barred) >= need:
+        warm = self.peers.num_ready == len(self.peers)
+        if barred and warm and have + len(barred) >= need:
             why = "; ".join(f"{node}: {reason}" for node, reason in sorted(barred.items()))
             return self.stop(
                 EXIT_TOO_FEW_NODES,
@@ -330,7 +337,7 @@ class Coordinator(Judge):
         self.members = tuple(m.agent_id for m in members)
         chosen = set(self.members)
         spares = tuple(m for m in pool if m.agent_id not in chosen)
-        if ctx.me.node in ctx.barred:  # it coordinates, but runs no workers
+        if all(m.agent_id != ctx.me.agent_id for m in pool):  # coordinates, but runs no workers
             spares = (*spares, ctx.me)
         formed = Formed(
             epoch=keeper.epoch,

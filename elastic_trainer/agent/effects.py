@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.history import History, Limits
-from elastic_trainer.agent.messages import Formed, Message
+from elastic_trainer.agent.messages import Formed, Join, Message
 from elastic_trainer.agent.notices import (
     EpochAborted,
     EpochFormed,
@@ -21,6 +21,7 @@ from elastic_trainer.agent.notices import (
     Notice,
     Report,
     StopAsked,
+    WorkersReady,
 )
 from elastic_trainer.agent.table import NOBODY, Members
 
@@ -99,6 +100,8 @@ class Settings:
     """num_nodes of the ladder's rungs, from most to fewest."""
     expected_nodes: int
     """The first epoch forms at once when so many agents are there."""
+    workers: int = 0
+    """Workers of every node: one with fewer healthy accelerators is refused."""
     join_timeout_s: float = 600.0
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0
@@ -167,6 +170,12 @@ class Context:
     reports: list[Report] = field(default_factory=list)
     """What the local agent said of the present epoch, or for good: told to every coordinator
     that is joined anew, since the one before may have died with it unread."""
+    ready: bool = True
+    """Whether this node's workers can be forked at once."""
+    readmit: bool = False
+    """The operator lets this node come back after it was put out."""
+    told_ready: bool = False
+    """Whether the newest Join said that this node is ready."""
     in_epoch: bool = False
     """This node was told to run workers in `epoch` and the epoch was not aborted since."""
     outbox: list[Effect] = field(default_factory=list)
@@ -186,6 +195,30 @@ class Context:
     def close(self, conn: Conn) -> None:
         """Close one."""
         self.outbox.append(Close(conn))
+
+    def join(self, conn: Conn) -> None:
+        """Ask the agent on the other end to let this one take part."""
+        self.told_ready = self.ready
+        message = Join(
+            member=self.me,
+            job=self.job,
+            last_epoch=self.epoch,
+            ready=self.ready,
+            readmit=self.readmit,
+        )
+        self.send(conn, message)
+
+    def note(self, report: Report) -> None:
+        """Keep a report of the local agent for the coordinators to come."""
+        if isinstance(report, WorkersReady):
+            self.ready = True
+        else:
+            self.reports.append(report)
+
+    @property
+    def fit(self) -> bool:
+        """Whether this node can run the workers of a node."""
+        return self.me.workers >= self.settings.workers
 
     def tell(self, notice: Notice) -> None:
         """Give the local agent a notice."""

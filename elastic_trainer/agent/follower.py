@@ -11,7 +11,6 @@ from elastic_trainer.agent.messages import (
     Abort,
     Ask,
     Formed,
-    Join,
     Message,
     Ping,
     Reject,
@@ -20,9 +19,9 @@ from elastic_trainer.agent.messages import (
     Won,
     tell,
 )
-from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report
-from elastic_trainer.agent.roles import End, Follow, Lead, Role, Seek, Stand, Turn
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE
+from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report, WorkersReady
+from elastic_trainer.agent.roles import End, Follow, Lead, Role, Seek, Stand, Turn, unfit_message
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FEW_NODES
 from elastic_trainer.heartbeat import Request
 
 RETRY_S = 0.2
@@ -38,6 +37,7 @@ class Seeker(Role):
         self._seen_since = 0.0
         self._refused = False
         self._claiming = False
+        self._unfit_until: float | None = None
 
     def start(self) -> Turn | None:
         """Read the board."""
@@ -61,12 +61,8 @@ class Seeker(Role):
         lease = state.lease
         if lease is not None and lease.holder == ctx.me.agent_id and token is not None:
             return Lead(state, token)  # a claim that was won, but its answer lost
-        if lease is None or self._is_stale(lease):
-            self._claiming = True
-            term = (lease.term if lease else ctx.term) + 1
-            claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)))
-            ctx.outbox.append(SwapBoard(claim, token))
-            return None
+        if lease is None or self._is_stale(lease, first=state.epoch == 0):
+            return self._claim(state, token)
         if (
             lease.job != ctx.job
             and self._seen is not None
@@ -85,9 +81,27 @@ class Seeker(Role):
             ctx.after("welcome", ctx.settings.dial_timeout_s)
         return None
 
-    def _is_stale(self, lease: Lease) -> bool:
+    def _claim(self, state: BoardState, token: Token | None) -> Turn | None:
+        """Go for the lease. A node that can run no workers leads nobody; it leaves in the end."""
+        ctx, lease = self.ctx, state.lease
+        if ctx.fit:
+            self._claiming = True
+            term = (lease.term if lease else ctx.term) + 1
+            claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)))
+            ctx.outbox.append(SwapBoard(claim, token))
+            return None
+        if self._unfit_until is None:
+            self._unfit_until = ctx.now + ctx.settings.join_timeout_s
+        if ctx.now >= self._unfit_until:
+            return End(EXIT_TOO_FEW_NODES, unfit_message(ctx.me, ctx.settings))
+        ctx.after("retry", RETRY_S * 2)
+        return None
+
+    def _is_stale(self, lease: Lease, *, first: bool) -> bool:
         settings = self.ctx.settings
         patience = settings.takeover_refused_s if self._refused else settings.takeover_s
+        if self._refused and first and lease.job == self.ctx.job:
+            patience = settings.reconnect_s  # before the first epoch there is nothing to disturb
         return (
             self._seen is not None
             and (self._seen.term, self._seen.beat) == (lease.term, lease.beat)
@@ -98,7 +112,9 @@ class Seeker(Role):
         """Coordinate when the claim was won, else look again at who has it."""
         self._claiming = False
         if won:
-            return Lead(state, token)
+            seen = self._seen
+            gone = (seen.node,) if self._refused and seen and seen.job == self.ctx.job else ()
+            return Lead(state, token, gone=gone)
         return self.board_read(state, token)
 
     def board_failed(self, error: str) -> Turn | None:
@@ -111,7 +127,7 @@ class Seeker(Role):
         """Ask to join."""
         ctx = self.ctx
         if conn == self._link:
-            ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+            ctx.join(conn)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
@@ -183,6 +199,8 @@ class Follower(Role):
         return None
 
     def _tell_all(self, link: Conn) -> None:
+        if self.ctx.ready and not self.ctx.told_ready:
+            self.ctx.send(link, tell(WorkersReady()))
         for report in self.ctx.reports:
             self.ctx.send(link, tell(report))
 
@@ -242,7 +260,7 @@ class Follower(Role):
 
     def reported(self, report: Report) -> Turn | None:
         """Send it on; it is also kept, for a link that breaks with it unread."""
-        self.ctx.reports.append(report)
+        self.ctx.note(report)
         if self._link is not None:
             self.ctx.send(self._link, tell(report))
         return None
@@ -267,7 +285,7 @@ class Follower(Role):
         """Join again over the new connection."""
         ctx = self.ctx
         if conn == self._redial:
-            ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+            ctx.join(conn)
         return None
 
     def timer(self, name: str) -> Turn | None:
@@ -303,5 +321,5 @@ class Follower(Role):
 def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
     """Join the new coordinator over the connection it called on."""
     ctx.coordinator = won.coordinator
-    ctx.send(conn, Join(member=ctx.me, job=ctx.job, last_epoch=ctx.epoch))
+    ctx.join(conn)
     return Follow(conn, won.term)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from elastic_trainer.agent.accelerators import healthy
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
 from elastic_trainer.agent.environment import base_environment, local_address
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     As a program (`argv` None) it ends at once then: a thread that waits for storage which
     never answers must not hold the node.
     """
+    if argv is None:
+        threading.excepthook = _die_of_a_thread
     try:
         code = run(parse(argv, os.environ))
     except (OptionsError, SecretError) as error:
@@ -120,6 +124,8 @@ def run(options: Options) -> int:
             snapshot_port=keeper.port,
             notify=waker.wake,
         )
+        # At once: a node that dies while it warms up is then known to be dead.
+        client.start()
         follower = _follower(options)
         # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
         from elastic_trainer.agent.agent import HoldfastAgent
@@ -166,6 +172,12 @@ def die(error: BaseException) -> None:
     os._exit(1)
 
 
+def _die_of_a_thread(args: threading.ExceptHookArgs) -> None:
+    """End the agent when one of its threads fails: half an agent is worse than none."""
+    if args.exc_type is not SystemExit:
+        die(args.exc_value or args.exc_type())
+
+
 def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig:
     return AgentConfig(
         me=me,
@@ -202,10 +214,11 @@ def build_client(
         node=options.node,
         address=address,
         port=endpoint.port,
-        workers=options.workers,
+        workers=healthy(options.workers, os.environ) if options.accelerators else options.workers,
         snapshot_port=snapshot_port,
     )
     settings = Settings(
+        workers=options.workers,
         rung_nodes=options.rung_nodes,
         expected_nodes=options.rung_nodes[0],
         join_timeout_s=elastic.join_timeout_s,
@@ -225,6 +238,8 @@ def build_client(
     client = MembershipClient(
         me=me,
         job=options.job,
+        ready=False,
+        readmit=options.readmit,
         settings=settings,
         board=FileBoard(
             options.board_dir, told=lambda reason: log.emit("board.damaged", reason=reason)

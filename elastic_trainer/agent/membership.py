@@ -22,8 +22,16 @@ from elastic_trainer.agent.roles import Done, End, Follow, Lead, Role, Seek, Sta
 class Membership:
     """One agent's part. Every method takes the agent's own monotonic time in seconds."""
 
-    def __init__(self, me: Member, job: str, settings: Settings) -> None:
-        self.ctx = Context(me=me, job=job, settings=settings)
+    def __init__(
+        self,
+        me: Member,
+        job: str,
+        settings: Settings,
+        *,
+        ready: bool = True,
+        readmit: bool = False,
+    ) -> None:
+        self.ctx = Context(me=me, job=job, settings=settings, ready=ready, readmit=readmit)
         self.role: Role = Seeker(self.ctx)
 
     @property
@@ -105,7 +113,7 @@ def _role_of(ctx: Context, turn: Turn) -> Role:
             return Follower(ctx, link, term)
         case Stand(sure):
             return Campaign(ctx, sure=sure)
-        case Lead(state, token, expected):
-            return Coordinator(ctx, state, token, expected=expected)
+        case Lead(state, token, expected, gone):
+            return Coordinator(ctx, state, token, expected=expected, gone=gone)
         case End():
             return Done(ctx, turn)

@@ -18,6 +18,7 @@ from elastic_trainer.agent.notices import (
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersReady,
     WorkersRunning,
     is_numeric,
 )
@@ -37,6 +38,10 @@ class Join:
     job: str
     last_epoch: int
     """Newest epoch this agent was told of; 0 when none."""
+    ready: bool = True
+    """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
+    readmit: bool = False
+    """The operator says that this node may come back after it was put out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +163,14 @@ _TYPES: Final[dict[str, Any]] = {
 }
 _REPORTS: Final[dict[str, Any]] = {
     cls.__name__: cls
-    for cls in (WorkersFailed, WorkersEnded, WorkersRunning, StopAsked, NodeLeaving)
+    for cls in (
+        WorkersReady,
+        WorkersFailed,
+        WorkersEnded,
+        WorkersRunning,
+        StopAsked,
+        NodeLeaving,
+    )
 }
 
 

@@ -114,6 +114,11 @@ class WorkersEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersReady:
+    """Agent: the zygote is warm, so an epoch with this node begins at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersRunning:
     """Agent: the first step of `epoch` is done here. Closes the recovery's clock."""
 
@@ -135,4 +140,4 @@ class NodeLeaving:
     reason: str
 
 
-Report = WorkersFailed | WorkersEnded | WorkersRunning | StopAsked | NodeLeaving
+Report = WorkersReady | WorkersFailed | WorkersEnded | WorkersRunning | StopAsked | NodeLeaving

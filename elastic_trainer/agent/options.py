@@ -105,6 +105,10 @@ class Options:
     rung_nodes: tuple[int, ...]
     """From most to fewest."""
     task: Task
+    readmit: bool = False
+    """Come back although the job has put this node out."""
+    accelerators: bool = False
+    """Workers need one each: a node that has fewer is refused."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     layouts: Mapping[int, ParallelLayout] = field(default_factory=dict)
@@ -144,6 +148,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("as in torchrun"))
     ours = parser.add_argument_group("more")
     ours.add_argument("--node", default=socket.gethostname(), help="name of this node")
+    ours.add_argument(
+        "--readmit", action="store_true", help="come back although the job has put this node out"
+    )
     ours.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
     ours.add_argument(
         "--progress-pattern",
@@ -196,11 +203,13 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_id=config.run_id,
         job=_job(args, env),
         attempt=args.attempt,
+        readmit=args.readmit,
         run_dir=run_dir,
         record_dir=run_dir,
         board_dir=run_dir / "board",
         local_addr=args.local_addr,
         workers=config.gpus_per_node,
+        accelerators=config.device == "cuda",
         rung_nodes=tuple(rung.num_nodes for rung in config.ladder.rungs),
         task=task,
         elastic=config.elastic,
@@ -238,6 +247,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         run_id=run_id,
         job=args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID") or run_id,
         attempt=args.attempt,
+        readmit=args.readmit,
         run_dir=None,
         record_dir=args.log_dir.resolve() / run_id if args.log_dir else record,
         board_dir=record / "board",

@@ -18,6 +18,8 @@ class Peer:
     conn: Conn | None
     heard: float
     """When it last said something, monotonic seconds."""
+    ready: bool = True
+    """Its workers can be forked at once."""
     probe: Conn | None = None
     """A dial under way that decides whether it is dead."""
 
@@ -25,15 +27,26 @@ class Peer:
 class Peers:
     """Known agents by id and by connection; the coordinator itself is always among them."""
 
-    def __init__(self, me: Member, now: float) -> None:
+    def __init__(self, me: Member, now: float, *, ready: bool = True) -> None:
         self._me = me.agent_id
-        self._by_id = {me.agent_id: Peer(me, None, now)}
+        self._by_id = {me.agent_id: Peer(me, None, now, ready)}
+        self._cold = set() if ready else {me.agent_id}
         self._by_node = {me.node: self._by_id[me.agent_id]}
         self._by_conn: dict[Conn, Peer] = {}
         self._by_probe: dict[Conn, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def num_ready(self) -> int:
+        """Agents whose workers can be forked at once."""
+        return len(self._by_id) - len(self._cold)
+
+    def now_ready(self, peer: Peer) -> None:
+        """Count the workers of `peer` as ready from now on."""
+        peer.ready = True
+        self._cold.discard(peer.member.agent_id)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_id.values()))
@@ -62,9 +75,13 @@ class Peers:
             peer.probe = None
         return peer
 
-    def connect(self, member: Member, conn: Conn, now: float) -> Conn | None:
+    def connect(self, member: Member, conn: Conn, now: float, *, ready: bool = True) -> Conn | None:
         """Put `member` on `conn`; return a connection of it that this one replaces."""
-        peer = self._by_id.setdefault(member.agent_id, Peer(member, None, now))
+        peer = self._by_id.setdefault(member.agent_id, Peer(member, None, now, ready))
+        if ready:
+            self.now_ready(peer)
+        elif not peer.ready:
+            self._cold.add(member.agent_id)
         self._by_node[member.node] = peer
         old = self.disconnect(peer)
         peer.conn, peer.heard = conn, now
@@ -81,6 +98,7 @@ class Peers:
     def remove(self, peer: Peer) -> Conn | None:
         """Forget `peer`; return its connection, still open."""
         self._by_id.pop(peer.member.agent_id, None)
+        self._cold.discard(peer.member.agent_id)
         if self._by_node.get(peer.member.node) is peer:
             del self._by_node[peer.member.node]
         if peer.probe is not None:
@@ -97,7 +115,9 @@ class Peers:
         return [
             peer.member
             for agent_id, peer in self._by_id.items()
-            if peer.member.node not in barred and (peer.conn is not None or agent_id == self._me)
+            if peer.ready
+            and peer.member.node not in barred
+            and (peer.conn is not None or agent_id == self._me)
         ]
 
 

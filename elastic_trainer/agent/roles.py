@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic_trainer.agent.board import BoardState, Token
-from elastic_trainer.agent.effects import Conn, Context
+from elastic_trainer.agent.effects import Conn, Context, Settings
 from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote
-from elastic_trainer.agent.notices import JobStopped, Report
+from elastic_trainer.agent.notices import JobStopped, Member, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,15 @@ class Stand:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """The board is won. `expected`: members of the last epoch that will join on these links."""
+    """The board is won. `expected`: members of the last epoch that will join on these links.
+
+    `gone`: nodes known to be dead, for which a first epoch does not wait.
+    """
 
     state: BoardState
     token: Token
     expected: dict[Conn, str] | None = field(default=None)
+    gone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,14 @@ class End:
 
 Turn = Seek | Follow | Stand | Lead | End
 """What a handler returns to hand over to another role; `membership.py` makes the role."""
+
+
+def unfit_message(member: Member, settings: Settings) -> str:
+    """Say why a node with too few healthy accelerators is refused."""
+    return (
+        f"{member.node} has {member.workers} healthy accelerators, "
+        f"every node of this job needs {settings.workers}"
+    )
 
 
 class Role:
@@ -107,7 +119,7 @@ class Role:
 
     def reported(self, report: Report) -> Turn | None:
         """Take a report of the local agent; a coordinator to come is told then."""
-        self.ctx.reports.append(report)
+        self.ctx.note(report)
         return None
 
     def timer(self, name: str) -> Turn | None:

@@ -21,7 +21,7 @@ from elastic_trainer.agent.messages import (
 )
 from elastic_trainer.agent.notices import Report
 from elastic_trainer.agent.peers import Peer, Peers
-from elastic_trainer.agent.roles import Role, Turn
+from elastic_trainer.agent.roles import Role, Turn, unfit_message
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
 
 
@@ -35,7 +35,7 @@ class Watch(Role, ABC):
 
     def __init__(self, ctx: Context, expected: dict[Conn, str] | None) -> None:
         super().__init__(ctx)
-        self.peers = Peers(ctx.me, ctx.now)
+        self.peers = Peers(ctx.me, ctx.now, ready=ctx.ready)
         self.expected = expected
         self.absent: set[str] = set()
         """Nodes that had joined and left: a first epoch does not wait for them."""
@@ -82,7 +82,11 @@ class Watch(Role, ABC):
         if refusal := self._refusal(join):
             ctx.send(conn, refusal)
             ctx.close(conn)
-            return None
+            if refusal.code != EXIT_TOO_FEW_NODES:
+                return None
+            ctx.log("member.refused", member=member.node, reason=refusal.reason)
+            self.absent.add(member.node)
+            return self.advance()
         older = self.peers.of_node(member.node)
         if older is not None and older.member.agent_id != member.agent_id:
             reason = f"a newer agent of {member.node} has joined"
@@ -92,7 +96,7 @@ class Watch(Role, ABC):
         self.absent.discard(member.node)
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, address=member.address)
-        replaced = self.peers.connect(member, conn, ctx.now)
+        replaced = self.peers.connect(member, conn, ctx.now, ready=join.ready)
         if replaced is not None:
             ctx.close(replaced)
         if self.expected is not None:
@@ -101,7 +105,7 @@ class Watch(Role, ABC):
         return self.joined(join)
 
     def _refusal(self, join: Join) -> Reject | None:
-        ctx, node = self.ctx, join.member.node
+        ctx, member, node = self.ctx, join.member, join.member.node
         if join.job != ctx.job:
             lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
             return Reject(
@@ -114,6 +118,11 @@ class Watch(Role, ABC):
                 code=EXIT_DO_NOT_RESTART,
                 reason=f"an agent of {node} coordinates the job already: start one on each node",
             )
+        if member.workers < ctx.settings.workers:
+            return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
+        if node in ctx.barred and join.readmit:
+            ctx.log("member.readmitted", member=node, reason=ctx.barred.pop(node))
+            ctx.history = ctx.history.without(node)
         if node in ctx.barred:
             return Reject(
                 code=EXIT_TOO_FEW_NODES,

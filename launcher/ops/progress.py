@@ -198,6 +198,7 @@ _TELL: dict[str, _Tell] = {
     "coordinator.elected": _fill("{node} coordinates"),
     "member.lost": _fill("{member} is lost: {reason}"),
     "member.evicted": _fill("{member} is put out: {reason}"),
+    "member.refused": _fill("{member} is refused: {reason}"),
     "membership.parked": _fill(
         "parked: {have} nodes left, the last rung needs {need}; waiting for nodes"
     ),

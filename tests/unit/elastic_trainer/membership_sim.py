@@ -114,16 +114,26 @@ class Cluster:
 
     # --- the world's controls ----------------------------------------------------------
 
-    def add(self, name: str, *, job: str = "job", offset: float | None = None) -> Node:
+    def add(
+        self,
+        name: str,
+        *,
+        job: str = "job",
+        offset: float | None = None,
+        workers: int = 1,
+        **machine: bool,
+    ) -> Node:
         """Start an agent on the machine `name`."""
         start = sum(n.me.node == name for n in self.nodes)
         # The first free port, as from `network.ports`: a new agent answers at a dead one's.
         port = 1 + sum(n.me.node == name and n.alive for n in self.nodes)
         names = list(dict.fromkeys([*(n.me.node for n in self.nodes), name]))
         address = str(ipaddress.IPv4Address("10.0.0.1") + names.index(name))
-        me = Member(agent_id=f"{name}#{start}", node=name, address=address, port=port, workers=1)
+        me = Member(
+            agent_id=f"{name}#{start}", node=name, address=address, port=port, workers=workers
+        )
         offset = self.random.uniform(0, 1000) if offset is None else offset
-        node = Node(me, Membership(me, job, self.settings), offset)
+        node = Node(me, Membership(me, job, self.settings, **machine), offset)
         self.nodes.append(node)
         self._feed(node, lambda now: node.machine.start(now))
         return node

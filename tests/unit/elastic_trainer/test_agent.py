@@ -28,12 +28,13 @@ from elastic_trainer.agent.notices import (
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersReady,
     WorkersRunning,
 )
 from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Task, Workers
+from elastic_trainer.agent.workers import Task, WorkerExited, Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Action, Kind
@@ -66,6 +67,7 @@ class ScriptedMembership:
         self._thread = threading.Thread(target=self._play)
         self.error: BaseException | None = None
         self.closing = threading.Event()
+        self.ready = 0
         self.closed = False
 
     def start(self) -> None:
@@ -78,7 +80,10 @@ class ScriptedMembership:
             return None
 
     def report(self, report: Report) -> None:
-        self._reports.put(report)
+        if isinstance(report, WorkersReady):
+            self.ready += 1
+        else:
+            self._reports.put(report)
 
     def close(self) -> None:
         self.closing.set()
@@ -363,8 +368,73 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
             for path in bench.tmp_path.glob("report.*"):
                 path.unlink()
         assert "zygote died 2 times" in m.expect(NodeLeaving).reason
+        # A coordinator stays, but starts no third one.
+        t.until(lambda: t.gone(bench.zygotes[0].zygote_pid), "a third zygote")
+        m.say(formed(2, OTHER, spares=(ME,)))
+        m.no_more_reports()
 
     bench.run(script)
+
+
+def test_a_zygote_that_dies_before_any_epoch_twice_is_a_bad_node(bench: Bench) -> None:
+    def script(m: ScriptedMembership) -> None:
+        for _ in range(2):
+            pid = bench.zygotes[0].zygote_pid
+            os.kill(pid, signal.SIGKILL)
+            t.until(lambda pid=pid: t.gone(pid), "not dead")
+            t.until(
+                lambda pid=pid: bench.zygotes[0].zygote_pid != pid or t.gone(pid), "not replaced"
+            )
+        assert "zygote died 2 times" in m.expect(NodeLeaving).reason
+
+    bench.run(script)
+
+
+def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stuck in the kernel: killed, but never reaped."""
+    bench.env["CHILD_ACT"] = "wait"
+    real = Workers.kill_all
+
+    def stuck(self: Workers, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
+        exits, unreapable = real(self, deadline_s)
+        return exits[1:], [*unreapable, *(item.pid for item in exits[:1])]
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        t.until(lambda: len(bench.reports()) == 2, "not started")
+        monkeypatch.setattr(Workers, "kill_all", stuck)
+        m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
+        assert "cannot end worker processes" in m.expect(NodeLeaving).reason
+        m.say(formed(1, ME))  # too late: it runs nothing any more
+        m.say(JobStopped(code=92, reason="put out"))
+
+    _, agent, events = bench.run(script)
+    assert agent.exit_code == 92
+    assert len(named(events, "worker.unreapable")) == 1
+    assert len(named(events, "worker.started")) == 2
+
+
+def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.env["CHILD_ACT"] = "wait"
+
+    def broken(self: HoldfastAgent) -> None:
+        raise RuntimeError("out of order")
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        t.until(lambda: len(bench.reports()) == 2, "not started")
+        monkeypatch.setattr(HoldfastAgent, "_look_at_heartbeats", broken)
+        assert m.closing.wait(t.DEADLINE_S)
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        bench.run(script)
+    (ended,) = named(bench.events(), "agent.exit")
+    assert ended.fields == {"code": 1, "reason": "error: RuntimeError: out of order"}
+    assert len(named(bench.events(), "worker.exit")) == 2
 
 
 def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from membership_sim import Cluster
-from test_membership import coordinator, others, started
+from test_membership import coordinator, others, settings, started
 
 from elastic_trainer.agent.cause import COLLATERAL_SETTLE_S, SETTLE_S
-from elastic_trainer.agent.notices import StopAsked
+from elastic_trainer.agent.notices import NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.failures import Kind
 
 CRASH = (Kind.CRASH, "IndexError: index 513 is out of range")
@@ -185,3 +185,164 @@ def test_two_bad_nodes_leave_together():
     cluster.run(cluster.now + 2.0)
     assert {n.stopped.code for n in bad} == {92}
     assert epochs(cluster) == 2
+
+
+# --- put out, and back -----------------------------------------------------------------
+
+
+def test_the_operator_lets_a_node_come_back_and_it_starts_afresh():
+    cluster = started(4, max_restarts=3)
+    leaving = others(cluster)[0]
+    for _ in range(2):
+        cluster.fail_worker(leaving)
+        cluster.run(cluster.now + 2.0)
+    assert leaving.stopped.code == 92
+    refused = cluster.add(leaving.me.node)
+    cluster.run(cluster.now + 1.0)
+    assert refused.stopped.code == 92
+    assert events(cluster, "member.refused")[-1]["member"] == leaving.me.node
+    again = cluster.add(leaving.me.node, readmit=True)
+    cluster.run_until(cluster.settled, 5.0)
+    assert [f["member"] for f in events(cluster, "member.readmitted")] == [leaving.me.node]
+    cluster.run(cluster.now + 1.0)
+    cluster.fail_worker(again)
+    next_epoch(cluster, 2.0)
+    assert again in cluster.up  # one failure, not the third
+
+
+def test_a_node_that_is_not_put_out_may_say_so_too():
+    cluster = started(3)
+    cluster.kill(others(cluster)[0])
+    cluster.add("node9", readmit=True)
+    cluster.run_until(cluster.settled, 2.0)
+    assert events(cluster, "member.readmitted") == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_node_with_seven_of_eight_accelerators_is_refused_and_nobody_waits_for_it(first):
+    cluster = Cluster(settings(4, workers=8))
+    if first:
+        unfit = cluster.add("node3", workers=7)
+        cluster.run(1.0)
+    for i in range(3):
+        cluster.add(f"node{i}", workers=8)
+    if not first:
+        unfit = cluster.add("node3", workers=7)
+    cluster.run_until(lambda: unfit.stopped is not None, 5.0)
+    assert cluster.run_until(cluster.settled, 5.0) < 1.0
+    assert unfit.stopped.code == 92
+    assert "7 healthy accelerators" in unfit.stopped.reason
+    assert [f["member"] for f in events(cluster, "member.refused")] == ["node3"]
+    assert len(cluster.up[0].formed.members) == 3
+
+
+def test_unfit_nodes_alone_leave_in_the_end():
+    cluster = Cluster(settings(2, workers=8, join_timeout_s=5.0))
+    nodes = [cluster.add(f"node{i}", workers=7) for i in range(2)]
+    cluster.run(7.0)
+    assert {n.stopped.code for n in nodes} == {92}
+
+
+# --- joined but cold -------------------------------------------------------------------
+
+
+def cold(nodes: int, ready: int, **kwargs) -> Cluster:
+    cluster = Cluster(settings(nodes, **kwargs))
+    for i in range(nodes):
+        cluster.add(f"node{i}", ready=i < ready)
+    cluster.run(1.0)
+    return cluster
+
+
+def warm(cluster: Cluster, *nodes) -> None:
+    for node in nodes:
+        cluster.report(node, WorkersReady())
+
+
+@pytest.mark.parametrize("ready", [0, 1, 3])
+def test_the_first_epoch_waits_for_all_to_be_warm(ready):
+    cluster = cold(4, ready)
+    cluster.run(10.0)
+    assert not cluster.published
+    warm(cluster, *cluster.nodes)
+    assert cluster.run_until(cluster.settled, 1.0) < 0.1
+    assert len(cluster.up[0].formed.members) == 4
+
+
+def test_a_cold_node_that_dies_holds_nobody_up():
+    for victim in range(4):
+        cluster = cold(4, 0)
+        limit_s = 1.5 if cluster.nodes[victim].machine.is_coordinator else 0.1
+        cluster.kill(cluster.nodes[victim])
+        warm(cluster, *cluster.up)
+        assert cluster.run_until(cluster.settled, 5.0) < limit_s
+        assert len(cluster.up[0].formed.members) == 3
+
+
+def test_a_node_that_does_not_get_warm_is_left_out_in_the_end():
+    cluster = cold(4, 3, join_timeout_s=10.0)
+    cluster.run(9.0)
+    assert not cluster.published
+    cluster.run_until(lambda: bool(cluster.published), 2.0)
+    cluster.run(cluster.now + 3.0)
+    assert len(cluster.published[1].members) == 3
+    warm(cluster, *cluster.nodes)
+    cluster.run_until(cluster.settled, 2.0)
+    assert len(cluster.up[0].formed.members) == 4
+
+
+def test_expected_nodes_do_not_wait_for_a_cold_spare():
+    cluster = Cluster(settings(3))
+    for i in range(4):
+        cluster.add(f"node{i}", ready=i != 2)
+    cluster.run(2.0)
+    assert len(cluster.published[1].members) == 3
+
+
+def test_a_cold_newcomer_holds_up_nobody():
+    cluster = started(3)
+    newcomer = cluster.add("node9", ready=False)
+    cluster.run(cluster.now + 5.0)
+    assert epochs(cluster) == 1
+    cluster.kill(others(cluster)[0] if others(cluster)[0] is not newcomer else others(cluster)[1])
+    cluster.run(cluster.now + 2.0)
+    assert newcomer.me not in cluster.up[0].formed.members
+    warm(cluster, newcomer)
+    cluster.run_until(cluster.settled, 3.0)
+    assert newcomer.me in cluster.up[0].formed.members
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.003, 0.01, 0.5])
+def test_readiness_is_not_lost_whoever_coordinates(after_s):
+    cluster = cold(4, 2)
+    cluster.kill(coordinator(cluster))
+    cluster.run(cluster.now + after_s)
+    warm(cluster, *cluster.up)
+    cluster.run_until(cluster.settled, 30.0)
+    assert len(cluster.up[0].formed.members) == 3
+
+
+def test_a_cold_coordinator_leads_the_others_and_is_succeeded():
+    cluster = Cluster(settings(4, join_timeout_s=3.0))
+    first = cluster.add("node0", ready=False)
+    cluster.run(0.5)
+    for i in range(1, 4):
+        cluster.add(f"node{i}")
+    cluster.run_until(lambda: bool(cluster.published), 5.0)
+    assert coordinator(cluster) is first
+    cluster.run(cluster.now + 2.0)
+    assert first.me not in cluster.up[0].formed.members
+    cluster.kill(first)
+    assert cluster.run_until(cluster.settled, 3.0) < 0.5
+
+
+def test_a_bad_node_does_not_end_a_job_whose_others_are_still_cold():
+    cluster = Cluster(settings(2, least=1, join_timeout_s=1.0))
+    bad = cluster.add("node0")
+    other = cluster.add("node1", ready=False)
+    cluster.run(3.0)
+    cluster.report(bad, NodeLeaving(reason="a failed check"))
+    cluster.run(cluster.now + 2.0)
+    assert other.stopped is None
+    warm(cluster, other)
+    cluster.run_until(lambda: other.working is not None, 2.0)

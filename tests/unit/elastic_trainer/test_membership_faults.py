@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 
 from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import NodeLeaving, StopAsked
+from elastic_trainer.agent.notices import NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.failures import Kind
 
 HEALED_WITHIN_S = 90.0
@@ -21,6 +21,7 @@ FAULTS = (
     "kill",
     "power",
     "start",
+    "warm",
     "pause",
     "resume",
     "cut",
@@ -62,7 +63,9 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             running = {n.me.node for n in alive}
             idle = [name for name in names if name not in running]
             if idle:
-                cluster.add(idle[which % len(idle)])
+                cluster.add(idle[which % len(idle)], ready=which % 3 > 0)
+        case "warm":
+            warm_all(cluster)
         case "pause" if node:
             cluster.pause(node)
         case "resume" if node:
@@ -105,6 +108,13 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             pass
 
 
+def warm_all(cluster: Cluster) -> None:
+    """Have every agent say that its zygote is warm, if it has not yet."""
+    for node in cluster.up:
+        if not node.machine.ctx.ready:
+            cluster.report(node, WorkersReady())
+
+
 def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]) -> Cluster:
     limits = Settings(
         rung_nodes=tuple(range(nodes, least - 1, -1)),
@@ -117,12 +127,13 @@ def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]
     )
     cluster = Cluster(limits, seed=seed)
     for i in range(nodes):
-        cluster.add(f"node{i}")
+        cluster.add(f"node{i}", ready=seed % 2 == 0 or i % 2 == 0)
     cluster.run(1.0)
     for pause_s, fault, which in script:
         cluster.run(cluster.now + pause_s)
         inject(cluster, fault, which, nodes)
     cluster.heal()
+    warm_all(cluster)
     cluster.delay_s = 0.002
     return cluster
 
