@@ -117,6 +117,30 @@ class ElasticSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NumbersSection:
+    """What follows from wrong numbers; see docs/numbers.md."""
+
+    non_finite: str = "skip"
+    """Loss or gradient norm is no finite number: skip, rollback or stop."""
+    loss_spike: str = "report"
+    """ignore, report, skip, rollback or stop."""
+    grad_spike: str = "report"
+    """The same, of the global gradient norm before clipping."""
+    loss_ratio: float = 1.5
+    """A spike of the loss is more than this many times the median of the window."""
+    grad_ratio: float = 5.0
+    """The same, of the gradient norm."""
+    window: int = 64
+    """Steps in the baseline; no verdict until half of them are there."""
+    rollback_steps: int = 10
+    """How far a rollback goes back; that many batches are then passed over."""
+    max_skips: int = 10
+    """Skips and rollbacks allowed within 1,000 steps; then exit 93."""
+    replica_check_steps: int | None = None
+    """Compare the replicas of parameters every this many steps; None: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSection:
     """Which addresses and ports agents and workers use."""
 
@@ -164,6 +188,7 @@ class TrainConfig:
     checkpoint: CheckpointSection
     elastic: ElasticSection
     network: NetworkSection = field(default_factory=NetworkSection)
+    numbers: NumbersSection = field(default_factory=NumbersSection)
     schedule: str = "1f1b"
     """Pipeline schedule: 1f1b or interleaved."""
     interleave: int = 1
@@ -219,6 +244,7 @@ class TrainConfig:
                 "elastic": ElasticSection(**raw["elastic"]),
                 "network": NetworkSection(**raw["network"]),
                 "command": tuple(words) if (words := raw.get("command")) else None,
+                "numbers": NumbersSection(**raw.get("numbers", {})),
                 "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
             }
         )

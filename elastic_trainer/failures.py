@@ -33,6 +33,8 @@ class Kind(enum.StrEnum):
     COLLATERAL = "collateral"
     """A worker failed because a peer did (connection reset, time-out in a collective)."""
     USER_ERROR = "user_error"
+    CORRUPTION = "corruption"
+    """Replicas of the same shard differ: a device or memory computes wrong without an error."""
     NODE_FAULT = "node_fault"
     """The node itself is bad: device lost, disk, unreapable worker."""
     INFRASTRUCTURE = "infrastructure"
@@ -138,6 +140,9 @@ _USER_EXCEPTION_AT_START = re.compile(
 )
 """The user's before the first step; later a file that was there is gone: an ordinary crash."""
 
+_CORRUPTION = re.compile(r"^(SilentCorruptionError|ReplicaMismatchError): ")
+"""Of replicas.py: a majority names this rank; or there is none, and nobody can be named."""
+
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
 _NAMES_AN_ERROR = re.compile(
@@ -212,9 +217,8 @@ def names_an_error(detail: str) -> bool:
 
 
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
-    if found := _NODE_FAULT.search(text):
-        detail = _line_around(text, found.start())
-        return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=one_line(detail))
+    if by_hardware := _by_hardware(message, text):
+        return by_hardware
     tail = _last_line(text)
     users = _USER_EXCEPTION.search(message) or _USER_EXCEPTION.search(tail)
     if users or (at_start and _USER_EXCEPTION_AT_START.search(message)):
@@ -232,6 +236,16 @@ def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
     if found := _INFRASTRUCTURE.search(said):
         detail = one_line(_line_around(said, found.start()))
         return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
+    return None
+
+
+def _by_hardware(message: str, text: str) -> Failure | None:
+    if found := _NODE_FAULT.search(text):
+        detail = _line_around(text, found.start())
+        return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=one_line(detail))
+    if found := _CORRUPTION.match(message):
+        action = Action.EVICT if found[1] == "SilentCorruptionError" else Action.RESTART
+        return Failure(kind=Kind.CORRUPTION, action=action, detail=one_line(message))
     return None
 
 

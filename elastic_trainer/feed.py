@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +55,7 @@ class Feed:
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of `step`; what is yielded counts as fed."""
         train = self._train
-        for samples in micro_batch_samples(
-            step,
-            global_batch=train.global_batch,
-            micro_batch=train.micro_batch,
-            dp=self._rung.layout.dp,
-            dp_rank=self._dp_rank,
-            rounds=self._rung.micro_batches,
-        ):
+        for samples in self._samples_of(step):
             if samples is not None and self._ledger is not None:
                 self._ledger.fed(samples)
             first = (step - 1) * train.global_batch
@@ -72,16 +65,35 @@ class Feed:
                 targets = torch.full_like(targets, IGNORED)
             yield MicroBatch(self._to_device(inputs), self._to_device(targets))
 
+    def _samples_of(self, step: int) -> Iterable[range | None]:
+        train = self._train
+        return micro_batch_samples(
+            step,
+            global_batch=train.global_batch,
+            micro_batch=train.micro_batch,
+            dp=self._rung.layout.dp,
+            dp_rank=self._dp_rank,
+            rounds=self._rung.micro_batches,
+        )
+
     def _to_device(self, tokens: Tensor) -> Tensor:
         """Copy; on CUDA behind what runs, for a copy of pageable memory waits for all of it."""
         if self._device.type != "cuda":
             return tokens.to(self._device)
         return tokens.pin_memory().to(self._device, non_blocking=True)
 
-    def end_step(self, step: int) -> None:
-        """Note that the optimizer has used the gradient of `step`."""
+    def pass_over(self, step: int) -> None:
+        """Count this rank's samples of `step` as consumed, without reading them."""
         if self._ledger is not None:
-            self._ledger.end_step(step)
+            for samples in self._samples_of(step):
+                if samples is not None:
+                    self._ledger.fed(samples)
+            self._ledger.end_step(step, skipped=True)
+
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
+        """Note that the optimizer has used the gradient of `step`, or dropped it (`skipped`)."""
+        if self._ledger is not None:
+            self._ledger.end_step(step, skipped=skipped)
 
     def close(self) -> None:
         """Close the ledger."""

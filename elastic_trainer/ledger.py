@@ -12,6 +12,7 @@ class LedgerWriter:
 
     The first line says where the epoch resumed; each following one is a step and the
     samples, as [start, stop) ranges, that this rank fed to forward with weight one.
+    `"skipped": true` says that the step's update was not applied: its batch is used up.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class LedgerWriter:
         else:
             self._samples.append([samples.start, samples.stop])
 
-    def end_step(self, step: int) -> None:
-        """Write the line of `step`; called once the optimizer has used its gradient."""
-        self._put({"step": step, "samples": self._samples})
+    def end_step(self, step: int, *, skipped: bool = False) -> None:
+        """Write the line of `step`; called once the optimizer has used or dropped its gradient."""
+        line: dict[str, object] = {"step": step, "samples": self._samples}
+        self._put({**line, "skipped": True} if skipped else line)
         self._samples = []
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.anomalies import Action, Verdict
 from elastic_trainer.checkpoint.manager import CheckpointManager
-from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
 from elastic_trainer.determinism import make_deterministic
@@ -30,6 +31,7 @@ from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.feed import Feed
+from elastic_trainer.guard import Guard, NumbersError
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.ledger import LedgerWriter
 from elastic_trainer.metrics import utilisation
@@ -41,39 +43,7 @@ from elastic_trainer.optimizer import (
     set_learning_rate,
 )
 from elastic_trainer.parallelize import initialise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerContext:
-    """Who this worker is; torchrun's environment and ours, read once."""
-
-    run_dir: Path
-    rank: int
-    local_rank: int
-    world_size: int
-    epoch: int
-    rung_nodes: int
-    node: str
-    heartbeat: Path
-    store: tuple[str, int]
-    place: Place | None = None
-    """Where this node keeps snapshots; None where it keeps none."""
-
-    @classmethod
-    def from_environment(cls, env: dict[str, str]) -> WorkerContext:
-        """Read it from `env`, which an agent has set."""
-        return cls(
-            run_dir=Path(env["HOLDFAST_RUN_DIR"]),
-            rank=int(env["RANK"]),
-            local_rank=int(env["LOCAL_RANK"]),
-            world_size=int(env["WORLD_SIZE"]),
-            epoch=int(env["HOLDFAST_EPOCH"]),
-            rung_nodes=int(env["HOLDFAST_RUNG"]),
-            node=env["HOLDFAST_NODE"],
-            heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
-            store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
-            place=Place.from_environment(env),
-        )
+from elastic_trainer.worker_context import WorkerContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +57,8 @@ class StepResult:
     requests: Request
     committed: int | None
     """Step that is now safe in memory: every rank's state and its copy."""
+    verdict: Verdict
+    """On the loss and the norm; says whether the update is applied."""
 
 
 class SaveRefusedError(Exception):
@@ -159,13 +131,23 @@ class Trainer:
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
         board = FileBoard(self.who.run_dir / "board")
+        self.guard = Guard(
+            self.config, board, self.events, rank=self.who.rank, epoch=self.who.epoch
+        )
         self.checkpoints = CheckpointManager(
-            self.config, board, self.events, self.who.epoch, self.device, memory=self._memory()
+            self.config,
+            board,
+            self.events,
+            self.who.epoch,
+            self.device,
+            memory=self._memory(),
+            keeps=self.guard.keeps,
         )
         restored = self.checkpoints.restore(self.model, self.optimizer)
         if restored is None:
             torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
             initialise(self.model, self.config.train.seed)
+        self.guard.restored(self.checkpoints.record)
         self.step = self.saved_step = restored or 0
 
     def _memory(self) -> MemoryTier | None:
@@ -220,14 +202,21 @@ class Trainer:
         steps, first = self.config.train.steps, True
         loss: float | None = None
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
+        self._compare_replicas(before_save=True)
         while self.step < steps:
+            if self.guard.passes_over(self.step + 1):
+                self._pass_over()
+                continue
             begun = time.monotonic()
             result, lr = self._train_step(self.step + 1)
+            if result.verdict.action in (Action.ROLLBACK, Action.STOP):
+                return self._turn_back(result.verdict)
             self.step, loss = self.step + 1, result.loss
-            self.feed.end_step(self.step)
+            self.feed.end_step(self.step, skipped=not result.verdict.applies)
             seconds = time.monotonic() - begun
             self._report_step(result, lr, seconds, first=first)
             first = False
+            self._compare_replicas(before_save=bool(result.requests))
             self.checkpoints.snapshot(self.model, self.optimizer, self.step)
             self.checkpoints.poll()
             if self.step == steps:
@@ -248,10 +237,11 @@ class Trainer:
         train = self.config.train
         loss_sum = self.engine.forward_backward(self.feed.micro_batches(step))
         result = self._agree(loss_sum, step)
-        clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
-        set_learning_rate(self.optimizer, lr)
-        self.optimizer.step()
+        if result.verdict.applies:
+            clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return result, lr
 
@@ -273,7 +263,9 @@ class Trainer:
         for flag, vote in zip(Request, votes, strict=True):
             agreed |= flag if vote else Request.NONE
         tokens = train.global_batch * train.seq_len
-        return StepResult(loss / tokens, square_sum**0.5, agreed, committed)
+        loss, norm = loss / tokens, square_sum**0.5
+        verdict = self.guard.judge(step, loss, norm)
+        return StepResult(loss, norm, agreed, committed, verdict)
 
     def _report_step(self, result: StepResult, lr: float, seconds: float, *, first: bool) -> None:
         train = self.config.train
@@ -283,7 +275,9 @@ class Trainer:
         if result.committed is not None:
             self._emit("step.committed", step=result.committed, source="memory")
         tokens = train.global_batch * train.seq_len
-        extra = {}
+        extra: dict[str, Any] = {}
+        if not result.verdict.applies:
+            extra["reason"] = result.verdict.reason
         if self.device.type == "cuda":
             extra["mfu"] = utilisation(
                 tokens / seconds,
@@ -293,7 +287,7 @@ class Trainer:
                 device_name=torch.cuda.get_device_name(self.device),
             )
         self._emit(
-            "step.completed",
+            "step.completed" if result.verdict.applies else "step.skipped",
             step=self.step,
             loss=result.loss,
             grad_norm=result.grad_norm,
@@ -315,6 +309,32 @@ class Trainer:
                 "events; the newest earlier checkpoint counts"
             )
         return saved
+
+    def _compare_replicas(self, *, before_save: bool) -> None:
+        if self.guard.check_due(self.step, before_save=before_save):
+            self.guard.compare_replicas(self.step, self.model, self.optimizer)
+
+    def _pass_over(self) -> None:
+        """Leave out the next step: an earlier decision says that its batch is not trained on."""
+        self.step += 1
+        self.feed.pass_over(self.step)
+        self.heartbeat.beat(step=self.step)
+        self._emit("step.skipped", step=self.step, reason="passed over after a skip or rollback")
+
+    def _turn_back(self, verdict: Verdict) -> int:
+        """Leave before an update that is not to be applied: for an older state, or for good.
+
+        Raises:
+            NumbersError: HF711, the job is to stop; the state before the step is saved.
+        """
+        if verdict.action is Action.STOP:
+            if self.saved_step < self.step:
+                with suppress(SaveRefusedError):  # an event says so; the reason to stop is this one
+                    self._save(wait=True)
+            raise NumbersError(f"HF711 step {self.step + 1}: {verdict.reason}")
+        self._emit("trainer.stopping", step=self.step, why="rollback")
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
 
     def _leave(self, requests: Request) -> int:
         why = "stop" if Request.STOP in requests else "growth"

@@ -80,6 +80,9 @@ CODES: Final[dict[str, Code]] = {
     "HF154": Code("seq_len exceeds the context the model was published for.", "Use RoPE scaling."),
     "HF155": Code("Snapshots do not fit the nodes' memory: none are taken.", "Save more often."),
     "HF156": Code("Snapshots take longer than steps: they are taken less often.", "Accept it."),
+    "HF157": Code(
+        "Replicas are to be compared, but there are too few.", "Use dp_replicate: 3 or more."
+    ),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or mend the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),
@@ -144,6 +147,7 @@ CODES: Final[dict[str, Code]] = {
     "HF705": Code("A data format the trainer cannot read.", "Use text, nanogpt or megatron."),
     "HF706": Code("Another corpus than the one the run began with.", "Put the former one back."),
     "HF707": Code("The corpus's files are damaged.", "Copy them again, or make them again."),
+    "HF711": Code("The numbers of a step are wrong, and the job is to stop.", "See `numbers`."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

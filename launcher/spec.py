@@ -23,6 +23,7 @@ from launcher.errors import Problem, UserError, Where
 from launcher.hardware import tight_domain
 from launcher.spec_check import cross_check
 from launcher.spec_errors import MODEL_TAGS, problems_of
+from launcher.spec_numbers import Numbers
 from launcher.spec_rules import Facts
 from launcher.spec_source import Source, read_source
 
@@ -52,6 +53,9 @@ class JobSpec(sections.Section):
     )
     elastic: sections.Elastic = Field(
         default_factory=sections.Elastic, description="How the job lives with failures."
+    )
+    numbers: Numbers = Field(
+        default_factory=Numbers, description="What follows from wrong numbers."
     )
     code: sections.Code = Field(default_factory=sections.Code, description="The code frozen.")
     env: sections.Env = Field(default_factory=sections.Env, description="What workers run in.")

@@ -33,7 +33,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     `bad` are keys whose value was wrong and has been replaced to get this far:
     what depends on them is left out, since it would blame values nobody wrote.
     """
-    findings: list[Finding] = [*_layout(spec, bad), *_sections(spec)]
+    findings: list[Finding] = [*_layout(spec, bad), *_sections(spec), *_numbers(spec)]
     if not _touches(bad, {"model"}):
         findings += _model(spec)
     return [
@@ -125,6 +125,19 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
     if warmup > steps:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
         yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps")
+
+
+def _numbers(spec: JobSpec) -> Iterator[Finding]:
+    key, replicas = "numbers.replica_check_steps", spec.layout.dp_replicate
+    if spec.numbers.replica_check_steps is None or replicas >= 3:
+        return
+    way_out = "layout.dp_replicate: 3 or more lets a majority name the node that computes wrong"
+    if replicas == 2:
+        message = f"of two replicas that differ nobody can say which is wrong; {way_out}"
+    else:
+        held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
+        message = f"FSDP shards every parameter, so {held} replicas to compare; {way_out}"
+    yield Finding("HF157", key, message, frozenset({key, "layout"}))
 
 
 def _model(spec: JobSpec) -> Iterator[Finding]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic_trainer.agent.typed import check_types
+from elastic_trainer.anomalies import Record
 
 BOARD_VERSION = 1
 
@@ -93,11 +94,14 @@ class BoardState:
     finished: bool = False
     """The run has done its last step."""
     ended: Ended | None = None
+    numbers: Record = field(default_factory=Record)
+    """Steps that are passed over, and states that are not to be used."""
     version: int = BOARD_VERSION
 
     def encode(self) -> bytes:
         """Return the register's bytes (JSON)."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+        raw = {**dataclasses.asdict(self), "numbers": self.numbers.to_dict()}
+        return json.dumps(raw, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> BoardState:
@@ -117,6 +121,7 @@ class BoardState:
                 commits=tuple(Commit(**commit) for commit in value["commits"]),
                 finished=value["finished"],
                 ended=Ended(**value["ended"]) if value["ended"] else None,
+                numbers=Record.from_dict(value.get("numbers", {})),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error

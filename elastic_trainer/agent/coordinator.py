@@ -233,7 +233,8 @@ class Coordinator(Judge):
             return self.stop(EXIT_FAILED, f"{self._stopping}; {why}")
         if self._stopping is not None:
             return self.stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
-        self.phase, self.reason = "idle", "growth"
+        # Workers also leave by themselves, to go on from an older state (numbers: rollback).
+        self.phase, self.reason = "idle", "growth" if self._asked else "workers left"
         return self.advance()
 
     # --- members leave -----------------------------------------------------------------

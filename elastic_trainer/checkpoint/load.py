@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -17,7 +19,12 @@ from elastic_trainer.checkpoint.state import (
 )
 
 
-def load_into(model: nn.Module, optimizer: torch.optim.Optimizer, reader: StorageReader) -> int:
+def load_into(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reader: StorageReader,
+    keeps: Mapping[str, Tensor],
+) -> int:
     """Read this rank's part straight into the live tensors; no collectives.
 
     DCP's planner cuts what this layout needs out of what any layout wrote.
@@ -28,6 +35,7 @@ def load_into(model: nn.Module, optimizer: torch.optim.Optimizer, reader: Storag
         model: whose values are overwritten.
         optimizer: the same; its empty state is made first.
         reader: of storage, or of memory.
+        keeps: more of the trainer's own; those that the data has are overwritten.
 
     Returns:
         The step that the data is of.
@@ -36,7 +44,8 @@ def load_into(model: nn.Module, optimizer: torch.optim.Optimizer, reader: Storag
     create_optimizer_state(model, optimizer, _tensor_sizes(metadata))
     rng = torch.get_rng_state()
     step = torch.zeros((), dtype=torch.int64)
-    live = {**live_tensors(model, optimizer), TRAINER: {STEP: step, RNG: rng}}
+    here = {k: v for k, v in keeps.items() if f"{TRAINER}.{k}" in metadata.state_dict_metadata}
+    live = {**live_tensors(model, optimizer), TRAINER: {STEP: step, RNG: rng, **here}}
     target: dict[str, Tensor] = {
         f"{section}.{name}": tensor
         for section, tensors in live.items()

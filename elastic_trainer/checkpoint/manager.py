@@ -5,22 +5,23 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_trainer.agent.board import Board, Commit
+from elastic_trainer.anomalies import Record
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
-from elastic_trainer.checkpoint.restore import newest_step, restore, restore_from
+from elastic_trainer.checkpoint.restore import agreed_board, restore, restore_from
 from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
 from elastic_trainer.checkpoint.state import (
     RNG,
@@ -67,6 +68,8 @@ class CheckpointManager:
         epoch: of this worker; a commit of another epoch's board is refused.
         device: of the model, on which ranks agree through the default group.
         memory: the memory tier; None for storage only.
+        keeps: small tensors of the trainer's own, the same on all ranks, saved and restored
+            in place with the state.
         at: write points for fault injection.
 
     Raises:
@@ -82,6 +85,7 @@ class CheckpointManager:
         device: torch.device,
         *,
         memory: MemoryTier | None = None,
+        keeps: Mapping[str, Tensor] | None = None,
         at: WritePoint = lambda _: None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,6 +104,9 @@ class CheckpointManager:
         self._closed = False
         self._last_due_mono: float | None = None
         self.memory = memory
+        self._keeps = keeps or {}
+        self.record = Record()
+        """What `restore` found on the board: steps to pass over, states not to use."""
         self.restored_from: str | None = None
         """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
 
@@ -116,14 +123,18 @@ class CheckpointManager:
             CheckpointError: there are checkpoints, but none can be used.
         """
         started = self._mono()
-        if (step := self._restore_from_memory(model, optimizer)) is not None:
+        state = agreed_board(self._board, self._group)
+        self.record = state.numbers
+        newest = max((commit.step for commit in state.commits), default=-1)
+        if (step := self._restore_from_memory(model, optimizer, newest)) is not None:
             return step
         found = restore(
             model,
             optimizer,
             self._storage,
-            self._board,
+            state.commits,
             self._group,
+            keeps=self._keeps,
             global_batch=self._config.train.global_batch,
             on_skip=lambda commit, reason: self._emit(
                 "checkpoint.skipped", commit.step, dir=commit.dir, reason=reason
@@ -137,6 +148,7 @@ class CheckpointManager:
                 optimizer,
                 start,
                 self._group,
+                keeps=self._keeps,
                 global_batch=self._config.train.global_batch,
             )
             self.restored_from, place = start.name, str(Path(start.checkpoints) / start.dir)
@@ -147,7 +159,7 @@ class CheckpointManager:
         return found.step
 
     def _restore_from_memory(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, at_least: int
     ) -> int | None:
         if self.memory is None:
             return None
@@ -157,7 +169,9 @@ class CheckpointManager:
             optimizer,
             self.memory.place,
             self._group,
-            at_least=newest_step(self._board, self._group),
+            keeps=self._keeps,
+            at_least=at_least,
+            allows=self.record.allows,
             on_skip=lambda step, reason: self._emit("snapshot.unusable", step, reason=reason),
         )
         if found is None:
@@ -294,13 +308,13 @@ class CheckpointManager:
             )
         self._closed = True
 
-    @staticmethod
     def _live(
-        model: nn.Module, optimizer: torch.optim.Optimizer, step: int, with_trainer: bool
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, with_trainer: bool
     ) -> NamedTensors:
         live = live_tensors(model, optimizer)
         if with_trainer:
-            live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+            own = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+            live[TRAINER] = {**own, **self._keeps}
         return live
 
     def _join(self, timeout_s: float) -> None:

@@ -106,10 +106,13 @@ def with_commit(state: BoardState, commit: Commit, keep: int) -> BoardState:
     found them unusable. Idempotent, as `board.update` asks.
 
     Raises:
-        FencedError: the board is at another epoch than the commit.
+        FencedError: the board is at another epoch than the commit, or the group has
+            gone back to an older step since.
     """
     if state.epoch != commit.epoch:
         raise FencedError(f"fenced by epoch {state.epoch}")
+    if not state.numbers.allows(commit.epoch, commit.step):
+        raise FencedError(f"step {commit.step} was rolled back")
     older = [c for c in state.commits if c.step < commit.step]
     return dataclasses.replace(state, commits=(*older, commit)[-keep:])
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def restore_from_memory(
     place: Place,
     group: Collective,
     *,
+    keeps: Mapping[str, Tensor],
     at_least: int,
+    allows: Callable[[int, int], bool],
     on_skip: Skip,
 ) -> tuple[int, int] | None:
     """Load the newest whole snapshot in place; collective.
@@ -59,7 +62,9 @@ def restore_from_memory(
         optimizer: the same.
         place: where this worker's node keeps snapshots.
         group: of all ranks.
+        keeps: see `load_into`.
         at_least: older snapshots are not wanted: storage has this step.
+        allows: `allows(epoch, step)`: whether that state may be used.
         on_skip: hears of snapshots that are not whole or cannot be read.
 
     Returns:
@@ -71,6 +76,8 @@ def restore_from_memory(
         step, epoch = key
         if step < at_least:
             return None
+        if not allows(epoch, step):
+            continue
         if missing_shards(holdings, key):
             on_skip(step, describe_missing(holdings, key))
             continue
@@ -80,8 +87,9 @@ def restore_from_memory(
             on_skip(step, describe_missing(good, key))
             continue
         reader = MemoryReader(found, key, place, group.rank)
+        load = partial(_load, reader, model, optimizer, keeps, step=step)
         try:
-            group.together(lambda reader=reader, step=step: _load(reader, model, optimizer, step))
+            group.together(load)
         except StepFailedError as error:
             on_skip(step, str(error))
             continue
@@ -109,10 +117,15 @@ def _drop_others(place: Place, key: tuple[int, int]) -> None:
 
 
 def _load(
-    reader: MemoryReader, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
+    reader: MemoryReader,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keeps: Mapping[str, Tensor],
+    *,
+    step: int,
 ) -> None:
     with contextlib.closing(reader):
-        loaded = load_into(model, optimizer, reader)
+        loaded = load_into(model, optimizer, reader, keeps)
     if loaded != step:
         raise DamagedError(f"the data is of step {loaded}, the snapshot of {step}")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_trainer.agent.board import Board, BoardState, Commit
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
@@ -23,26 +24,28 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     storage: CheckpointStorage,
-    board: Board,
+    commits: Sequence[Commit],
     group: Collective,
     *,
+    keeps: Mapping[str, Tensor],
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
-    """Load the newest valid commit of this run in place; collective.
+    """Load the newest valid one of `commits` in place; collective.
 
     Returns:
-        What was loaded; None when the run has no commit yet.
+        What was loaded; None when there is no commit.
 
     Raises:
-        CheckpointError: HF301, there are commits and none can be used; HF302,
-            the board cannot be read; HF303, the data cursor does not fit the job.
+        CheckpointError: HF301, there are commits and none can be used; HF303, the
+            data cursor does not fit the job.
     """
-    commits = _agreed_commits(board, group)
     skipped: list[str] = []
     for commit in reversed(commits):
         try:
-            _load_commit(commit, model, optimizer, storage, group, global_batch=global_batch)
+            _load_commit(
+                commit, model, optimizer, storage, group, keeps=keeps, global_batch=global_batch
+            )
         except StepFailedError as error:
             skipped.append(f"{commit.dir}: {error}")
             on_skip(commit, str(error))
@@ -53,13 +56,20 @@ def restore(
     return None
 
 
-def newest_step(board: Board, group: Collective) -> int:
-    """Return the step of the newest commit, -1 when there is none; collective.
+def agreed_board(board: Board, group: Collective) -> BoardState:
+    """Return the board as rank 0 reads it, with the commits that may be used; collective.
 
     Raises:
         CheckpointError: HF302, the board cannot be read.
     """
-    return max((commit.step for commit in _agreed_commits(board, group)), default=-1)
+    try:
+        return group.by_first(lambda: _read(board))
+    except StepFailedError as error:
+        raise CheckpointError(
+            "HF302",
+            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
+            "the run directory readable and start again",
+        ) from error
 
 
 def restore_from(
@@ -68,6 +78,7 @@ def restore_from(
     start: StartFrom,
     group: Collective,
     *,
+    keeps: Mapping[str, Tensor],
     global_batch: int,
 ) -> Commit:
     """Load another run's checkpoint in place; collective.
@@ -84,7 +95,9 @@ def restore_from(
     )
     storage = CheckpointStorage(Path(start.checkpoints))
     try:
-        _load_commit(commit, model, optimizer, storage, group, global_batch=global_batch)
+        _load_commit(
+            commit, model, optimizer, storage, group, keeps=keeps, global_batch=global_batch
+        )
     except StepFailedError as error:
         raise CheckpointError(
             "HF304",
@@ -102,27 +115,19 @@ def _load_commit(
     storage: CheckpointStorage,
     group: Collective,
     *,
+    keeps: Mapping[str, Tensor],
     global_batch: int,
 ) -> None:
     manifest = _verified(commit, storage, group)
     _check_cursor(manifest, global_batch)
-    group.together(partial(_load, commit, manifest, storage, model, optimizer))
+    group.together(partial(_load, commit, manifest, storage, model, optimizer, keeps=keeps))
 
 
-def _agreed_commits(board: Board, group: Collective) -> tuple[Commit, ...]:
-    try:
-        return group.by_first(lambda: _commits(board))
-    except StepFailedError as error:
-        raise CheckpointError(
-            "HF302",
-            f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
-            "the run directory readable and start again",
-        ) from error
-
-
-def _commits(board: Board) -> tuple[Commit, ...]:
+def _read(board: Board) -> BoardState:
     current = board.get_state()
-    return BoardState.decode(current[0]).commits if current else ()
+    state = BoardState.decode(current[0]) if current else BoardState()
+    usable = tuple(c for c in state.commits if state.numbers.allows(c.epoch, c.step))
+    return dataclasses.replace(state, commits=usable)
 
 
 def _verified(commit: Commit, storage: CheckpointStorage, group: Collective) -> Manifest:
@@ -158,8 +163,10 @@ def _load(
     storage: CheckpointStorage,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    *,
+    keeps: Mapping[str, Tensor],
 ) -> None:
     reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
-    step = load_into(model, optimizer, reader)
+    step = load_into(model, optimizer, reader, keeps)
     if step != manifest.step:
         raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")

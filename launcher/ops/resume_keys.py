@@ -49,6 +49,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "data.tokenizer": Key(False, _NEXT),
     "checkpoint": Key(True, "the new run's own"),
     "elastic": Key(True, "the new run's own"),
+    "numbers": Key(True, "the new run's own"),
     "network": Key(True, "the new run's own"),
 }
 """Key -> may it change. The longest key that fits counts."""

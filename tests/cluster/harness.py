@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import number_faults
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -33,6 +34,7 @@ from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
     ElasticSection,
+    NumbersSection,
     OptimizerConfig,
     TrainConfig,
     TrainSection,
@@ -59,6 +61,7 @@ def make_config(
     model: ModelShape = SHAPE,
     optimizer: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
+    numbers: Mapping[str, Any] | None = None,
     interleave: int = 1,
     device: str = "cpu",
     **sections: Any,
@@ -91,6 +94,7 @@ def make_config(
             dir=str(run / "checkpoints"), **{"every_s": None, **(checkpoint or {})}
         ),
         elastic=ElasticSection(start_ceiling_s=40.0),
+        numbers=NumbersSection(**(numbers or {})),
         schedule="interleaved" if interleave > 1 else "1f1b",
         interleave=interleave,
     )
@@ -162,6 +166,8 @@ class Run:
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
         self.path, self.config = path, config
+        self.number_faults = ""
+        """What happens to the workers' numbers, as `nan@5`: see number_faults.py."""
         for name in ("events", "ledger", "logs"):
             (path / name).mkdir(parents=True, exist_ok=True)
         if config.data.path == str(path / "text.txt"):
@@ -230,6 +236,7 @@ class Run:
             "HOLDFAST_NODE": f"n{rank}",
             "HOLDFAST_HEARTBEAT": str(heartbeat_path(self.path, rank)),
             "HOLDFAST_ADDRESS": "127.0.0.1",
+            number_faults.VARIABLE: self.number_faults,
         }
 
     def error_file(self, epoch: int, rank: int) -> Path:
@@ -301,7 +308,7 @@ def _work(env: dict[str, str], log: Path) -> None:
     os.environ.update(env)
     code = 1
     try:
-        code = train.main()
+        code = number_faults.main() if env.get(number_faults.VARIABLE) else train.main()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
