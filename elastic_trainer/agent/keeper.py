@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ from elastic_trainer.snapshots.room import no_room
 from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
 
 MAX_CONNECTIONS: Final = 512
+MAX_UNPROVED: Final = 64
+"""Of them, those that have not proved themselves; beyond it the oldest makes way."""
+BREATH_S: Final = 0.1
+"""No more are accepted for so long when descriptors ran out."""
 IDLE_S: Final = 600.0
 """A peer that says nothing for so long is cut off; a writer connects again."""
 _SKIP_BYTES: Final = 1 << 20
@@ -57,6 +62,8 @@ class Keeper:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()
+        self._unproved: dict[socket.socket, None] = {}
+        """Oldest first."""
         self._closed = False
         self._oldest_epoch = 0
 
@@ -93,11 +100,14 @@ class Keeper:
             except OSError:
                 if self._closed:
                     return
+                time.sleep(BREATH_S)
                 continue
             with self._lock:
                 full = self._closed or len(self._socks) >= MAX_CONNECTIONS
                 if not full:
+                    self._make_way()
                     self._socks.add(sock)
+                    self._unproved[sock] = None
             if full:
                 sock.close()
                 continue
@@ -105,12 +115,22 @@ class Keeper:
                 target=self._serve, args=(sock,), name="holdfast-keeper-peer", daemon=True
             ).start()
 
+    def _make_way(self) -> None:
+        """Wake the oldest of too many strangers, whose thread then closes it."""
+        while len(self._unproved) >= MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+
     def _serve(self, sock: socket.socket) -> None:
         """Answer one peer until it closes, or says what cannot be understood."""
         image: _Kept | None = None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._authenticate(sock)
+            with self._lock:
+                self._unproved.pop(sock, None)
             sock.settimeout(IDLE_S)
             image = _Kept()
             while True:
@@ -120,6 +140,7 @@ class Keeper:
         finally:
             with self._lock:
                 self._socks.discard(sock)
+                self._unproved.pop(sock, None)
             sock.close()
             if image is not None:
                 image.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_snapshot_image import write_image
 
-from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
@@ -183,6 +183,20 @@ def test_who_does_not_know_the_secret_is_cut_off(keeper: Keeper) -> None:
 def test_who_says_nothing_is_cut_off_in_time(keeper: Keeper) -> None:
     with socket.create_connection((HOME, keeper.port), timeout=10) as sock:
         assert sock.recv(1) == b""
+
+
+def test_strangers_make_way_for_who_proves_itself(keeper: Keeper) -> None:
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection((HOME, keeper.port), timeout=10))
+            for _ in range(2 * MAX_UNPROVED)
+        ]
+        begun = time.monotonic()
+        assert strangers[0].recv(1) == b""
+        assert time.monotonic() - begun < 1.5, "the first of them, before its time was over"
+        with dial(keeper) as link:
+            assert link.held() == []
+            assert len(keeper._unproved) <= MAX_UNPROVED
 
 
 def test_closing_ends_every_thread(tmp_path: Path) -> None:
