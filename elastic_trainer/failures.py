@@ -140,7 +140,7 @@ _USER_EXCEPTION_AT_START = re.compile(
 )
 """The user's before the first step; later a file that was there is gone: an ordinary crash."""
 
-_CORRUPTION = re.compile(r"^(SilentCorruptionError|ReplicaMismatchError): ")
+_CORRUPTION = re.compile(r"^(?:\w+\.)*(SilentCorruptionError|ReplicaMismatchError): ")
 """Of replicas.py: a majority names this rank; or there is none, and nobody can be named."""
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")

@@ -103,7 +103,7 @@ def causes(lost: Sequence[str], reports: Reports, num_members: int) -> list[Culp
     bad = {node: report for node, report in reversed(primary) if _is_bad(report)}
     if bad:  # a bad node makes any error elsewhere
         return found + [
-            Culprit(node, Kind.NODE_FAULT, Action.EVICT, report.failure.detail, report.step)
+            Culprit(node, report.failure.kind, Action.EVICT, report.failure.detail, report.step)
             for node, report in sorted(bad.items(), key=lambda item: str(item[0]))
         ]
     # Who knows that a restart cannot help is believed before others.
@@ -112,7 +112,10 @@ def causes(lost: Sequence[str], reports: Reports, num_members: int) -> list[Culp
 
 
 def _is_bad(report: WorkersFailed) -> bool:
-    return report.failure.kind is Kind.NODE_FAULT
+    failure = report.failure
+    if failure.kind is Kind.CORRUPTION:
+        return failure.action is Action.EVICT
+    return failure.kind is Kind.NODE_FAULT
 
 
 def _shared(primary: Reports, num_members: int, *, alone: bool) -> Culprit | None:
@@ -154,6 +157,8 @@ def _first(primary: Reports, num_members: int) -> Culprit:
     blamed, action = node, failure.action
     if failure.kind in OF_THE_PROGRAM and len(alike) > 1:
         blamed = None
+    if failure.kind is Kind.CORRUPTION:
+        blamed = None  # one of those that differ, but which?
     if num_members == 1 and failure.kind is not Kind.NODE_FAULT:
         blamed = None  # nothing tells the only node from the program
     if failure.kind is Kind.USER_ERROR and not failure.sure and num_members > 1 == len(alike):

@@ -182,7 +182,7 @@ def _listed(nodes: Collection[str]) -> str:
 
 def _stands_still(charged: list[_Entry], found: Culprit, limits: Limits) -> str:
     """Say that the program fails again and again at one place, or return an empty string."""
-    kinds = (*OF_THE_PROGRAM, Kind.HANG)
+    kinds = (*OF_THE_PROGRAM, Kind.HANG, Kind.CORRUPTION)
     newest = charged[-1][1].progress if charged else None
     if found.kind not in kinds or newest is None:
         return ""

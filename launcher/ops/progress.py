@@ -210,6 +210,9 @@ _TELL: dict[str, _Tell] = {
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),
     "checkpoint.skipped": _fill("checkpoint {dir} passed over: {reason}", every_rank=False),
     "checkpoint.restored": _fill("state of step {step} loaded from {dir}", every_rank=False),
+    "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
+    "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are passed over"),
+    "replica.mismatch": _fill("replicas differ after step {step}: {tensor} of ranks {ranks}"),
     "trainer.stopping": _fill("stopping at step {step}: {why}", every_rank=False),
     "job.stopped": _fill("job stopped with code {code}: {reason}"),
 }

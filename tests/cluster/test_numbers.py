@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import number_faults
 import pytest
-from harness import Run, make_config
+from harness import TEXT, Run, make_config
 
 from elastic_trainer.agent.board import BoardState
 from elastic_trainer.agent.file_board import FileBoard
@@ -18,6 +23,7 @@ from elastic_trainer.failures import (
 )
 from elastic_trainer.layout import ParallelLayout
 
+ROOT = Path(__file__).parents[2]
 STEPS = 24
 FLAT = {"min_lr_ratio": 1.0, "warmup_steps": 0}
 
@@ -235,3 +241,78 @@ def test_of_two_replicas_both_are_suspects(tmp_path):
         assert "no majority says whose is wrong" in failure.detail
     run.train(2, 2)
     exact(run)
+
+
+# --- with agents ------------------------------------------------------------------------------
+
+JOB = """\
+name: numbers
+model: {num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 1, ffn_dim: 64, vocab_size: 256}
+layout: {dp: auto, dp_replicate: 4}
+cluster: {nodes: 4, gpus_per_node: 1, gpu: cpu}
+train: {seq_len: 32, global_batch: 12, steps: 24, precision: fp32, recompute: none}
+data: {path: text.txt, format: text, tokenizer: bytes}
+checkpoint: {every_s: null, every_steps: 4, keep: 20}
+elastic: {min_nodes: 1, hang_ceiling_s: 40, start_ceiling_s: 80, join_timeout_s: 60}
+"""
+
+
+def run_with(tmp_path, monkeypatch, faults, *sets):
+    """Run the job on emulated nodes whose zygotes have the faults; return its record."""
+    (tmp_path / "path").mkdir()
+    folder = str(Path(__file__).parent)
+    (tmp_path / "path" / "sitecustomize.py").write_text(
+        number_faults.SITECUSTOMIZE.format(folder=folder)
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{ROOT}")
+    monkeypatch.setenv(number_faults.VARIABLE, faults)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "job.yaml").write_text(JOB)
+    run_dir = tmp_path / "run"
+    options = [word for text in sets for word in ("--set", text)]
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher.cli.main", "run", str(tmp_path / "job.yaml"),
+         "--run-dir", str(run_dir), "--json", *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
+    run = Run.__new__(Run)
+    run.path = run_dir
+    return run, summary
+
+
+@pytest.mark.timeout(150)
+def test_the_node_that_computes_wrong_is_put_out_and_the_job_goes_on(tmp_path, monkeypatch):
+    run, _ = run_with(tmp_path, monkeypatch, "bitflip@9:2", "numbers.replica_check_steps=6")
+    [mismatch] = run.events("replica.mismatch")
+    # 12 is both a check and a save; the last that passed was before the save of 8.
+    assert (mismatch.step, mismatch.fields["back_to"]) == (12, 8)
+    formed = run.events("epoch.formed")
+    culprit = formed[0].fields["members"][2]
+    [evicted] = run.events("member.evicted")
+    assert evicted.fields["member"] == culprit
+    assert "differs from that of the other replicas" in evicted.fields["reason"]
+    assert set(formed[-1].fields["members"]) == set(formed[0].fields["members"]) - {culprit}
+    kinds = {(e.node, e.fields["kind"]) for e in run.events("worker.exit") if e.fields["kind"]}
+    assert (culprit, "corruption") in kinds
+    started = run.events("trainer.started")[-1]
+    assert started.fields["resume_step"] == 8, "snapshots of 9 to 12 were at hand, but void"
+    assert len(run.events("replica.mismatch")) == 1
+
+
+@pytest.mark.timeout(150)
+def test_agents_carry_a_rollback(tmp_path, monkeypatch):
+    sets = ("numbers.non_finite=rollback", "numbers.rollback_steps=2", "layout.dp_replicate=1")
+    run, _ = run_with(tmp_path, monkeypatch, "nan@11", *sets, "cluster.nodes=2")
+    [rollback] = run.events("numbers.rollback")
+    assert (rollback.fields["back_to"], rollback.fields["skipped"]) == (9, [10, 11])
+    assert [e.fields["reason"] for e in run.events("epoch.formed")][1:] == ["workers left"]
+    started = run.events("trainer.started")[-1]
+    # From storage, or from memory where the snapshot before the last is whole; 10 is void.
+    assert started.fields["resume_step"] in (8, 9)
+    assert skipped(run) == [10, 11]
+    assert not run.events("worker.exit") or all(
+        e.fields["kind"] in (None, "") for e in run.events("worker.exit")
+    )

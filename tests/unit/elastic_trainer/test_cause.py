@@ -54,6 +54,15 @@ def test_echoes_of_a_lost_node_are_no_failures():
     assert causes([], [], 4) == []
 
 
+def test_a_node_that_computes_wrong_leaves_and_two_that_differ_do_not():
+    odd = Failure(kind=Kind.CORRUPTION, action=Action.EVICT, detail="differs")
+    named = replace(failed(Kind.CORRUPTION), failure=odd)
+    found = one_cause(4, ("b", failed(*CRASH)), ("c", named))
+    assert (found.node, found.kind, found.action) == ("c", Kind.CORRUPTION, Action.EVICT)
+    both = one_cause(4, ("b", failed(Kind.CORRUPTION, "x")), ("c", failed(Kind.CORRUPTION, "x")))
+    assert (both.node, both.action) == (None, Action.RESTART)
+
+
 def test_every_bad_node_leaves_and_is_believed_first():
     reports = [("b", failed(*CRASH)), ("a", failed(*STALE)), ("c", failed(Kind.NODE_FAULT, "Xid"))]
     found = causes([], reports, 9)

@@ -81,6 +81,8 @@ PROGRAMS = [
         *((text, Kind.CRASH, Action.RESTART) for text in PROGRAMS),
         ("ValueError: loss is nan", Kind.CRASH, Action.RESTART),
         (PORT_TAKEN, Kind.CRASH, Action.RESTART),
+        ("elastic_trainer.replicas.SilentCorruptionError: x", Kind.CORRUPTION, Action.EVICT),
+        ("ReplicaMismatchError: model.x differs", Kind.CORRUPTION, Action.RESTART),
     ],
 )
 def test_exceptions_mean_the_same_from_a_record_and_from_a_log(

@@ -125,6 +125,7 @@ HANG = (Kind.HANG, "no progress for 300 s")
         [blame(None, *CRASH)] * 3,
         [blame(None, *CRASH), blame("b", *HANG), blame("c", Kind.OUT_OF_MEMORY, "OOM")],
         [blame("a", Kind.CRASH, "KeyError: 1"), blame("b", *CRASH), blame("c", *HANG)],
+        [blame(None, Kind.CORRUPTION, "x differs between ranks 0, 1")] * 3,
     ],
 )
 def test_failures_of_the_program_without_progress_end_with_93(found):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.anomalies import Record, Void
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.checkpoint.manifest import (
     FileEntry,
@@ -83,6 +84,15 @@ def test_bytes_are_spread_evenly():
 def test_commit_of_another_epoch_is_fenced():
     with pytest.raises(FencedError, match=r"^fenced by epoch 2$"):
         with_commit(BoardState(epoch=2), commit(5, epoch=1), keep=3)
+
+
+def test_a_save_that_was_under_way_when_the_group_went_back_does_not_count():
+    record = Record().with_void(Void(epoch=1, step=4))
+    with pytest.raises(FencedError, match="step 5 was rolled back"):
+        with_commit(BoardState(epoch=1, numbers=record), commit(5), keep=3)
+    assert with_commit(BoardState(epoch=1, numbers=record), commit(4), keep=3).commits
+    later = BoardState(epoch=2, numbers=record)
+    assert with_commit(later, commit(5, epoch=2), keep=3).commits
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 4))

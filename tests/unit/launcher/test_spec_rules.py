@@ -137,3 +137,33 @@ def test_what_the_schedules_run():
     assert not schedule_runs("1f1b", 4, 3)
     assert schedule_runs("interleaved", 4, 8)
     assert not schedule_runs("interleaved", 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("{dp: auto}", "FSDP shards every parameter, so nothing has replicas to compare"),
+        ("{dp: auto, tp: 4}", "so only norms, over tp, have replicas to compare"),
+        (
+            "{dp: auto, dp_replicate: 2}",
+            "of two replicas that differ nobody can say which is wrong",
+        ),
+        ("{dp: auto, dp_replicate: 4}", None),
+    ],
+)
+def test_comparing_replicas_wants_three_of_them(make_spec, layout, message):
+    said = [p for p in make_spec(f"layout={layout}").warnings if p.code == "HF157"]
+    assert not said, "nothing is compared by default"
+    spec = make_spec(f"layout={layout}", "numbers.replica_check_steps=10")
+    said = [p for p in spec.warnings if p.code == "HF157"]
+    assert len(said) == (message is not None)
+    for problem in said:
+        assert message in problem.message
+        assert "layout.dp_replicate: 3 or more" in problem.message
+
+
+def test_a_gradient_that_is_no_number_cannot_be_ignored(mistakes):
+    (line,) = mistakes("numbers.non_finite=ignore")
+    assert "HF014 numbers.non_finite" in line
+    (line,) = mistakes("numbers.window=1000")
+    assert "HF013 numbers.window" in line
