@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+# From a checkout, whatever is installed: what is measured lies beside this folder.
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
 
 def machine() -> str:
     """Return one line that says where and when numbers were measured."""

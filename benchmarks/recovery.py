@@ -1,303 +1,289 @@
-"""Kill -> first completed step of the next epoch, beside torchrun in the same run.
+"""Kill -> first completed step of the next epoch, beside torchrun and ft_launcher.
 
-Four nodes with one worker each on this machine, the tiny model, fp32, a checkpoint every
-10 steps; SIGKILL at step 15 of a node (not the first), of a worker, and of the node that
-coordinates (for torchrun: that hosts its store). Both clocks run from just before the
-signal to the first step that all ranks of the next epoch have completed.
+Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps and (holdfast) a
+snapshot every step; SIGKILL at step 15. Both clocks run from just before the signal to the
+first step that all ranks of the next epoch have completed.
 
-    python benchmarks/recovery.py [--repeats N] [--only holdfast|torchrun] [--out FILE]
+    python benchmarks/recovery.py [--repeats N] [--only holdfast|torchrun|ft_launcher]
+                                  [--cases node,growth] [--out FILE]
+
+Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
+the store), one worker a node. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2;
+`compile`, torch.compile on; `growth`, a killed node returns: what that costs at the boundary.
 
 Each case runs three times; torchrun with its default settings once, since its pause is that
 of its time-outs and three times would double the whole (`--repeats` holds for all).
 
-Prints a table, and last a JSON line with the medians in seconds (null: never recovered:
-torchrun's agents had all left, or no step came within NEVER_S).
+Prints tables, and last a JSON line with the medians in seconds (null: never recovered: the
+peer's agents had all left, or no step came within NEVER_S).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
-from common import environment, machine, median, say, table, write_out
+from common import ROOT, environment, machine, median, say, table, write_out
+from peers import SYSTEMS, NotStartedError, PeerCluster, trains_whole, why_not
 
-HERE = Path(__file__).parent
-FAULTS = {
-    "node": "kill-node:2@15",
-    "worker": "kill-worker:1@15",
-    "coordinator": "kill-coordinator@15",
-}
+from launcher.ops.record import RunRecord
+
 FAULT_STEP, STEPS, NODES = 15, 22, 4
-REPEATS = {"holdfast": 3, "torchrun_tuned": 3, "torchrun_default": 1}
-START_S, NEVER_S, RUN_S = 120.0, 90.0, 300.0
+ENDLESS = 100_000
+SHARED = ("node", "worker", "coordinator")
+"""Cases that the peers run too."""
+REPEATS = {"holdfast": 3, "torchrun_tuned": 3, "ft_launcher_tuned": 3, "torchrun_default": 1}
+NEVER_S, RUN_S = 90.0, 300.0
+CLI_INTERRUPTED = 130
 JOB = """
 name: recovery
 model: tiny
-layout: {{dp: auto}}
-cluster: {{nodes: 4, gpus_per_node: 1, gpu: cpu}}
-train: {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none}}
+layout: {{dp: auto, tp: {workers}}}
+cluster: {{nodes: 4, gpus_per_node: {workers}, gpu: cpu}}
+train:
+  {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none,
+   compile: {compiled}}}
 data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
 elastic: {{min_nodes: 1}}
 """
-TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,"
-MONITOR_INTERVAL_S = 0.1  # torchrun's own default in 2.13, said for older ones
-
-Steps = list[tuple[float, int, int]]
-"""(time, pid, step) of every completed step."""
 
 
-class NotStartedError(RuntimeError):
-    """torchrun's nodes did not train together in time: nothing was measured."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is struck, and what is trained."""
+
+    faults: tuple[str, ...]
+    workers: int = 1
+    """Per node, tensor-parallel."""
+    compiled: bool = False
+    steps: int = STEPS
 
 
-def write_job(folder: Path, steps: int) -> Path:
-    """Write the job file both systems train."""
+CASES = {
+    "node": Case(("kill-node:2@15",)),
+    "worker": Case(("kill-worker:1@15",)),
+    "coordinator": Case(("kill-coordinator@15",)),
+    "tp": Case(("kill-node:2@15",), workers=2),
+    "compile": Case(("kill-node:2@15",), compiled=True),
+    "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS),
+}
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one case."""
+
+    seconds: float | None
+    """None: it never recovered."""
+    phases: dict[str, float] = field(default_factory=dict)
+    redone: int | None = None
+    committed_redone: int | None = None
+
+    @property
+    def explained(self) -> float | None:
+        """Part of the pause that the phases explain, 0 to 1."""
+        if not self.seconds or not self.phases:
+            return None
+        return round(1.0 - self.phases["other"] / self.seconds, 4)
+
+
+def write_job(folder: Path, case: Case) -> Path:
+    """Write the job file that all systems train."""
     job = folder / "job.yaml"
-    corpus = HERE.parent / "examples" / "corpus"
-    job.write_text(JOB.format(steps=steps, corpus=corpus), encoding="utf-8")
+    text = JOB.format(
+        steps=case.steps,
+        corpus=ROOT / "examples" / "corpus",
+        workers=case.workers,
+        compiled=str(case.compiled).lower(),
+    )
+    job.write_text(text, encoding="utf-8")
     return job
 
 
-def holdfast(fault: str, folder: Path) -> tuple[float | None, dict[str, float]]:
+def holdfast(name: str, folder: Path) -> Run:
     """Run with one fault; return seconds to the first step after it, and the phases."""
-    run_dir = folder / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "launcher.cli.main",
-        "run",
-        str(write_job(folder, STEPS)),
-        "--run-dir",
-        str(run_dir),
-        "--fault",
-        FAULTS[fault],
-        "--json",
-    ]
-    try:
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=RUN_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        say(f"no end within {RUN_S:.0f} s")
-        return None, {}
-    if done.returncode != 0:
-        say(done.stderr[-2000:])
-        return None, {}
-    failure = next(f for f in json.loads(done.stdout)["failures"] if f["injected"])
-    return failure["recovered_s"], {**failure["phases"], "other": failure["other_s"]}
+    case = CASES[name]
+    faults = [part for fault in case.faults for part in ("--fault", fault)]
+    command = [sys.executable, "-m", "launcher.cli.main", "run", str(write_job(folder, case))]
+    command += ["--run-dir", str(folder / "run"), *faults, "--json"]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            if case.steps == ENDLESS:
+                stop_once_grown(running, folder / "run")
+            out, said = running.communicate(timeout=RUN_S)
+        except subprocess.TimeoutExpired:
+            running.kill()  # its agents die with it
+            say(f"no end within {RUN_S:.0f} s")
+            return Run(None)
+    if running.returncode not in (0, CLI_INTERRUPTED):
+        say(said[-2000:])
+        return Run(None)
+    return run_of(name, json.loads(out))
 
 
-@contextlib.contextmanager
-def torchrun_cluster(folder: Path, conf: str) -> Iterator[list[psutil.Process]]:
-    """Start four torchrun agents, each a session of its own; kill whatever is left after."""
-    sys.path.insert(0, str(HERE.parent))
-    from launcher.planning.search import plan
-    from launcher.render.local import render_local
-    from launcher.spec import load_spec
-
-    job = write_job(folder, 100_000)
-    spec = load_spec(job)
-    files = render_local(spec, plan(spec), run_id="bench", run_dir=folder, base_dir=folder)
-    (folder / "job.json").write_text(files["job.json"], encoding="utf-8")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {
-        **environment(),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "PYTHONPATH": str(HERE.parent),
-    }
-    agents = []
-    for node in range(NODES):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            f"1:{NODES}",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "100",
-            "--rdzv-id",
-            "bench",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-            "--local-addr",
-            "127.0.0.1",
-            "--monitor-interval",
-            str(MONITOR_INTERVAL_S),
-            "--rdzv-conf",
-            f"{conf}is_host={int(node == 0)}",
-            str(HERE / "torchrun_worker.py"),
-            str(folder / "job.json"),
-            str(folder / "steps.log"),
-            str(folder),
-        ]
-        log = (folder / f"agent{node}.log").open("w")
-        agents.append(
-            psutil.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        )
-        log.close()
-    try:
-        yield agents
-    finally:
-        kill_trees(agents)
-        for agent in agents:
-            agent.wait(10)
-        kill_strays(folder)
+def stop_once_grown(running: subprocess.Popen[str], run_dir: Path) -> None:
+    """Ask `running` to end after the first step of an epoch that has more nodes than before."""
+    record, deadline = RunRecord(run_dir), time.monotonic() + RUN_S
+    while running.poll() is None:
+        record.poll()
+        formed = [e for e in record.events if e.event == "epoch.formed"]
+        grown = {e.epoch for e in formed if e.fields.get("reason") == "growth"}
+        if any(e.event == "step.completed" and e.epoch in grown for e in record.events):
+            running.send_signal(signal.SIGINT)
+            return
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(running.args, RUN_S)
+        time.sleep(0.05)
 
 
-def kill_trees(agents: list[psutil.Process]) -> None:
-    """SIGKILL agents and all they started, at once: a node's power loss."""
-    victims = []
-    for agent in agents:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victims += [agent, *agent.children(recursive=True)]
-    for victim in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.send_signal(signal.SIGKILL)
+def run_of(name: str, summary: Mapping[str, Any]) -> Run:
+    """Read a run's summary."""
+    redone = summary["steps_redone"], summary["committed_steps_redone"]
+    if name == "growth":
+        pauses = [growth["pause_s"] for growth in summary["growths"]]
+        return Run(pauses[0] if pauses else None, {}, *redone)
+    failure = next(f for f in summary["failures"] if f["injected"])
+    return Run(failure["recovered_s"], {**failure["phases"], "other": failure["other_s"]}, *redone)
 
 
-def kill_strays(folder: Path) -> None:
-    """SIGKILL workers whose agent left without them: they have `folder` in their arguments."""
-    for process in psutil.process_iter(["cmdline"]):
-        if process.pid != os.getpid() and str(folder) in " ".join(process.info["cmdline"] or ()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def parse_steps(text: str) -> Steps:
-    """Read what the workers append; a line that is not whole (yet) is left out."""
-    lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [(float(t), int(pid), int(step)) for t, pid, step in (x for x in lines if len(x) == 3)]
-
-
-def steps_of(log: Path) -> Steps:
-    """Return the steps completed so far."""
-    return parse_steps(log.read_text(encoding="ascii")) if log.exists() else []
-
-
-def trains_whole(steps: Steps, alive: Callable[[int], bool]) -> bool:
-    """Whether every node has a live worker past the fault's step.
-
-    A node that joined late has restarted all others: the old workers do not count.
-    """
-    return len({pid for _, pid, s in steps if s >= FAULT_STEP and alive(pid)}) == NODES
-
-
-def torchrun(fault: str, folder: Path, conf: str) -> float | None:
-    """Run torchrun with one fault; return seconds to the first step of restarted workers.
+def peer(system: str, name: str, folder: Path) -> Run:
+    """Run a peer with one fault; return seconds to the first step of restarted workers.
 
     Raises:
         NotStartedError: there was nothing to strike.
     """
-    log = folder / "steps.log"
-    with torchrun_cluster(folder, conf) as agents:
-        deadline = time.monotonic() + START_S
-        while not trains_whole(steps_of(log), psutil.pid_exists):
-            if time.monotonic() > deadline:
-                tail = (folder / "agent0.log").read_text(encoding="utf-8")[-1000:]
-                raise NotStartedError(f"no step of four nodes within {START_S:.0f} s: {tail}")
-            time.sleep(0.02)
-        before = {pid for _, pid, _ in steps_of(log)}
+    job = write_job(folder, Case((), steps=ENDLESS))
+    whole = partial(trains_whole, num_nodes=NODES, past_step=FAULT_STEP)
+    with PeerCluster(system, job, folder, NODES) as cluster:
+        cluster.wait_until(lambda steps: whole(steps, psutil.pid_exists))
+        before = {pid for _, pid, _ in cluster.steps()}
         struck = time.time()
-        if fault == "worker":
-            for child in agents[1].children(recursive=True):
-                if child.pid in before:
-                    child.send_signal(signal.SIGKILL)
+        if name == "worker":
+            cluster.kill_worker(1)
         else:
-            kill_trees([agents[0] if fault == "coordinator" else agents[2]])
+            cluster.kill_node(0 if name == "coordinator" else 2)
         deadline = time.monotonic() + NEVER_S
         while time.monotonic() < deadline:
-            after = [t for t, pid, _ in steps_of(log) if pid not in before]
+            after = [t for t, pid, _ in cluster.steps() if pid not in before]
             if after:
-                return min(after) - struck
-            if all(agent.poll() is not None for agent in agents):
-                return None
+                return Run(min(after) - struck)
+            if len(cluster.left()) == NODES:
+                return Run(None)
             time.sleep(0.02)
-    return None
+        say(cluster.tail())
+    return Run(None)
 
 
-def measure(system: str, fault: str, again: int = 1) -> tuple[float | None, dict[str, float]]:
+def measure(system: str, name: str, again: int = 1) -> Run:
     """Run one system once, in a folder of its own; `again` more times if it does not start."""
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     try:
-        if system == "holdfast":
-            return holdfast(fault, folder)
-        return torchrun(fault, folder, TUNED if system == "torchrun_tuned" else ""), {}
+        return holdfast(name, folder) if system == "holdfast" else peer(system, name, folder)
     except NotStartedError as error:
-        say(f"{system} {fault} did not start: {error}")
+        say(f"{system} {name} did not start: {error}")
         if again <= 0:
             raise
-        return measure(system, fault, again=again - 1)
+        return measure(system, name, again=again - 1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def repeat(system: str, name: str, repeats: int) -> list[Run]:
+    """Run a case `repeats` times; once only when a peer never recovers from it."""
+    runs: list[Run] = []
+    for turn in range(repeats):
+        runs.append(measure(system, name))
+        say(f"{system} {name} {turn + 1}/{repeats}: {runs[-1]}")
+        if runs[-1].seconds is None and system != "holdfast":
+            break  # its agents leave when the store is gone
+    return runs
+
+
+def row(system: str, name: str, runs: Sequence[Run]) -> list[object]:
+    """Return the table's row of a case."""
+    middle = median([run.seconds for run in runs])
+    known = [round(run.seconds, 2) for run in runs if run.seconds is not None]
+    out: list[object] = [system, name, "never" if middle is None else middle]
+    out += [min(known, default="-"), max(known, default="-"), len(runs)]
+    redone = [run.redone for run in runs if run.redone is not None]
+    committed = [run.committed_redone for run in runs if run.committed_redone is not None]
+    explained = [run.explained for run in runs if run.explained is not None]
+    out += [max(redone, default="-"), max(committed, default="-")]
+    return [*out, f"{min(explained):.1%}" if explained else "-"]
+
+
+HEADER = ["system", "killed", "median s", "min s", "max s", "runs"]
+HEADER += ["steps redone", "of them committed", "explained by the phases"]
+
+
+def result(system: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Return what the JSON line says of one system."""
+    out: dict[str, Any] = {name: median([r.seconds for r in rs]) for name, rs in runs.items()}
+    if system == "holdfast":
+        every = [run for rs in runs.values() for run in rs]
+        out["committed_steps_redone"] = max((r.committed_redone or 0 for r in every), default=0)
+        out["steps_redone"] = max((r.redone or 0 for r in every), default=0)
+        explained = [r.explained for r in every if r.explained is not None]
+        out["explained"] = min(explained, default=None)
+    return out
+
+
+def phase_rows(runs: Mapping[str, Sequence[Run]]) -> list[list[object]]:
+    """Return the medians of holdfast's phases."""
+    rows: list[list[object]] = []
+    for name, rs in runs.items():
+        names = dict.fromkeys(phase for run in rs for phase in run.phases)
+        rows += [[name, p, median([run.phases.get(p, 0.0) for run in rs])] for p in names]
+    return rows
 
 
 def main() -> None:
     """Measure everything and print the tables and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, help="runs of every case")
-    parser.add_argument("--only", choices=["holdfast", "torchrun"])
+    parser.add_argument("--only", choices=["holdfast", "torchrun", "ft_launcher"])
+    parser.add_argument("--cases", default=",".join(CASES), help="some of: %(default)s")
     parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
     args = parser.parse_args()
-    chosen = [s for s in REPEATS if args.only is None or s.startswith(args.only)]
     where = machine()
     say(f"recovery ({where})")
-    medians: dict[str, dict[str, float | None]] = {}
-    rows, phase_rows = [], []
-    for system in chosen:
-        medians[system] = {}
-        repeats = args.repeats or REPEATS[system]
-        for fault in FAULTS:
-            seconds: list[float | None] = []
-            phases: list[dict[str, float]] = []
-            for turn in range(repeats):
-                took, parts = measure(system, fault)
-                say(f"{system} {fault} {turn + 1}/{repeats}: {took}")
-                seconds.append(took)
-                phases.append(parts)
-                if took is None and system != "holdfast":
-                    break  # it never does: its agents leave when the store is gone
-            medians[system][fault] = median(seconds)
-            known = [round(s, 2) for s in seconds if s is not None]
-            rows.append(
-                [
-                    system,
-                    fault,
-                    "never" if medians[system][fault] is None else medians[system][fault],
-                    min(known, default="-"),
-                    max(known, default="-"),
-                    len(seconds),
-                ]
-            )
-            if system == "holdfast":
-                names = dict.fromkeys(name for parts in phases for name in parts)
-                phase_rows += [
-                    [fault, name, median([p.get(name, 0.0) for p in phases])] for name in names
-                ]
-    text = f"recovery ({where})\n\n"
-    text += table(["system", "killed", "median s", "min s", "max s", "runs"], rows)
-    if phase_rows:
-        text += "\n\n" + table(["killed", "phase of holdfast", "median s"], phase_rows)
-    write_out(text + "\n\n" + json.dumps(medians), args.out)
+    results: dict[str, Any] = {}
+    rows, phases, notes = [], [], []
+    for system in ("holdfast", *SYSTEMS):
+        if args.only is not None and not system.startswith(args.only):
+            continue
+        if reason := why_not(system):
+            notes.append(f"{system} was left out: {reason}")
+            continue
+        cases = [name for name in CASES if name in args.cases.split(",")]
+        runs = {
+            name: repeat(system, name, args.repeats or REPEATS[system])
+            for name in cases
+            if system == "holdfast" or name in SHARED
+        }
+        results[system] = result(system, runs)
+        rows += [row(system, name, rs) for name, rs in runs.items()]
+        if system == "holdfast":
+            phases = phase_rows(runs)
+    text = "\n\n".join([f"recovery ({where})", table(HEADER, rows), *notes])
+    if phases:
+        text += "\n\n" + table(["killed", "phase of holdfast", "median s"], phases)
+    write_out(text + "\n\n" + json.dumps(results), args.out)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     known = set(sys.modules)
     yield importlib.import_module
-    for name in ("common", "recovery", "membership", "check_time", "step_time"):
-        if name not in known:
-            sys.modules.pop(name, None)
+    for path in FOLDER.glob("*.py"):
+        if path.stem not in known:
+            sys.modules.pop(path.stem, None)
 
 
 def test_median_is_null_when_one_run_never_recovered(load):
@@ -47,21 +47,33 @@ def test_measured_programs_keep_compiled_files(load, monkeypatch):
 
 
 def test_unfinished_lines_are_no_steps(load):
-    steps = load("recovery").parse_steps("10.5 7 25\n10.6 8\n10.7 8 2")
+    steps = load("peers").parse_steps("10.5 7 25\n10.6 8\n10.7 8 2")
     assert steps == [(10.5, 7, 25)]
 
 
 def test_training_is_whole_once_all_nodes_live_past_the_step(load):
-    recovery = load("recovery")
-    late = recovery.FAULT_STEP
+    peers, late = load("peers"), 15
+
+    def whole(steps, alive):
+        return peers.trains_whole(steps, alive, num_nodes=4, past_step=late)
+
     steps = [(0.0, pid, late) for pid in (1, 2, 3)] + [(0.0, 4, late - 1)]
-    assert not recovery.trains_whole(steps, lambda pid: True)
+    assert not whole(steps, lambda pid: True)
     steps += [(0.0, 4, late)]
-    assert recovery.trains_whole(steps, lambda pid: True)
+    assert whole(steps, lambda pid: True)
     # Three that were restarted for a fourth that came late.
     steps += [(0.0, pid, late) for pid in (5, 6, 7)]
-    assert not recovery.trains_whole(steps, lambda pid: pid > 4)
-    assert recovery.trains_whole(steps, lambda pid: pid >= 4)
+    assert not whole(steps, lambda pid: pid > 4)
+    assert whole(steps, lambda pid: pid >= 4)
+
+
+def test_a_peer_that_is_not_installed_says_how(load, monkeypatch, tmp_path):
+    peers = load("peers")
+    monkeypatch.setattr(peers, "FT_SITE", tmp_path)
+    assert peers.why_not("torchrun_tuned") is None
+    assert f"--target {tmp_path}" in peers.why_not("ft_launcher_tuned")
+    (tmp_path / "nvidia_resiliency_ext").mkdir()
+    assert peers.why_not("ft_launcher_tuned") is None
 
 
 def test_import_trace_names_packages(load):

@@ -1,0 +1,218 @@
+"""What the benchmarks are to show, and the report of a whole run. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common import table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """A limit for one number of a program's JSON line."""
+
+    program: str
+    key: str
+    """Its place, keys joined by dots."""
+    what: str
+    limit: float
+    at_least: bool = False
+    """Whether the number must not be below the limit; else: not above."""
+    unit: str = "s"
+    """`%` for parts of one."""
+    peers: tuple[str, ...] = ()
+    """Places of the same number of others."""
+
+    def met_by(self, value: float) -> bool:
+        """Return whether `value` is within the limit."""
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+def _recovery(key: str, what: str, limit: float) -> Aim:
+    systems = ("torchrun_tuned", "ft_launcher_tuned", "torchrun_default")
+    peers = tuple(f"{system}.{key}" for system in systems)
+    return Aim(
+        program="recovery",
+        key=f"holdfast.{key}",
+        what=what,
+        limit=limit,
+        peers=peers if key in ("node", "worker", "coordinator") else (),
+    )
+
+
+AIMS: tuple[Aim, ...] = (
+    Aim(program="check_time", key="check_s", what="check of 16,384 GPUs", limit=1.0),
+    _recovery("node", "SIGKILL of a node to first step", 1.0),
+    _recovery("worker", "SIGKILL of a worker to first step", 1.0),
+    _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
+    _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
+    _recovery("growth", "a returning node, at the boundary", 1.0),
+    Aim(
+        program="recovery",
+        key="holdfast.committed_steps_redone",
+        what="committed steps redone, at most in any run",
+        limit=0,
+        unit="",
+    ),
+    Aim(
+        program="recovery",
+        key="holdfast.explained",
+        what="part of the pause that the phases explain, at least in any run",
+        limit=0.99,
+        at_least=True,
+        unit="%",
+    ),
+    Aim(
+        program="hang",
+        key="holdfast.sigstop_s",
+        what="SIGSTOP of a worker to first step",
+        limit=4.0,
+        peers=("torchrun.sigstop_s",),
+    ),
+    Aim(
+        program="snapshot",
+        key="training.slowdown",
+        what="training slower by a snapshot and copy each step, 8 MiB and 300 ms",
+        limit=0.03,
+        unit="%",
+    ),
+    Aim(
+        program="snapshot",
+        key="stall.later_s",
+        what="stall by a checkpoint of 770 MB to storage",
+        limit=0.1,
+    ),
+    Aim(
+        program="snapshot",
+        key="reshard.memory_speed",
+        what="reshard load from memory, of dcp.load's speed",
+        limit=1.0,
+        at_least=True,
+        unit="x",
+    ),
+    Aim(
+        program="snapshot",
+        key="reshard.storage_speed",
+        what="reshard load from storage, of dcp.load's speed",
+        limit=0.9,
+        at_least=True,
+        unit="x",
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_256.form",
+        what="256 agents form an epoch",
+        limit=1.0,
+        peers=("c10d_64.form",),
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_2048.form",
+        what="2,048 agents form an epoch",
+        limit=5.0,
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_256.member_learnt",
+        what="256 agents learn of a death, the last of them",
+        limit=0.2,
+    ),
+    Aim(
+        program="chaos",
+        key="holdfast.fraction",
+        what="part of the undisturbed steps done, a node killed every 15 s",
+        limit=0.8,
+        at_least=True,
+        unit="%",
+        peers=("torchrun_tuned.fraction",),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One program that was run."""
+
+    program: str
+    command: str
+    seconds: float
+    text: str
+    """What it printed, without the JSON line."""
+    result: Mapping[str, Any] | None
+    """Its JSON line; None: it failed, and `text` says how."""
+
+
+def look_up(result: Mapping[str, Any], key: str) -> Any:
+    """Return the value at `key`.
+
+    Raises:
+        KeyError: there is none.
+    """
+    value: Any = result
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def shown(value: Any, unit: str) -> str:
+    """Return a number as the table has it."""
+    if value is None:
+        return "never"
+    if unit == "%":
+        return f"{value:.1%}"
+    return f"{value:g} {unit}".rstrip()
+
+
+def _beside(result: Mapping[str, Any], key: str, unit: str) -> str:
+    """Return `NAME NUMBER` of a peer; empty where it was not measured."""
+    try:
+        return f"{key.partition('.')[0]} {shown(look_up(result, key), unit)}"
+    except KeyError:
+        return ""
+
+
+def rows(outcomes: Sequence[Outcome], aims: Sequence[Aim] = AIMS) -> list[list[str]]:
+    """Return the rows of the table of aims: what, measured, aim, met, peers."""
+    results = {outcome.program: outcome.result for outcome in outcomes}
+    out = []
+    for aim in aims:
+        limit = ("≥ " if aim.at_least else "≤ ") + shown(aim.limit, aim.unit)
+        result = results.get(aim.program)
+        try:
+            value = look_up(result or {}, aim.key)
+        except KeyError:
+            out.append([aim.program, aim.what, "not measured", limit, "-", "-"])
+            continue
+        met = "yes" if value is not None and aim.met_by(value) else "**no**"
+        beside = [text for key in aim.peers if (text := _beside(result or {}, key, aim.unit))]
+        out.append([aim.program, aim.what, shown(value, aim.unit), limit, met, ", ".join(beside)])
+    return out
+
+
+def split_output(output: str) -> tuple[str, dict[str, Any] | None]:
+    """Return (what was printed, the JSON object of the last line); None where that is none."""
+    text, _, last = output.rstrip("\n").rpartition("\n")
+    try:
+        result = json.loads(last)
+    except ValueError:
+        return output.rstrip("\n"), None
+    return (text.rstrip(), result) if isinstance(result, dict) else (output.rstrip("\n"), None)
+
+
+def report(where: str, outcomes: Sequence[Outcome], aims: Sequence[Aim] = AIMS) -> str:
+    """Return RESULTS.md."""
+    header = ["benchmark", "what", "measured", "aim", "met", "beside"]
+    parts = ["# Results", f"`make bench`: {where}.", table(header, rows(outcomes, aims))]
+    for outcome in outcomes:
+        state = "" if outcome.result is not None else " and failed"
+        parts += [
+            f"## {outcome.program}",
+            f"`{outcome.command}` took {outcome.seconds:.0f} s{state}.",
+            outcome.text if outcome.result is not None else f"```\n{outcome.text}\n```",
+        ]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,84 @@
+"""Runs every benchmark, one after the other, and writes benchmarks/RESULTS.md.
+
+    python benchmarks/run_all.py [--only check_time,recovery] [--quick] [--out FILE]
+
+Prints one JSON line per benchmark, with its name under `benchmark`; what the programs say
+meanwhile goes to stderr. The exit code is 1 when one of them failed; an aim that is missed is
+told in the table, and is no failure. With `--quick` everything runs small: it tries the
+programs, the numbers mean nothing.
+
+One that is not there is left out. step_time.py needs a GPU to say anything and is run by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from aims import Outcome, report, split_output
+from common import ROOT, environment, machine, say
+
+HERE = Path(__file__).parent
+PROGRAMS: dict[str, list[str]] = {
+    "check_time": [],
+    "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
+    "hang": [],
+    "snapshot": ["--small", "--only", "sizes,reshard"],
+    "membership": ["--sizes", "16", "--peer-sizes", ""],
+    "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
+}
+"""In the order in which they run -> the arguments of a quick try."""
+
+
+def run(program: str, arguments: list[str]) -> Outcome:
+    """Run one program; its stderr goes to ours."""
+    command = ["benchmarks/" + program + ".py", *arguments]
+    begun = time.monotonic()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment(), stdout=out, check=False
+        )
+        out.seek(0)
+        text, result = split_output(out.read())
+    if done.returncode:
+        text, result = f"{text}\nexit code {done.returncode}: its stderr says why".strip(), None
+    return Outcome(
+        program=program,
+        command="python " + " ".join(argument or "''" for argument in command),
+        seconds=time.monotonic() - begun,
+        text=text,
+        result=result,
+    )
+
+
+def main() -> int:
+    """Run and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default=",".join(PROGRAMS), help="some of: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="only try the programs")
+    parser.add_argument("--out", type=Path, help="instead of RESULTS.md; --quick writes none")
+    args = parser.parse_args()
+    out = args.out or (None if args.quick else HERE / "RESULTS.md")
+    where, outcomes = machine(), []
+    for program in args.only.split(","):
+        if not (HERE / f"{program}.py").exists():
+            say(f"{program} is not there")
+            continue
+        say(f"--- {program}")
+        outcome = run(program, PROGRAMS[program] if args.quick else [])
+        outcomes.append(outcome)
+        failed = {} if outcome.result is not None else {"failed": True}
+        print(json.dumps({"benchmark": program, **failed, **(outcome.result or {})}), flush=True)
+        # After each: hours of measuring are not lost to the last of them.
+        if out is not None:
+            out.write_text(report(where, outcomes), encoding="utf-8")
+    return int(any(outcome.result is None for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

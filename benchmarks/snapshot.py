@@ -1,0 +1,406 @@
+"""What keeping every step costs, and how fast state comes back in another layout.
+
+    python benchmarks/snapshot.py [--small] [--only sizes,training,stall,reshard] [--out FILE]
+
+`sizes`: one worker's snapshot in memory and its copy with another process over loopback, for
+1 to 1,024 MiB of state: what the training thread waits for, when it is committed (CRC, copy,
+verified by the receiver), CPU time of both ends, and memory of all images together.
+`training`: a training of two nodes, about 8 MiB of state each and 300 ms a step, with a
+snapshot every step and with none; runs take turns, and each is measured from its tenth step.
+`stall`: what a checkpoint of about 770 MB to storage costs the training thread, dp2.
+`reshard`: about 200 MB written by dp4 and read by dp3, the first node gone: from memory, from
+storage, and by `torch.distributed.checkpoint.load` from the same files, all in page cache,
+with the same process group, taking turns.
+
+Prints tables, and last a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import ROOT, environment, machine, say, table, write_out
+from state_world import State, keepers, prove, render, timed, world
+
+from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.state import live_tensors
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+from launcher.ops.record import RunRecord
+
+MEMORY = Path("/dev/shm")  # noqa: S108  what is measured
+SIZES = {1: 50, 8: 50, 64: 20, 256: 10, 1024: 5}
+"""MiB of state -> snapshots measured."""
+NUM_TENSORS = 150
+WARM_UP, WINDOW_S, START_S = 10, 20.0, 180.0
+SHAPES = {
+    "training": "num_layers: 4, dim: 160, num_heads: 4, num_kv_heads: 4, ffn_dim: 432",
+    "stall": "num_layers: 4, dim: 1024, num_heads: 8, num_kv_heads: 8, ffn_dim: 3776",
+    "reshard": "num_layers: 5, dim: 512, num_heads: 8, num_kv_heads: 4, ffn_dim: 1536",
+    "small": "num_layers: 2, dim: 64, num_heads: 8, num_kv_heads: 4, ffn_dim: 192",
+}
+JOB = """
+name: snapshot
+model: {{{shape}, vocab_size: 512}}
+layout: {{dp: auto}}
+cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
+train:
+  {{seq_len: 128, global_batch: {batch}, micro_batch: {micro_batch}, steps: 1000000,
+   precision: fp32, recompute: none}}
+data: {{path: "{corpus}", format: text, tokenizer: bytes}}
+checkpoint: {{every_s: null, memory_every_steps: {every}}}
+elastic: {{min_nodes: 1}}
+"""
+
+
+def write_job(folder: Path, shape: str, nodes: int, *, batch: int, every: int = 1) -> Path:
+    """Write a job file."""
+    job = folder / "job.yaml"
+    corpus = ROOT / "examples" / "corpus"
+    micro_batch = next(size for size in (4, 1) if batch % (size * nodes) == 0)
+    text = JOB.format(
+        shape=SHAPES[shape],
+        nodes=nodes,
+        batch=batch,
+        micro_batch=micro_batch,
+        corpus=corpus,
+        every=every,
+    )
+    job.write_text(text, encoding="utf-8")
+    return job
+
+
+def middle(values: list[float], digits: int) -> float:
+    """Return the median, rounded."""
+    return round(statistics.median(values), digits)
+
+
+# --- sizes -------------------------------------------------------------------------------------
+
+
+def sizes(small: bool) -> tuple[str, dict[str, Any]]:
+    """Measure snapshots of each size."""
+    found: dict[str, dict[str, float]] = {}
+    for mib, repeats in SIZES.items():
+        if small and mib > 8:
+            break
+        found[str(mib)] = one_size(mib, 3 if small else repeats)
+        say(f"{mib} MiB: {found[str(mib)]}")
+    header = ["MiB of state", "training thread ms", "GB/s", "committed after ms", "GB/s"]
+    header += ["CPU ms, both ends", "CPU ns a byte", "memory MiB, all images"]
+    rows = [[mib, *row.values()] for mib, row in found.items()]
+    return table(header, rows), {"sizes": found}
+
+
+def one_size(mib: int, repeats: int) -> dict[str, float]:
+    """Take `repeats` snapshots of `mib` MiB of state; return medians, all without the first two."""
+    root = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
+    try:
+        with keepers(root, 2) as (peers, pids):
+            place = Place(
+                directory=root / "node0",
+                node="node0",
+                local_rank=0,
+                workers=1,
+                members=tuple(peers),
+                spares=(),
+                authenticate=prove(server=False),
+            )
+            layout = ParallelLayout(dp=2)
+            tier = MemoryTier(place, layout, rank=0, epoch=1, every_steps=1, emit=fail)
+            numel = mib * 2**20 // 4 // NUM_TENSORS
+            live = {"model": {f"t{i}": torch.randn(numel) for i in range(NUM_TENSORS)}}
+            waited, whole, begun_cpu = [], [], 0.0
+            for step in range(repeats + 2):
+                if step == 2:
+                    begun_cpu = time.process_time() + thread_cpu_s(pids[1])
+                begun = time.perf_counter()
+                assert tier.take(live, step)
+                waited.append(time.perf_counter() - begun)
+                tier.wait(60)
+                whole.append(time.perf_counter() - begun)
+                assert tier.votes() == (1.0, 0.0)
+                assert tier.agreed(2.0, 0.0) == step
+            used_s = (time.process_time() + thread_cpu_s(pids[1]) - begun_cpu) / repeats
+            memory_bytes = sum(f.stat().st_blocks * 512 for f in root.rglob("*") if f.is_file())
+            tier.close()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    num_bytes = numel * 4 * NUM_TENSORS
+    wait_s, commit_s = statistics.median(waited[2:]), statistics.median(whole[2:])
+    return {
+        "take_ms": round(wait_s * 1e3, 2),
+        "take_gb_s": round(num_bytes / wait_s / 1e9, 2),
+        "committed_ms": round(commit_s * 1e3, 2),
+        "committed_gb_s": round(num_bytes / commit_s / 1e9, 2),
+        "cpu_ms": round(used_s * 1e3, 2),
+        "cpu_ns_per_byte": round(used_s / num_bytes * 1e9, 3),
+        "memory_mib": round(memory_bytes / 2**20, 1),
+    }
+
+
+def fail(event: str, step: int | None, **fields: Any) -> None:
+    """Stand for the events of a tier that is to have none."""
+    raise AssertionError(f"{event} at step {step}: {fields}")
+
+
+def thread_cpu_s(pid: int) -> float:
+    """Return the CPU time of the living threads of a process, to the nanosecond, seconds."""
+    files = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(path.read_text(encoding="ascii").split()[0]) for path in files) / 1e9
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+def training(small: bool) -> tuple[str, dict[str, Any]]:
+    """Train with and without snapshots, in turns."""
+    runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+    for turn in range(1 if small else 5):
+        for every in (0, 1) if turn % 2 == 0 else (1, 0):
+            runs[every].append(one_training(every, small))
+            say(f"training, memory_every_steps {every}: {runs[every][-1]}")
+    rows, result = [], {}
+    for key, unit in (("step_ms", "wall ms a step"), ("cpu_ms", "CPU ms a step, all nodes")):
+        off, on = ([run[key] for run in runs[every]] for every in (0, 1))
+        pairs = [b / a - 1.0 for a, b in zip(off, on, strict=True)]
+        slower = round(statistics.median(pairs), 4)
+        rows.append([unit, middle(off, 2), middle(on, 2), f"{slower:.1%}"])
+        rows[-1] += [f"{min(pairs):.1%} to {max(pairs):.1%}"]
+        result |= {f"{key}_off": middle(off, 2), f"{key}_on": middle(on, 2)}
+        result["slowdown" if key == "step_ms" else "more_cpu"] = slower
+    result["state_mib"] = runs[1][0]["state_mib"]
+    result["steps_committed"] = round(min(run["committed"] for run in runs[1]), 3)
+    header = ["", "no snapshots", "one a step", "more (median of pairs)", "pairs"]
+    text = table(header, rows) + (
+        f"\n\n{result['state_mib']} MiB of state a worker; of the steps measured "
+        f"{result['steps_committed']:.0%} or more were committed in memory."
+    )
+    return text, {"training": result}
+
+
+def one_training(every: int, small: bool) -> dict[str, float]:
+    """Train for WINDOW_S seconds past the warm-up; return wall and CPU time of a step."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    run_dir = folder / "run"
+    shape = "small" if small else "training"
+    command = [sys.executable, "-m", "launcher.cli.main", "run", "--quiet"]
+    command += [str(write_job(folder, shape, 2, batch=32, every=every)), "--run-dir", str(run_dir)]
+    window_s = 2.0 if small else WINDOW_S
+    with subprocess.Popen(command, cwd=ROOT, env=environment()) as running:
+        try:
+            record = RunRecord(run_dir)
+            first = wait_for_step(record, WARM_UP, running)
+            begun, used_s = time.monotonic(), -tree_cpu_s(running.pid)
+            begun_step = newest(record)
+            time.sleep(window_s)
+            used_s += tree_cpu_s(running.pid)
+            record.poll()
+            took_s, ended_step = time.monotonic() - begun, newest(record)
+            running.send_signal(signal.SIGINT)
+            running.wait(60)
+        finally:
+            if running.poll() is None:
+                running.kill()
+    done = {e.step: e.t_mono for e in record.events if e.event == "step.completed"}
+    steps = sorted(step for step in done if begun_step <= step <= ended_step)
+    between = [done[b] - done[a] for a, b in itertools.pairwise(steps)]
+    committed = {e.step for e in record.events if e.event == "step.committed"}
+    shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "step_ms": round(statistics.median(between) * 1e3, 2),
+        "cpu_ms": round(used_s / max(1, ended_step - begun_step) * 1e3, 2),
+        "mean_ms": round(took_s / max(1, ended_step - begun_step) * 1e3, 2),
+        "committed": len(committed & set(steps[:-2])) / max(1, len(steps) - 2),
+        "state_mib": round(first * 12 / 2 / 2**20, 2),
+    }
+
+
+def wait_for_step(record: RunRecord, step: int, running: subprocess.Popen[bytes]) -> int:
+    """Wait until `step` is completed; return the model's number of parameters."""
+    deadline = time.monotonic() + START_S
+    while newest(record) < step:
+        record.poll()
+        assert running.poll() is None, f"the run ended with {running.returncode}"
+        assert time.monotonic() < deadline, f"no step {step} within {START_S:.0f} s"
+        time.sleep(0.05)
+    config = json.loads((record.run_dir / "job.json").read_text(encoding="utf-8"))
+    return ModelShape(**config["model"]).num_params()
+
+
+def newest(record: RunRecord) -> int:
+    """Return the newest completed step."""
+    return max((e.step or 0 for e in record.events if e.event == "step.completed"), default=0)
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU time of all agents, zygotes and workers below `pid`, seconds."""
+    times = [child.cpu_times() for child in psutil.Process(pid).children(recursive=True)]
+    return float(sum(t.user + t.system for t in times))
+
+
+# --- stall -------------------------------------------------------------------------------------
+
+
+def stall(small: bool) -> tuple[str, dict[str, Any]]:
+    """Measure what a checkpoint to storage costs the training thread."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    try:
+        shape = "small" if small else "stall"
+        config = render(write_job(folder, shape, 2, batch=12, every=0), folder)
+        saves = world(2, folder / "store", partial(stall_body, config, folder))[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    rows = [[name, saves["mb"], *saves[name]] for name in ("first", "later")]
+    header = ["checkpoint", "MB, dp2", "training thread s", "until committed s"]
+    result = {"mb": saves["mb"], "first_s": saves["first"][0], "later_s": saves["later"][0]}
+    return table(header, rows), {"stall": result}
+
+
+def stall_body(config: Any, folder: Path) -> dict[str, Any]:
+    """Save four times, without waiting; return (stall, until committed), the slower rank's."""
+    state = State(config, folder, epoch=1)
+    state.fill(None)
+    manager = state.manager()
+    found = []
+    for step in range(1, 5):
+        dist.barrier()
+        begun = time.perf_counter()
+        assert manager.save(state.model, state.optimizer, step, wait=False)
+        waited = time.perf_counter() - begun
+        while manager.poll() is None:
+            assert time.perf_counter() - begun < 120, "no commit"
+            time.sleep(0.005)
+        both = torch.tensor([waited, time.perf_counter() - begun])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        found.append([round(x, 3) for x in both.tolist()])
+    manager.close()
+    later = [middle([save[i] for save in found[1:]], 3) for i in range(2)]
+    mb = round(state.num_bytes() * state.size / 1e6)
+    return {"mb": mb, "first": found[0], "later": later}
+
+
+# --- reshard -----------------------------------------------------------------------------------
+
+
+def reshard(small: bool) -> tuple[str, dict[str, Any]]:
+    """Measure reading a state of dp4 into dp3, by each way."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    root = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
+    try:
+        shape = "small" if small else "reshard"
+        config = render(write_job(folder, shape, 4, batch=12), folder)
+        with keepers(root, 4) as (peers, _):
+            write = partial(write_body, config, folder, root, peers)
+            num_bytes = sum(world(4, folder / "store4", write))
+            repeats = 2 if small else 9
+            read = partial(read_body, config, folder, root, peers[1:], repeats)
+            seconds = world(3, folder / "store3", read)[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)
+    middles = {name: statistics.median(values) for name, values in seconds.items()}
+    rows = []
+    for name, middle_s in middles.items():
+        times = [f"{s:.3f}" for s in (middle_s, min(seconds[name]), max(seconds[name]))]
+        rate = f"{num_bytes / middle_s / 1e9:.2f}"
+        rows.append([name, *times, rate, f"{middles['dcp.load'] / middle_s:.2f}"])
+    header = ["way", "median s", "min s", "max s", "GB/s", "of dcp.load's speed"]
+    result: dict[str, Any] = {f"{name}_s": round(s, 4) for name, s in middles.items()}
+    for name in ("memory", "storage"):
+        result[f"{name}_speed"] = round(middles["dcp.load"] / middles[name], 3)
+    text = f"{num_bytes / 1e6:.0f} MB, dp4 -> dp3.\n\n" + table(header, rows)
+    return text, {"reshard": {"mb": round(num_bytes / 1e6), **result}}
+
+
+def write_body(config: Any, folder: Path, root: Path, nodes: list[Any]) -> int:
+    """Keep the state of step 3 in memory and in storage; return this rank's bytes."""
+    state = State(config, folder, epoch=1)
+    state.fill(None)
+    manager = state.manager(state.memory(root, nodes))
+    assert manager.keep_in_memory(state.model, state.optimizer, 3)
+    assert manager.save(state.model, state.optimizer, 3, wait=True)
+    manager.close()
+    return state.num_bytes()
+
+
+def read_body(
+    config: Any, folder: Path, root: Path, nodes: list[Any], repeats: int
+) -> dict[str, list[float]]:
+    """Read by each way in turn; return the seconds, the first turn left out."""
+    state = State(config, folder, epoch=2)
+    managers = {"memory": state.manager(state.memory(root, nodes)), "storage": state.manager()}
+    (path,) = (folder / "checkpoints").glob("step-*")
+    group = dist.new_group(backend="gloo")
+
+    def ours(name: str) -> None:
+        assert managers[name].restore(state.model, state.optimizer) == 3
+        assert managers[name].restored_from == name
+
+    def theirs() -> None:
+        tensors = live_tensors(state.model, state.optimizer)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=group)
+
+    ways: dict[str, Callable[[], None]] = {
+        "memory": partial(ours, "memory"),
+        "dcp.load": theirs,
+        "storage": partial(ours, "storage"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    sums: dict[str, float] = {}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            state.fill(-7.0)
+            took_s = timed(way)
+            if turn:
+                seconds[name].append(took_s)
+            sums[name] = sum(tensor.double().sum().item() for tensor in state.tensors())
+    assert len(set(sums.values())) == 1, f"all ways read the same: {sums}"
+    return seconds
+
+
+PARTS: dict[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
+    "sizes": sizes,
+    "training": training,
+    "stall": stall,
+    "reshard": reshard,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="only try the program")
+    parser.add_argument("--only", default=",".join(PARTS), help="some of: %(default)s")
+    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    where = machine()
+    text, results = [f"snapshot ({where})"], {}
+    for name in args.only.split(","):
+        say(name)
+        shown, result = PARTS[name](args.small)
+        text.append(f"### {name}\n\n{shown}")
+        results |= result
+    write_out("\n\n".join(text) + "\n\n" + json.dumps(results), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What is made of the benchmarks' numbers: aims, the table, RESULTS.md, the recovery's rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.ops.chaos import Chaos
+
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    known = set(sys.modules)
+    yield importlib.import_module
+    for path in FOLDER.glob("*.py"):
+        if path.stem not in known:
+            sys.modules.pop(path.stem, None)
+
+
+def outcome(aims, program, result, text="the table"):
+    return aims.Outcome(
+        program=program, command=f"python {program}.py", seconds=12.4, text=text, result=result
+    )
+
+
+def test_an_aim_is_met_from_its_own_side(load):
+    aims = load("aims")
+    below = aims.Aim(program="p", key="k", what="w", limit=1.0)
+    above = aims.Aim(program="p", key="k", what="w", limit=0.8, at_least=True)
+    assert [below.met_by(x) for x in (0.9, 1.0, 1.1)] == [True, True, False]
+    assert [above.met_by(x) for x in (0.7, 0.8, 0.9)] == [False, True, True]
+
+
+def test_rows_put_the_aim_beside_what_was_measured(load):
+    aims = load("aims")
+    wanted = [
+        aims.Aim(program="recovery", key="us.node", what="a node", limit=1.0, peers=("them.node",)),
+        aims.Aim(program="recovery", key="us.host", what="the host", limit=1.0),
+        aims.Aim(program="chaos", key="us.part", what="steps", limit=0.8, at_least=True, unit="%"),
+        aims.Aim(program="hang", key="us.s", what="a hang", limit=4.0),
+    ]
+    outcomes = [
+        outcome(aims, "recovery", {"us": {"node": 0.7, "host": None}, "them": {"node": None}}),
+        outcome(aims, "chaos", {"us": {"part": 0.791}}),
+    ]
+    assert aims.rows(outcomes, wanted) == [
+        ["recovery", "a node", "0.7 s", "≤ 1 s", "yes", "them never"],
+        ["recovery", "the host", "never", "≤ 1 s", "**no**", ""],
+        ["chaos", "steps", "79.1%", "≥ 80.0%", "**no**", ""],
+        ["hang", "a hang", "not measured", "≤ 4 s", "-", "-"],
+    ]
+
+
+def test_a_key_that_leads_nowhere_is_not_measured(load):
+    aims = load("aims")
+    assert aims.look_up({"a": {"b": 0}}, "a.b") == 0
+    for key in ("a.c", "c", "a.b.c"):
+        with pytest.raises(KeyError):
+            aims.look_up({"a": {"b": 0}}, key)
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "result"),
+    [
+        ('a\n| b |\n\n{"x": 1}\n', "a\n| b |", {"x": 1}),
+        ('{"x": 1}', "", {"x": 1}),
+        ("Traceback\nno JSON\n", "Traceback\nno JSON", None),
+        ("a\n3\n", "a\n3", None),
+        ("", "", None),
+    ],
+)
+def test_the_last_line_is_the_result(load, output, text, result):
+    assert load("aims").split_output(output) == (text, result)
+
+
+def test_report_holds_commands_machine_and_failures(load):
+    aims = load("aims")
+    failed = outcome(aims, "hang", None, "boom")
+    text = aims.report("2026-01-01, 2 cores", [outcome(aims, "chaos", {}), failed], ())
+    assert "`make bench`: 2026-01-01, 2 cores." in text
+    assert "## chaos\n\n`python chaos.py` took 12 s.\n\nthe table" in text
+    assert "`python hang.py` took 12 s and failed.\n\n```\nboom\n```" in text
+    assert "| benchmark | what | measured | aim | met | beside |" in text
+
+
+def test_every_aim_is_of_a_program_that_is_run(load):
+    programs = set(load("run_all").PROGRAMS)
+    assert {aim.program for aim in load("aims").AIMS} <= programs
+
+
+def test_a_failed_program_is_told_and_not_hidden(load, monkeypatch, tmp_path, capsys):
+    run_all = load("run_all")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "good.py").write_text("print('t')\nprint('{\"x\": 1}')\n")
+    (tmp_path / "benchmarks" / "bad.py").write_text("print('{\"x\": 2}')\nraise SystemExit(3)\n")
+    monkeypatch.setattr(run_all, "HERE", tmp_path / "benchmarks")
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    monkeypatch.setattr(run_all, "PROGRAMS", {"good": [], "bad": [], "absent": []})
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--only", "good,bad,absent"])
+    assert run_all.main() == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"benchmark": "good", "x": 1}, {"benchmark": "bad", "failed": True}]
+    results = (tmp_path / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    assert "exit code 3" in results
+    assert results.index("## good") < results.index("## bad")
+
+
+FAILURE = {"injected": "kill-node", "recovered_s": 0.5, "phases": {"detect": 0.1}, "other_s": 0.004}
+
+
+def summary(**fields):
+    base = {"failures": [FAILURE], "growths": [], "steps_redone": 1, "committed_steps_redone": 0}
+    return {**base, **fields}
+
+
+def test_recovery_reads_the_pause_and_what_explains_it(load):
+    recovery = load("recovery")
+    run = recovery.run_of("node", summary())
+    assert (run.seconds, run.redone, run.committed_redone) == (0.5, 1, 0)
+    assert run.phases == {"detect": 0.1, "other": 0.004}
+    assert run.explained == pytest.approx(0.992)
+    grown = recovery.run_of("growth", summary(growths=[{"pause_s": 0.9}]))
+    assert (grown.seconds, grown.explained) == (0.9, None)
+    assert recovery.run_of("growth", summary()).seconds is None
+
+
+def test_recovery_shows_the_worst_of_what_must_not_be(load):
+    recovery = load("recovery")
+    runs = [
+        recovery.Run(0.5, {"other": 0.0}, redone=0, committed_redone=0),
+        recovery.Run(0.7, {"other": 0.07}, redone=2, committed_redone=1),
+    ]
+    assert recovery.row("holdfast", "node", runs)[2:] == [0.6, 0.5, 0.7, 2, 2, 1, "90.0%"]
+    found = recovery.result("holdfast", {"node": runs})
+    assert found == {"node": 0.6, "committed_steps_redone": 1, "steps_redone": 2, "explained": 0.9}
+    never = [recovery.Run(None)]
+    assert recovery.row("torchrun", "node", never)[2:] == ["never", "-", "-", 1, "-", "-", "-"]
+    assert recovery.result("torchrun", {"node": never}) == {"node": None}
+
+
+def test_chaos_counts_only_steps_that_stay(load):
+    """Who went back to a checkpoint has not done what came after it."""
+    chaos = load("chaos")
+    steps = [(1.0, 1, 10), (2.0, 1, 11), (3.0, 1, 30), (4.0, 2, 20), (9.0, 2, 99)]
+    assert chaos.steps_done(steps, begun_t=1.5, seconds=5.0) == 10
+    assert chaos.steps_done([], begun_t=1.5, seconds=5.0) == 0
+
+
+def test_both_systems_are_struck_at_the_same_times(load):
+    """The peer's nodes are named as holdfast's, so the schedule is the same object's."""
+    chaos = load("chaos")
+    schedules = [chaos.ChaosSchedule(Chaos(1, 15.0, 5.0), 0.0) for _ in range(2)]
+    nodes = [f"node{index}" for index in range(chaos.NODES)]
+    times: list[list[float]] = [[], []]
+    for tick in range(6000):
+        for index, schedule in enumerate(schedules):
+            alive = nodes if index == 0 else nodes[1:]
+            times[index] += [tick / 10 for s in schedule.due(tick / 10, alive) if s.kill]
+    assert times[0] == times[1]
+    assert 25 <= len(times[0]) <= 55
