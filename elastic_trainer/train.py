@@ -61,12 +61,13 @@ def write_error_file(error: BaseException) -> None:
 def _with_causes(error: BaseException | None) -> str:
     """Return an error and what it was raised from, a line or more each.
 
-    A pipeline's stage says only that it failed; that a peer was gone is in its cause.
+    A pipeline's stage says only that it failed; that a peer was gone is in its cause. Errors
+    of the user's name theirs themselves.
     """
     lines: list[str] = []
     while error is not None:
         lines.append(f"{'caused by ' if lines else ''}{type(error).__name__}: {error}")
-        error = error.__cause__
+        error = None if isinstance(error, USER_ERRORS) else error.__cause__
     return "\n".join(lines)
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.anomalies import Action, Verdict
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
@@ -135,15 +136,14 @@ class Trainer:
             self.config, board, self.events, rank=self.who.rank, epoch=self.who.epoch
         )
         self.checkpoints = CheckpointManager(
-            self.config,
+            Keeping.of(self.config, epoch=self.who.epoch, layout=self.layout),
             board,
             self.events,
-            self.who.epoch,
             self.device,
+            state=TrainingState(self.model, self.optimizer, self.guard.keeps),
             memory=self._memory(),
-            keeps=self.guard.keeps,
         )
-        restored = self.checkpoints.restore(self.model, self.optimizer)
+        restored = self.checkpoints.restore()
         if restored is None:
             torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
             initialise(self.model, self.config.train.seed)
@@ -217,7 +217,7 @@ class Trainer:
             self._report_step(result, lr, seconds, first=first)
             first = False
             self._compare_replicas(before_save=bool(result.requests))
-            self.checkpoints.snapshot(self.model, self.optimizer, self.step)
+            self.checkpoints.snapshot(self.step)
             self.checkpoints.poll()
             if self.step == steps:
                 break
@@ -301,7 +301,7 @@ class Trainer:
 
     def _save(self, *, wait: bool) -> bool:
         self.heartbeat.beat(section=Section.SAVING)
-        saved = self.checkpoints.save(self.model, self.optimizer, self.step, wait=wait)
+        saved = self.checkpoints.save(self.step, wait=wait)
         self.heartbeat.beat(section=Section.STEP)
         if wait and not saved:
             raise SaveRefusedError(
@@ -340,7 +340,7 @@ class Trainer:
         why = "stop" if Request.STOP in requests else "growth"
         self._emit("trainer.stopping", step=self.step, why=why)
         growing = Request.STOP not in requests
-        if not (growing and self.checkpoints.keep_in_memory(self.model, self.optimizer, self.step)):
+        if not (growing and self.checkpoints.keep_in_memory(self.step)):
             self._save(wait=True)
         self.heartbeat.beat(section=Section.STOPPED)
         return EXIT_SAVED

@@ -1,8 +1,9 @@
-"""Reads what this layout needs out of what any layout wrote, whatever holds it."""
+"""What is kept and restored, and how any layout reads what any other wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,51 +15,88 @@ from elastic_trainer.checkpoint.state import (
     RNG,
     STEP,
     TRAINER,
+    NamedTensors,
     create_optimizer_state,
     live_tensors,
 )
 
 
-def load_into(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    reader: StorageReader,
-    keeps: Mapping[str, Tensor],
-) -> int:
-    """Read this rank's part straight into the live tensors; no collectives.
+class State(Protocol):
+    """What both tiers keep: the trainer's, or that of somebody's own loop."""
+
+    def live(self, step: int, *, speaks: bool) -> NamedTensors:
+        """Return the tensors themselves, not copies, after `step`.
+
+        `speaks`: this rank adds what is the same on all ranks (section `trainer`).
+        """
+
+    def load(self, reader: StorageReader) -> int:
+        """Read this rank's part in place, without collectives; return the step it is of."""
+
+
+class TrainingState:
+    """Parameters, optimizer, torch's generator, and what else the trainer wants kept.
+
+    Args:
+        model: whose values are kept.
+        optimizer: of its parameters.
+        keeps: more small tensors of the trainer's, the same on all ranks; those that the data
+            has are overwritten by `load`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        keeps: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._model, self._optimizer, self._keeps = model, optimizer, keeps or {}
+
+    def live(self, step: int, *, speaks: bool) -> NamedTensors:
+        """See State."""
+        live = live_tensors(self._model, self._optimizer)
+        if speaks:
+            own = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
+            live[TRAINER] = {**own, **self._keeps}
+        return live
+
+    def load(self, reader: StorageReader) -> int:
+        """See State. A fresh optimizer's empty state is made first."""
+        metadata = reader.read_metadata()
+        create_optimizer_state(self._model, self._optimizer, _tensor_sizes(metadata))
+        rng, step = torch.get_rng_state(), torch.zeros((), dtype=torch.int64)
+        there = metadata.state_dict_metadata
+        keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
+        live = live_tensors(self._model, self._optimizer)
+        live[TRAINER] = {STEP: step, RNG: rng, **keeps}
+        read_into(live, reader, metadata)
+        torch.set_rng_state(rng)
+        return int(step.item())
+
+
+def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
+    """Read this rank's part of what `target` names straight into its tensors; no collectives.
 
     DCP's planner cuts what this layout needs out of what any layout wrote.
     `dcp.load` would add three object collectives to agree on plans that do not
     depend on each other, and it falls back to other pickles on an error.
 
     Args:
-        model: whose values are overwritten.
-        optimizer: the same; its empty state is made first.
+        target: section -> name -> tensor to fill.
         reader: of storage, or of memory.
-        keeps: more of the trainer's own; those that the data has are overwritten.
-
-    Returns:
-        The step that the data is of.
+        metadata: what `reader.read_metadata` has returned.
     """
-    metadata = reader.read_metadata()
-    create_optimizer_state(model, optimizer, _tensor_sizes(metadata))
-    rng = torch.get_rng_state()
-    step = torch.zeros((), dtype=torch.int64)
-    here = {k: v for k, v in keeps.items() if f"{TRAINER}.{k}" in metadata.state_dict_metadata}
-    live = {**live_tensors(model, optimizer), TRAINER: {STEP: step, RNG: rng, **here}}
-    target: dict[str, Tensor] = {
+    flat: dict[str, Tensor] = {
         f"{section}.{name}": tensor
-        for section, tensors in live.items()
+        for section, tensors in target.items()
         for name, tensor in tensors.items()
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(target), metadata, is_coordinator=True)
+    planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
     reader.read_data(planner.finish_plan(plan), planner).wait()
-    torch.set_rng_state(rng)
-    return int(step.item())
 
 
 def _tensor_sizes(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -5,35 +5,30 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from elastic_trainer.agent.board import Board, Commit
 from elastic_trainer.anomalies import Record
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
+from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
 from elastic_trainer.checkpoint.restore import agreed_board, restore, restore_from
 from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
-from elastic_trainer.checkpoint.state import (
-    RNG,
-    STEP,
-    TRAINER,
-    NamedTensors,
-    Stager,
-    live_tensors,
-)
+from elastic_trainer.checkpoint.state import Stager
 from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.config import TrainConfig
+from elastic_trainer.config import CheckpointSection, StartFrom, TrainConfig
 from elastic_trainer.event_log import EventLog
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
 
 _FREE, _PENDING, _BROKEN = 0, 1, 2
 _CLOSE_WAIT_S = 5.0
@@ -51,8 +46,40 @@ class _Save:
     broken: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What a manager needs to know of its job and epoch."""
+
+    run_id: str
+    epoch: int
+    """A commit of another epoch's board is refused."""
+    section: CheckpointSection
+    ceiling_s: float
+    """How long ranks wait for each other while a save is written."""
+    layout: str = ""
+    """For the manifest; any layout can read what is written."""
+    global_batch: int = 0
+    """Samples a step; 0: not counted."""
+    model: ModelShape | None = None
+    start_from: StartFrom | None = None
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> Keeping:
+        """Take it from job.json."""
+        return cls(
+            run_id=config.run_id,
+            epoch=epoch,
+            section=config.checkpoint,
+            ceiling_s=config.elastic.start_ceiling_s,
+            layout=str(layout),
+            global_batch=config.train.global_batch,
+            model=config.model,
+            start_from=config.start_from,
+        )
+
+
 class CheckpointManager:
-    """Keeps and restores the state, in memory and in `config.checkpoint.dir`; one per worker.
+    """Keeps and restores the state, in memory and in `checkpoint.dir`; one per worker.
 
     Every rank makes one at the same place, since it makes a process group: saves
     run on that group in a thread, beside the training's own collectives. Methods
@@ -62,14 +89,12 @@ class CheckpointManager:
     good checkpoint stays.
 
     Args:
-        config: job.json.
+        keeping: the job and the epoch.
         board: where commits count; only rank 0 touches it.
         events: record of this worker; only rank 0 writes about checkpoints.
-        epoch: of this worker; a commit of another epoch's board is refused.
         device: of the model, on which ranks agree through the default group.
+        state: what is kept.
         memory: the memory tier; None for storage only.
-        keeps: small tensors of the trainer's own, the same on all ranks, saved and restored
-            in place with the state.
         at: write points for fault injection.
 
     Raises:
@@ -78,23 +103,22 @@ class CheckpointManager:
 
     def __init__(
         self,
-        config: TrainConfig,
+        keeping: Keeping,
         board: Board,
         events: EventLog,
-        epoch: int,
         device: torch.device,
         *,
+        state: State,
         memory: MemoryTier | None = None,
-        keeps: Mapping[str, Tensor] | None = None,
         at: WritePoint = lambda _: None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._board, self._events = config, board, events
-        self._epoch, self._device, self._at, self._mono = epoch, device, at, mono
-        self._storage = CheckpointStorage(Path(config.checkpoint.dir))
+        self._keeping, self._board, self._events = keeping, board, events
+        self._device, self._at, self._mono = device, at, mono
+        self._storage = CheckpointStorage(Path(keeping.section.dir))
         self._rank = dist.get_rank()
         self._storage.check_writable(probe=self._rank == 0)
-        self._ceiling_s = config.elastic.start_ceiling_s
+        self._ceiling_s = keeping.ceiling_s
         self._group = Collective(
             dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=self._ceiling_s))
         )
@@ -104,13 +128,13 @@ class CheckpointManager:
         self._closed = False
         self._last_due_mono: float | None = None
         self.memory = memory
-        self._keeps = keeps or {}
+        self._state = state
         self.record = Record()
         """What `restore` found on the board: steps to pass over, states not to use."""
         self.restored_from: str | None = None
         """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int | None:
+    def restore(self) -> int | None:
         """Load the newest valid state in place; collective.
 
         From memory when that is at least as new as storage. The run's own; before it has
@@ -126,30 +150,26 @@ class CheckpointManager:
         state = agreed_board(self._board, self._group)
         self.record = state.numbers
         newest = max((commit.step for commit in state.commits), default=-1)
-        if (step := self._restore_from_memory(model, optimizer, newest)) is not None:
+        if (step := self._restore_from_memory(newest)) is not None:
             return step
         found = restore(
-            model,
-            optimizer,
+            self._state,
             self._storage,
             state.commits,
             self._group,
-            keeps=self._keeps,
-            global_batch=self._config.train.global_batch,
+            global_batch=self._keeping.global_batch,
             on_skip=lambda commit, reason: self._emit(
                 "checkpoint.skipped", commit.step, dir=commit.dir, reason=reason
             ),
         )
         if found is not None:
             self.restored_from, place = "storage", found.dir
-        elif (start := self._config.start_from) is not None:
+        elif (start := self._keeping.start_from) is not None:
             found = restore_from(
-                model,
-                optimizer,
+                self._state,
                 start,
                 self._group,
-                keeps=self._keeps,
-                global_batch=self._config.train.global_batch,
+                global_batch=self._keeping.global_batch,
             )
             self.restored_from, place = start.name, str(Path(start.checkpoints) / start.dir)
         else:
@@ -158,18 +178,14 @@ class CheckpointManager:
         self._emit("checkpoint.restored", found.step, dir=place, seconds=seconds)
         return found.step
 
-    def _restore_from_memory(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, at_least: int
-    ) -> int | None:
+    def _restore_from_memory(self, at_least: int) -> int | None:
         if self.memory is None:
             return None
         started = self._mono()
         found = restore_from_memory(
-            model,
-            optimizer,
+            self._state,
             self.memory.place,
             self._group,
-            keeps=self._keeps,
             at_least=at_least,
             allows=self.record.allows,
             on_skip=lambda step, reason: self._emit("snapshot.unusable", step, reason=reason),
@@ -184,13 +200,13 @@ class CheckpointManager:
 
     # --- memory ------------------------------------------------------------------------------
 
-    def snapshot(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def snapshot(self, step: int) -> None:
         """Copy the state after `step` into memory, when that is due; collective.
 
         Its copy on another node follows in a thread; `votes` and `agreed` commit it.
         """
         if self.memory is not None and self.memory.due(step):
-            self.memory.take(self._live(model, optimizer, step, self.memory.shard[0] == 0), step)
+            self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
 
     def votes(self) -> tuple[float, float]:
         """Return what this rank adds to the step's all-reduce about the snapshot under way."""
@@ -207,7 +223,7 @@ class CheckpointManager:
             threading.Thread(target=self.memory.free_spares, daemon=True).start()
         return step
 
-    def keep_in_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> bool:
+    def keep_in_memory(self, step: int) -> bool:
         """Have the state after `step` committed in memory before leaving; collective.
 
         Returns:
@@ -220,7 +236,7 @@ class CheckpointManager:
             if memory.committed_step == step:
                 return True
             if not memory.under_way:
-                memory.take(self._live(model, optimizer, step, memory.shard[0] == 0), step)
+                memory.take(self._state.live(step, speaks=memory.shard[0] == 0), step)
             memory.wait(_MEMORY_WAIT_S)
             votes = torch.tensor(memory.votes(), device=self._device)
             dist.all_reduce(votes)
@@ -234,7 +250,7 @@ class CheckpointManager:
 
         The first call starts the clock of `every_s`.
         """
-        section = self._config.checkpoint
+        section = self._keeping.section
         if self._last_due_mono is None:
             self._last_due_mono = now_mono
         by_steps = section.every_steps is not None and step % section.every_steps == 0
@@ -243,9 +259,7 @@ class CheckpointManager:
             self._last_due_mono = now_mono
         return by_steps or by_time
 
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, wait: bool
-    ) -> bool:
+    def save(self, step: int, *, wait: bool) -> bool:
         """Save the state after `step`; collective.
 
         Without `wait` it returns as soon as the state is staged, and is skipped
@@ -263,12 +277,12 @@ class CheckpointManager:
             return False
         self._emit("checkpoint.started", step)
         # One writer of the trainer's own: other ranks' generators may differ.
-        live = self._live(model, optimizer, step, self._rank == 0)
+        live = self._state.live(step, speaks=self._rank == 0)
         request = SaveRequest(
             staged=self._stager.stage(live),
             manifest=self._manifest(step),
-            keep=self._config.checkpoint.keep,
-            keep_every_steps=self._config.checkpoint.keep_every_steps,
+            keep=self._keeping.section.keep,
+            keep_every_steps=self._keeping.section.keep_every_steps,
         )
         save = _Save(step)
         save.thread = threading.Thread(
@@ -308,15 +322,6 @@ class CheckpointManager:
             )
         self._closed = True
 
-    def _live(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, with_trainer: bool
-    ) -> NamedTensors:
-        live = live_tensors(model, optimizer)
-        if with_trainer:
-            own = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
-            live[TRAINER] = {**own, **self._keeps}
-        return live
-
     def _join(self, timeout_s: float) -> None:
         if self._pending is not None and self._pending.thread is not None:
             self._pending.thread.join(timeout_s)
@@ -329,18 +334,16 @@ class CheckpointManager:
         return int(state.item())
 
     def _manifest(self, step: int) -> Manifest:
-        config, world_size = self._config, dist.get_world_size()
-        layouts = [rung.layout for rung in config.ladder.rungs]
-        layout = next((str(x) for x in layouts if x.world_size == world_size), f"dp{world_size}")
+        keeping = self._keeping
         return Manifest(
-            run_id=config.run_id,
-            epoch=self._epoch,
+            run_id=keeping.run_id,
+            epoch=keeping.epoch,
             step=step,
-            consumed_samples=step * config.train.global_batch,
-            layout=layout,
-            world_size=world_size,
+            consumed_samples=step * keeping.global_batch,
+            layout=keeping.layout,
+            world_size=dist.get_world_size(),
             files={},
-            model=config.model,
+            model=keeping.model,
         )
 
     def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:
@@ -370,7 +373,7 @@ class CheckpointManager:
 
     def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:
-            self._events.emit(event, step=step, epoch=self._epoch, **fields)
+            self._events.emit(event, step=step, epoch=self._keeping.epoch, **fields)
 
 
 _WHY_BROKEN = "the save's process group broke, no more saves in this epoch: "

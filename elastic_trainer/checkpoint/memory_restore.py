@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import DamagedError
-from elastic_trainer.checkpoint.load import load_into
+from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.memory import Place
 from elastic_trainer.snapshots.choice import (
     Holding,
@@ -45,12 +45,10 @@ Found = list[tuple[Holding, tuple[Part, ...]]]
 
 
 def restore_from_memory(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: State,
     place: Place,
     group: Collective,
     *,
-    keeps: Mapping[str, Tensor],
     at_least: int,
     allows: Callable[[int, int], bool],
     on_skip: Skip,
@@ -58,11 +56,9 @@ def restore_from_memory(
     """Load the newest whole snapshot in place; collective.
 
     Args:
-        model: whose values are overwritten.
-        optimizer: the same.
+        state: whose values are overwritten.
         place: where this worker's node keeps snapshots.
         group: of all ranks.
-        keeps: see `load_into`.
         at_least: older snapshots are not wanted: storage has this step.
         allows: `allows(epoch, step)`: whether that state may be used.
         on_skip: hears of snapshots that are not whole or cannot be read.
@@ -87,7 +83,7 @@ def restore_from_memory(
             on_skip(step, describe_missing(good, key))
             continue
         reader = MemoryReader(found, key, place, group.rank)
-        load = partial(_load, reader, model, optimizer, keeps, step=step)
+        load = partial(_load, reader, state, step)
         try:
             group.together(load)
         except StepFailedError as error:
@@ -116,16 +112,9 @@ def _drop_others(place: Place, key: tuple[int, int]) -> None:
                 path.unlink()
 
 
-def _load(
-    reader: MemoryReader,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    keeps: Mapping[str, Tensor],
-    *,
-    step: int,
-) -> None:
+def _load(reader: MemoryReader, state: State, step: int) -> None:
     with contextlib.closing(reader):
-        loaded = load_into(model, optimizer, reader, keeps)
+        loaded = state.load(reader)
     if loaded != step:
         raise DamagedError(f"the data is of step {loaded}, the snapshot of {step}")
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
 
 from elastic_trainer.agent.board import Board, BoardState, Commit
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
-from elastic_trainer.checkpoint.load import load_into
+from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.checkpoint.restricted import CheckpointReader
 from elastic_trainer.checkpoint.storage import CheckpointStorage
@@ -21,13 +18,11 @@ from elastic_trainer.config import StartFrom
 
 
 def restore(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: State,
     storage: CheckpointStorage,
     commits: Sequence[Commit],
     group: Collective,
     *,
-    keeps: Mapping[str, Tensor],
     global_batch: int,
     on_skip: Callable[[Commit, str], None],
 ) -> Commit | None:
@@ -43,9 +38,7 @@ def restore(
     skipped: list[str] = []
     for commit in reversed(commits):
         try:
-            _load_commit(
-                commit, model, optimizer, storage, group, keeps=keeps, global_batch=global_batch
-            )
+            _load_commit(commit, state, storage, group, global_batch=global_batch)
         except StepFailedError as error:
             skipped.append(f"{commit.dir}: {error}")
             on_skip(commit, str(error))
@@ -73,12 +66,10 @@ def agreed_board(board: Board, group: Collective) -> BoardState:
 
 
 def restore_from(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: State,
     start: StartFrom,
     group: Collective,
     *,
-    keeps: Mapping[str, Tensor],
     global_batch: int,
 ) -> Commit:
     """Load another run's checkpoint in place; collective.
@@ -95,9 +86,7 @@ def restore_from(
     )
     storage = CheckpointStorage(Path(start.checkpoints))
     try:
-        _load_commit(
-            commit, model, optimizer, storage, group, keeps=keeps, global_batch=global_batch
-        )
+        _load_commit(commit, state, storage, group, global_batch=global_batch)
     except StepFailedError as error:
         raise CheckpointError(
             "HF304",
@@ -110,17 +99,15 @@ def restore_from(
 
 def _load_commit(
     commit: Commit,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: State,
     storage: CheckpointStorage,
     group: Collective,
     *,
-    keeps: Mapping[str, Tensor],
     global_batch: int,
 ) -> None:
     manifest = _verified(commit, storage, group)
     _check_cursor(manifest, global_batch)
-    group.together(partial(_load, commit, manifest, storage, model, optimizer, keeps=keeps))
+    group.together(partial(_load, commit, manifest, storage, state))
 
 
 def _read(board: Board) -> BoardState:
@@ -161,12 +148,9 @@ def _load(
     commit: Commit,
     manifest: Manifest,
     storage: CheckpointStorage,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    keeps: Mapping[str, Tensor],
+    state: State,
 ) -> None:
     reader = CheckpointReader(storage.root / commit.dir, manifest.files[METADATA_NAME])
-    step = load_into(model, optimizer, reader, keeps)
+    step = state.load(reader)
     if step != manifest.step:
         raise DamagedError(f"the data is of step {step}, the manifest of {manifest.step}")

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.board import BoardState, update
 from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.state import live_tensors
 from elastic_trainer.config import (
     CheckpointSection,
@@ -101,12 +102,13 @@ class Trainer:
         if rank == 0:
             update(self.board, lambda state: dataclasses.replace(state, epoch=epoch))
         self.events = EventLog(run, f"worker-{rank}-e{epoch}", rank=rank, epoch=epoch)
+        config = make_config(run, world, replicate, **checkpoint)
         self.manager = CheckpointManager(
-            make_config(run, world, replicate, **checkpoint),
+            Keeping.of(config, epoch=epoch, layout=config.ladder.rungs[0].layout),
             self.board,
             self.events,
-            epoch,
             CPU,
+            state=TrainingState(self.model, self.optimizer),
             at=at or (lambda _: None),
         )
 
@@ -116,10 +118,10 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def save(self, step: int, *, wait: bool = True) -> bool:
-        return self.manager.save(self.model, self.optimizer, step, wait=wait)
+        return self.manager.save(step, wait=wait)
 
     def restore(self) -> int:
-        return self.manager.restore(self.model, self.optimizer)
+        return self.manager.restore()
 
     def digests(self) -> dict[str, str]:
         """Name -> sha256 of the global tensor's bytes; collective."""

@@ -25,11 +25,11 @@ from elastic_trainer.agent.board import update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.checkpoint.collective import Collective
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
-from elastic_trainer.checkpoint.state import RNG, TRAINER, create_optimizer_state, live_tensors
-from elastic_trainer.checkpoint.state import STEP as STEP_NAME
+from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
 from elastic_trainer.config import ElasticSection
 from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
@@ -81,7 +81,7 @@ class World:
             assert local.isfinite().all(), name
         torch.set_rng_state(rng_of(run))
         manager = self._manager(run, epoch=1)
-        assert manager.save(self.model, self.optimizer, STEP, wait=True)
+        assert manager.save(STEP, wait=True)
         manager.close()
 
     def read(self, run: Path) -> list[str]:
@@ -90,7 +90,7 @@ class World:
             local.fill_(-7.0)
         torch.manual_seed(99)
         manager = self._manager(run, epoch=2)
-        step = manager.restore(self.model, self.optimizer)
+        step = manager.restore()
         manager.close()
         # A hundred groups and their threads would slow each other down.
         dist.destroy_process_group(manager._group.group)
@@ -105,9 +105,8 @@ class World:
             local.copy_(wanted)
         torch.set_rng_state(rng_of(root))
         memory = self._memory(nodes, root, 0, epoch=1)
-        live = live_tensors(self.model, self.optimizer)
-        if memory.shard[0] == 0:
-            live[TRAINER] = {STEP_NAME: torch.tensor(STEP), RNG: torch.get_rng_state()}
+        state = TrainingState(self.model, self.optimizer)
+        live = state.live(STEP, speaks=memory.shard[0] == 0)
         assert memory.take(live, STEP)
         memory.wait(20)
         assert memory.votes() == (1.0, 0.0)
@@ -120,11 +119,11 @@ class World:
         torch.manual_seed(99)
         group = dist.new_group(backend="gloo")
         found = restore_from_memory(
-            self.model,
-            self.optimizer,
+            TrainingState(self.model, self.optimizer),
             self._memory(nodes, root, first, epoch=2).place,
             Collective(group),
             at_least=STEP,
+            allows=lambda epoch, step: True,
             on_skip=lambda step, reason: print(step, reason),  # noqa: T201  shown by a failure
         )
         dist.destroy_process_group(group)
@@ -183,7 +182,13 @@ class World:
         if dist.get_rank() == 0:
             update(board, lambda state: dataclasses.replace(state, epoch=max(epoch, state.epoch)))
         events = EventLog(run, f"worker-{dist.get_rank()}-{os.getpid()}", epoch=epoch)
-        return CheckpointManager(self._config(run), board, events, epoch, CPU)
+        return CheckpointManager(
+            Keeping.of(self._config(run), epoch=epoch, layout=self.case.layout),
+            board,
+            events,
+            CPU,
+            state=TrainingState(self.model, self.optimizer),
+        )
 
 
 def value_of(name: str, size: torch.Size) -> Tensor:

@@ -14,7 +14,8 @@ from elastic_trainer.agent.board import BoardState, update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint import manager as manager_module
 from elastic_trainer.checkpoint.errors import CheckpointError
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -68,7 +69,14 @@ class Run:
             start_from=start,
         )
         self.log = EventLog(root, "worker-0")
-        self.manager = CheckpointManager(config, self.board, self.log, 0, CPU, at=at)
+        self.manager = CheckpointManager(
+            Keeping.of(config, epoch=0, layout=ParallelLayout()),
+            self.board,
+            self.log,
+            CPU,
+            state=TrainingState(self.model, self.optimizer),
+            at=at,
+        )
 
     def step(self):
         self.model(torch.ones(2, 4)).square().sum().backward()
@@ -76,10 +84,10 @@ class Run:
         self.optimizer.zero_grad()
 
     def save(self, step, *, wait=True):
-        return self.manager.save(self.model, self.optimizer, step, wait=wait)
+        return self.manager.save(step, wait=wait)
 
     def restore(self):
-        return self.manager.restore(self.model, self.optimizer)
+        return self.manager.restore()
 
     def events(self, name):
         lines = (self.root / "events" / "worker-0.jsonl").read_text().splitlines()
