@@ -44,12 +44,17 @@ class StepCounter:
         self._step = max(step, count)
         self._heartbeat.beat(step=self._step, section=Section.STEP)
 
-    def report(self, step: int | None = None, section: Section = Section.STEP) -> None:
+    def report(
+        self,
+        step: int | None = None,
+        section: Section = Section.STEP,
+        committed_step: int | None = None,
+    ) -> None:
         """Show that `step` steps are done, and what comes now; ends the counting."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._heartbeat.beat(step=step, section=section)
+        self._heartbeat.beat(step=step, section=section, committed_step=committed_step)
 
     def listen(self) -> None:
         """Tell the agent that this script asks for requests, so none come as signals."""

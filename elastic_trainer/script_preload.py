@@ -7,13 +7,14 @@ thread, or make an accelerator context: a process with either cannot fork worker
 from __future__ import annotations
 
 import importlib
+import os
 
 from elastic_trainer import progress as progress  # noqa: PLC0414  for the forked worker
 from elastic_trainer.preload import preload
 
 MODULES = (
     "torch.distributed",
-    "torch.distributed.checkpoint",
+    "elastic_trainer.own_state",  # and with it torch's distributed checkpoint
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
@@ -25,4 +26,4 @@ MODULES = (
 
 for name in MODULES:
     importlib.import_module(name)
-preload()
+preload(os.environ)

@@ -121,6 +121,10 @@ CODES: Final[dict[str, Code]] = {
     "HF520": Code(
         "The run's secret cannot be made or used.", "Delete the file while no agent runs."
     ),
+    # The API for one's own loop.
+    "HF530": Code("api.start() without a process group.", "Call init_process_group() first."),
+    "HF531": Code("A script's state could not be kept.", "See checkpoint.failed in the events."),
+    "HF532": Code("Plain parameters differ between ranks.", "Seed ranks alike, or use DTensors."),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code(
         "A --fault of another form.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."

@@ -80,7 +80,7 @@ def add_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-m", "--module", action="store_true", help="the script is a module")
     add("no-python", action="store_true", help="the script is an executable")
     add("run-path", action="store_true", help="what is done anyway: the script runs in a fork")
-    add("log-dir", type=Path, help="default: the endpoint's directory")
+    add("log-dir", type=Path, help="of the workers; default: logs/ in the job's folder")
     group.add_argument("-r", "--redirects", help="streams to the log only: 0 to 3, or 0:3,1:1")
     group.add_argument("-t", "--tee", help="streams to log and console, each line with its rank")
     add("local-ranks-filter", help="local ranks whose output is shown, as 0,1")

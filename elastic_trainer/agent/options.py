@@ -98,7 +98,9 @@ class Options:
     run_dir: Path | None
     """None outside a rendered run: workers then get no HOLDFAST_RUN_DIR."""
     record_dir: Path
-    """Where `events/` and `logs/` are."""
+    """Where `events/` are."""
+    log_root: Path
+    """Where the workers' logs are, by attempt and node."""
     board_dir: Path
     local_addr: str | None
     workers: int
@@ -206,6 +208,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         readmit=args.readmit,
         run_dir=run_dir,
         record_dir=run_dir,
+        log_root=run_dir / "logs",
         board_dir=run_dir / "board",
         local_addr=args.local_addr,
         workers=config.gpus_per_node,
@@ -249,7 +252,8 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         attempt=args.attempt,
         readmit=args.readmit,
         run_dir=None,
-        record_dir=args.log_dir.resolve() / run_id if args.log_dir else record,
+        record_dir=record,
+        log_root=args.log_dir.resolve() / run_id if args.log_dir else record / "logs",
         board_dir=record / "board",
         local_addr=args.local_addr,
         workers=workers,

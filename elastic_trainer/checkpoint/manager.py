@@ -299,6 +299,16 @@ class CheckpointManager:
         self.poll()
         return save.commit is not None
 
+    @property
+    def saving(self) -> int | None:
+        """Step of a save that may be under way, until `poll` has seen its end."""
+        return None if self._pending is None else self._pending.step
+
+    def wait(self) -> int | None:
+        """Wait for the save under way; then as `poll`."""
+        self._join(self._ceiling_s)
+        return self.poll()
+
     def poll(self) -> int | None:
         """Return the step of a save that has been committed since the last call, if any.
 

@@ -91,7 +91,8 @@ def summarise(
         "wall_s": round(wall_s, 3),
     }
     # A script shows its steps about once a second: what would count each of them is not known.
-    return summary | (_NOT_OF_SCRIPTS if config and config.command else {})
+    sparse = all(event.event != "step.completed" for event in events)
+    return summary | (_NOT_OF_SCRIPTS if config and config.command and sparse else {})
 
 
 _NOT_OF_SCRIPTS = dict.fromkeys(

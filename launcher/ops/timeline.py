@@ -90,6 +90,8 @@ def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) ->
             _fill_formed(span, event, layouts or {})
         elif event.event == "trainer.started":
             _fill_started(span, event)
+        elif event.event == "script.progress" and event.step in span.steps:
+            continue  # the script has said more
         elif event.step is not None:
             key, rank = (event.epoch, event.step), event.rank or 0
             if rank <= ranks.get(key, rank):

@@ -191,7 +191,8 @@ def test_jobs_share_an_endpoint_by_their_ids(tmp_path: Path) -> None:
         1: "dp2-pp1-cp1-tp1",
     }
     argv += ["--log-dir", str(tmp_path / "logs"), "--no-python", "sh"]
-    assert parse(argv, {}).record_dir == tmp_path / "logs" / "none"
+    options = parse(argv, {})
+    assert (options.log_root, options.record_dir) == (tmp_path / "logs/none", tmp_path / "none")
 
 
 def test_torchruns_variables_are_taken_where_no_flag_is_given(tmp_path: Path) -> None:

@@ -1,0 +1,268 @@
+"""For one's own training loop: progress, layout, state in memory and storage, when to leave.
+
+    from elastic_trainer import api
+
+    run = api.start()                        # after torch.distributed.init_process_group
+    model, optimizer = build(run.layout)
+    step = run.restore(model, optimizer)     # 0 where there is nothing yet
+    while step < 1000:
+        loss = train(model, optimizer, step)
+        step += 1
+        if run.completed(step, loss=loss):   # the same answer on every rank
+            run.leave()                      # saved; exits with code 91
+    run.finish()
+
+Without an agent (plain `torchrun`, plain `python`) the same script runs, and nothing is kept:
+`restore` returns 0, `completed` and `save` return False. `run.managed` tells which it is.
+
+A script that only wants its hangs to be seen calls `api.progress(step)`, which needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from elastic_trainer.api_errors import ApiError
+from elastic_trainer.failures import EXIT_SAVED
+from elastic_trainer.heartbeat import Request, Section
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.progress import step_counter
+
+if TYPE_CHECKING:
+    import torch
+
+    from elastic_trainer.own_state import OwnState
+
+    Extra = Mapping[str, torch.Tensor]
+
+__all__ = ["ApiError", "Run", "progress", "start"]
+
+
+def progress(step: int) -> None:
+    """Show that `step` steps are done; nothing happens where no agent runs the script.
+
+    From the first call on the agent counts no optimizer steps, and takes a worker for hung
+    that reports no further step for longer than `elastic.hang_ceiling_s`.
+
+    Args:
+        step: completed steps of the whole training; goes on where the state was restored.
+    """
+    if (counter := step_counter()) is not None:
+        counter.report(step)
+
+
+def start(
+    *,
+    every_s: float | None = None,
+    every_steps: int | None = None,
+    keep: int | None = None,
+    memory_every_steps: int | None = None,
+) -> Run:
+    """Return this worker's part in the job; call it once, on every rank.
+
+    SIGTERM and SIGINT mean nothing to the process from here on: the agent gets them too, and
+    `completed` returns True at a step that all ranks agree on.
+
+    Args:
+        every_s: seconds between checkpoints on storage; None: the job file's, or 600.
+        every_steps: also after every multiple of so many steps; None: the job file's, or never.
+        keep: newest checkpoints kept; None: the job file's, or 3.
+        memory_every_steps: steps between snapshots in memory, 0 for none; None: the job
+            file's, or 1.
+
+    Raises:
+        ApiError: HF530, torch.distributed is not initialised though an agent runs this.
+    """
+    given = {"every_s": every_s, "every_steps": every_steps, "keep": keep}
+    given["memory_every_steps"] = memory_every_steps
+    return Run(os.environ, {name: value for name, value in given.items() if value is not None})
+
+
+class Run:
+    """This worker in this epoch of membership. Made by `start`."""
+
+    def __init__(self, env: Mapping[str, str], checkpoint: Mapping[str, Any]) -> None:
+        self._counter = step_counter()
+        self.managed: bool = self._counter is not None and "HOLDFAST_RECORD_DIR" in env
+        """Whether an agent runs this script; otherwise nothing is kept and nothing is asked."""
+        self.rank: int = int(env.get("RANK", "0"))
+        self.world_size: int = int(env.get("WORLD_SIZE", "1"))
+        self.epoch: int = int(env.get("HOLDFAST_EPOCH", "0"))
+        """Rises whenever nodes go or come; 0 without an agent."""
+        self.layout: ParallelLayout = (
+            ParallelLayout.parse(env["HOLDFAST_LAYOUT"])
+            if "HOLDFAST_LAYOUT" in env
+            else ParallelLayout(dp=self.world_size)
+        )
+        """Degrees of this epoch (`run.layout.dp`, `.tp`, `.pp`, `.cp`); without an agent all
+        ranks are dp."""
+        self._state: OwnState | None = None
+        self._last_mono = time.monotonic()
+        if not self.managed:
+            if self.rank == 0:
+                sys.stderr.write("holdfast: no agent runs this script: nothing is kept or asked\n")
+            return
+        from elastic_trainer.own_state import OwnState, ignore_stop_signals, is_initialised
+
+        if not is_initialised():
+            raise ApiError(
+                "HF530 call torch.distributed.init_process_group() before api.start(), on every "
+                "rank, also when there is only one"
+            )
+        ignore_stop_signals()
+        self._state = OwnState(env, self.layout, checkpoint)
+        if self._counter is not None:
+            self._counter.listen()
+            self._counter.report(0, Section.RESTORING)
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Where this rank lies: axis (dp, pp, cp, tp) -> index. Neighbours in tp are closest."""
+        return self.layout.coordinate(self.rank)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The job's folder on shared storage; None without an agent."""
+        return self._state.run_dir if self._state else None
+
+    # --- state -----------------------------------------------------------------------------
+
+    def restore(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        extra: Extra | None = None,
+    ) -> int:
+        """Load the newest valid state in place, from memory or else from storage; collective.
+
+        What is given here is what `completed` and `save` keep from now on. Tensors that are
+        plain on every rank must be equal on all of them; parts of a tensor must be DTensors,
+        and are cut anew for each layout. torch's CPU generator is kept too, as rank 0 has it.
+
+        Args:
+            model: before DistributedDataParallel wraps it, or after FSDP2's `fully_shard`.
+            optimizer: of its parameters. Its tensors are kept, not its `param_groups`: set the
+                learning rate from the step.
+            extra: tensors of one's own by name, the same names in every epoch; for a number use
+                a tensor without dimensions.
+
+        Returns:
+            Completed steps of what was loaded; 0 where there is nothing, or no agent.
+
+        Raises:
+            elastic_trainer.checkpoint.errors.CheckpointError: there is state and none is valid.
+            ApiError: HF532, plain tensors differ between ranks.
+        """
+        if self._state is None:
+            return 0
+        step = self._state.restore(model, optimizer, extra or {})
+        self._report(step, Section.FIRST_STEP)
+        return step
+
+    def save(self, step: int, *, wait: bool = False) -> bool:
+        """Save the state after `step` to storage; collective.
+
+        Args:
+            step: completed steps.
+            wait: until it is committed; else a thread writes while training goes on.
+
+        Returns:
+            Whether it was started, or, with `wait`, committed; False without an agent. A save
+            that fails is an event (`checkpoint.failed`), and training goes on.
+        """
+        if self._state is None:
+            return False
+        with self._doing(Section.SAVING):
+            return self._state.save(step, wait=wait)
+
+    # --- the loop --------------------------------------------------------------------------
+
+    def completed(self, step: int, *, loss: float | None = None) -> bool:
+        """Say that `step` is done; keep the state where it is due; collective.
+
+        One small all-reduce. The snapshot in memory is copied to another node in a thread;
+        checkpoints on storage are written by a thread too.
+
+        Args:
+            step: completed steps, one more than at the last call.
+            loss: for the record; that of rank 0 counts.
+
+        Returns:
+            Whether to leave now, by `leave`: somebody asked for a stop, or more nodes are there.
+            The state after `step` is kept then. The same on every rank; False without an agent.
+
+        Raises:
+            ApiError: HF531, it is time to leave and the state could not be kept.
+        """
+        if self._state is None or self._counter is None:
+            return False
+        now = time.monotonic()
+        seconds, self._last_mono = now - self._last_mono, now
+        asked, committed = self._state.agree(step, self._counter.asked(), now)
+        self._report(step, Section.STEP, committed)
+        self._state.record(step, loss, seconds, committed)
+        self._state.snapshot(step)
+        if asked & (Request.STOP | Request.GROW):
+            with self._doing(Section.SAVING):
+                kept = self._state.keep(step, growing=Request.STOP not in asked)
+            if not kept:
+                raise ApiError(
+                    f"HF531 the state of step {step} could not be kept: see checkpoint.failed in "
+                    f"the events of {self.run_dir}; the newest earlier one counts"
+                )
+            return True
+        if Request.SAVE in asked:
+            self._counter.save_served()
+            self.save(step)
+        return False
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within it no step is expected: an evaluation, a long pause of one's own.
+
+        The agent waits `elastic.start_ceiling_s` before it takes the worker for hung.
+        """
+        with self._doing(Section.EVALUATING):
+            yield
+
+    def leave(self) -> NoReturn:
+        """Exit with code 91, "saved", after `completed` has returned True."""
+        self._close(Section.STOPPED)
+        sys.exit(EXIT_SAVED)
+
+    def finish(self, step: int | None = None) -> None:
+        """Say that the last step is done; collective. The script ends with exit code 0 then.
+
+        Args:
+            step: saved to storage first, unless it has been already; None: nothing is saved.
+        """
+        if step is not None and self._state is not None and self._state.saved_step < step:
+            self.save(step, wait=True)
+        if self._state is not None:
+            self._state.finished(step)
+        self._close(Section.FINISHED)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _close(self, section: Section) -> None:
+        if self._state is not None:
+            self._state.close()
+            self._report(None, section)
+
+    def _report(self, step: int | None, section: Section, committed: int | None = None) -> None:
+        if self._counter is not None:
+            self._counter.report(step, section, committed)
+
+    @contextmanager
+    def _doing(self, section: Section) -> Iterator[None]:
+        self._report(None, section)
+        try:
+            yield
+        finally:
+            self._report(None, Section.STEP)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.progress import StepCounter
+
+
+@pytest.fixture
+def counter(tmp_path: Path):
+    heartbeat = Heartbeat(tmp_path / "beat", create=True)
+    counter = StepCounter(heartbeat)
+    counter.count_optimizer_steps()
+    yield counter, heartbeat
+    counter.report()  # takes the hook away
+    heartbeat.close()
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter], lr=0.1)
+
+
+def test_the_steps_of_an_optimizer_are_counted(counter) -> None:
+    _, heartbeat = counter
+    optimizer = an_optimizer()
+    assert heartbeat.read().counter == 0  # not watched before it begins
+    for _ in range(3):
+        optimizer.step()
+    beat = heartbeat.read()
+    assert (beat.step, beat.section, beat.listens) == (3, Section.STEP, False)
+
+
+def test_of_several_optimizers_the_busiest_counts_and_all_show_progress(counter) -> None:
+    _, heartbeat = counter
+    slow, busy = an_optimizer(), an_optimizer()
+    for _ in range(2):
+        slow.step()
+        busy.step()
+        busy.step()
+    beat = heartbeat.read()
+    assert beat.counter == 6
+    assert beat.step in (4, 5)
+
+
+def test_another_optimizer_goes_on_where_the_last_one_ended(counter) -> None:
+    _, heartbeat = counter
+    first = an_optimizer()
+    for _ in range(5):
+        first.step()
+    del first
+    gc.collect()
+    an_optimizer().step()
+    assert heartbeat.read().step == 6
+
+
+def test_a_reported_step_ends_the_counting(counter) -> None:
+    steps, heartbeat = counter
+    optimizer = an_optimizer()
+    optimizer.step()
+    steps.report(100, committed_step=99)
+    optimizer.step()
+    beat = heartbeat.read()
+    assert (beat.step, beat.committed_step, beat.counter) == (100, 99, 2)
+    steps.listen()
+    heartbeat.ask(Request.GROW | Request.SAVE)
+    assert steps.asked() == Request.GROW | Request.SAVE
+    steps.save_served()
+    assert steps.asked() == Request.GROW
+    assert heartbeat.read().listens
+
+
+def test_progress_needs_no_torch_and_no_agent(tmp_path: Path) -> None:
+    """In a worker it beats; in a process that the worker forks, and without an agent, nothing."""
+    code = (
+        "import os, sys\n"
+        "from elastic_trainer import api\n"
+        "api.progress(7)\n"
+        "if os.fork() == 0:\n"
+        "    api.progress(9); os._exit(0)\n"
+        "os.wait()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    path = tmp_path / "beat"
+    heartbeat = Heartbeat(path, create=True)
+    root = str(Path(__file__).parents[3])
+    for more in ({"HOLDFAST_HEARTBEAT": str(path)}, {}):
+        env = {**os.environ, "PYTHONPATH": root, **more}
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=30)
+        assert heartbeat.read().step == 7
+        assert heartbeat.read().counter == 1
+    heartbeat.close()
