@@ -102,6 +102,8 @@ class ElasticSection:
     """A node whose workers fail this many times within `window_s` leaves the job."""
     hang_ceiling_s: float = 300.0
     """A worker without progress for this long is taken to hang."""
+    hang_floor_s: float = 2.0
+    """Shorter limits than that are never learned from what is usual."""
     start_ceiling_s: float = 1800.0
     """The same until the second step of an epoch is done (imports, restore, compile)."""
     join_timeout_s: float = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -12,6 +12,7 @@ from elastic_trainer.config import TrainConfig
 from elastic_trainer.context_parallel import zigzag_positions
 from elastic_trainer.feed import MicroBatch
 from elastic_trainer.ladder import Rung
+from elastic_trainer.marks import Mark, mark_stage
 from elastic_trainer.mesh import build_meshes
 from elastic_trainer.model import Llama, rope_table
 from elastic_trainer.parallelize import parallelize
@@ -30,7 +31,7 @@ class Engine:
         rung: of this epoch.
         rank: of this worker.
         device: where it will compute.
-        on_forward: called after each micro-batch's forward, for the heartbeat.
+        mark: of the heartbeat; called as the step passes through the model.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Engine:
         rung: Rung,
         rank: int,
         device: torch.device,
-        on_forward: Callable[[], None] = lambda: None,
+        mark: Mark = lambda _part: None,
     ) -> None:
         self._config, self._rung, self._device = config, rung, device
         self.coordinate = rung.layout.coordinate(rank)
@@ -62,7 +63,7 @@ class Engine:
                 recompute=config.train.recompute,
                 compile_blocks=config.train.compile,
             )
-            part.register_forward_hook(lambda *_: on_forward())
+            mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""

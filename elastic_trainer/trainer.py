@@ -33,8 +33,9 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.feed import Feed
 from elastic_trainer.guard import Guard, NumbersError
-from elastic_trainer.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.heartbeat import Heartbeat, Part, Request, Section
 from elastic_trainer.ledger import LedgerWriter
+from elastic_trainer.marks import marked_data
 from elastic_trainer.metrics import utilisation
 from elastic_trainer.optimizer import (
     build_optimizer,
@@ -44,6 +45,7 @@ from elastic_trainer.optimizer import (
     set_learning_rate,
 )
 from elastic_trainer.parallelize import initialise
+from elastic_trainer.stack_signal import answer_with_flight, answer_with_stacks
 from elastic_trainer.worker_context import WorkerContext
 
 
@@ -123,8 +125,9 @@ class Trainer:
 
     def _build_model(self) -> None:
         self.engine = Engine(
-            self.config, self.rung, self.who.rank, self.device, on_forward=self.heartbeat.beat
+            self.config, self.rung, self.who.rank, self.device, mark=self.heartbeat.mark
         )
+        self.heartbeat.compare_within(self.engine.coordinate["pp"])
         self.model = self.engine.model
         self.engine.allocate()
         self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
@@ -216,8 +219,11 @@ class Trainer:
             seconds = time.monotonic() - begun
             self._report_step(result, lr, seconds, first=first)
             first = False
+            self.heartbeat.mark(Part.REDUCE)
             self._compare_replicas(before_save=bool(result.requests))
+            self.heartbeat.mark(Part.SNAPSHOT)
             self.checkpoints.snapshot(self.step)
+            self.heartbeat.mark(Part.OTHER)
             self.checkpoints.poll()
             if self.step == steps:
                 break
@@ -235,8 +241,12 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[StepResult, float]:
         """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
-        loss_sum = self.engine.forward_backward(self.feed.micro_batches(step))
+        loss_sum = self.engine.forward_backward(
+            marked_data(self.feed.micro_batches(step), self.heartbeat.mark)
+        )
+        self.heartbeat.mark(Part.REDUCE)
         result = self._agree(loss_sum, step)
+        self.heartbeat.mark(Part.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
         if result.verdict.applies:
             clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
@@ -368,4 +378,6 @@ def run_worker() -> int:
     """Train as the environment says and return the exit code."""
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    answer_with_stacks(who.heartbeat)
+    answer_with_flight(who.heartbeat, torch._C._distributed_c10d._dump_fr_trace_json)  # noqa: SLF001  nothing public
     return Trainer(load_config(who.run_dir), who).run()

@@ -48,6 +48,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastic_trainer.stack_signal import answer_with_stacks
+
 DEFAULT_PRELOAD = "elastic_trainer.train"
 EXIT_USER_ERROR = 93
 
@@ -230,6 +232,7 @@ def _become_worker(
         if fresh:
             _exec(request)
         faulthandler.enable()
+        answer_with_stacks(Path(os.environ["HOLDFAST_HEARTBEAT"]))
         code = _run(request, called=called)
     except SystemExit as error:
         code = _exit_code(error.code)

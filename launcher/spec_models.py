@@ -330,6 +330,9 @@ class Elastic(Section):
     hang_ceiling_s: Seconds = Field(
         300.0, description="Seconds without progress after which a worker counts as hung."
     )
+    hang_floor_s: Seconds = Field(
+        2.0, description="Below it no shorter limit is learned from what is usual in the run."
+    )
     start_ceiling_s: Seconds = Field(
         1800.0, description="The same until the second step of an epoch is done."
     )

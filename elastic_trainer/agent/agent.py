@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_trainer.agent.cause import gather
 from elastic_trainer.agent.ends import describe, failure_of, log_exit, process_failure
 from elastic_trainer.agent.environment import group_rank_of, worker_environment
-from elastic_trainer.agent.hang import HangWatch
+from elastic_trainer.agent.lookout import Lookout
 from elastic_trainer.agent.notices import (
     AskWorkers,
     EpochAborted,
@@ -32,6 +33,7 @@ from elastic_trainer.agent.notices import (
     JobStopped,
     NodeLeaving,
     Notice,
+    ShowWorkers,
     StopAsked,
     WorkersEnded,
     WorkersFailed,
@@ -40,6 +42,7 @@ from elastic_trainer.agent.notices import (
 )
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
+from elastic_trainer.agent.stacks import gather_stacks, keep_stacks
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import (
     Launch,
@@ -53,13 +56,16 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
 from elastic_trainer.snapshots.peer import Peer, write_peers
 
+STACKS_JOIN_S = 1.0
+"""How long the agent's end waits for stacks that storage has yet to take."""
+
 
 @dataclass(slots=True)
 class _Epoch:
     """One epoch on this node."""
 
     formed: EpochFormed
-    watch: HangWatch
+    lookout: Lookout
     fork_begun: float
     started: int = 0
     running: bool = False
@@ -122,6 +128,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._error = ""
         self._result: JobStopped | None = None
         self._failures: dict[int, ProcessFailure] = {}
+        self._stack_writer: threading.Thread | None = None
 
     @property
     def exit_code(self) -> int:
@@ -152,6 +159,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._kill_workers("the agent ends")
                 self._workers.close()
                 self._scripts.close()
+                if self._stack_writer is not None:
+                    self._stack_writer.join(STACKS_JOIN_S)
                 reason = self._result.reason if self._result else f"error: {self._error}"
                 self._log.emit("agent.exit", code=self.exit_code, reason=reason)
                 self._membership.close()
@@ -190,7 +199,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._form(notice)
             case EpochAborted():
                 if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
+                    if notice.stacks:
+                        self._dump_stacks(self._epoch)
                     self._kill_workers(notice.reason)
+            case ShowWorkers():
+                if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
+                    self._show(self._epoch, stalled=False)
             case AskWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
@@ -211,12 +225,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._write_peers(formed)
         launches = [self._launch_of(formed, local_rank) for local_rank in range(config.workers)]
         launches = self._scripts.begin(formed, launches)
-        watch = HangWatch(
-            hang_ceiling_s=config.hang_ceiling_s,
-            start_ceiling_s=config.start_ceiling_s,
-            only_beating=not config.watch_all,
-        )
-        self._epoch = _Epoch(formed, watch, begin)
+        lookout = Lookout(config, self._workers, self._clock)
+        self._epoch = _Epoch(formed, lookout, begin)
         describe(self._group, formed, me, launches)
         self._workers.launch(formed.epoch, launches)
 
@@ -344,8 +354,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             step=step,
             failure=failure,
             of=self._config.workers,
-            committed=epoch.committed if self._config.watch_all else None,
+            committed=self._committed(epoch),
         )
+
+    def _committed(self, epoch: _Epoch) -> int | None:
+        return epoch.committed if self._config.watch_all else None
 
     def _fail(self, epoch: _Epoch, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
@@ -354,6 +367,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch.failed = True
         self._group.state = WorkerState.UNHEALTHY
         self._membership.report(report)  # first: the other nodes wait for it
+        if report.failure.kind is Kind.HANG:
+            self._dump_stacks(epoch)
         self._kill_workers(f"rank {report.rank}: {report.failure.kind}")
 
     def _on_zygote_lost(self, lost: ZygoteLost) -> None:
@@ -411,22 +426,65 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._keeper_free(epoch)
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):
             self._now_running(epoch)
-        hung = epoch.watch.observe(self._clock(), beats)
-        for worker in hung:
-            self._log.emit(
-                "worker.hung",
-                local_rank=worker.local_rank,
-                section=worker.section.name.lower(),
-                idle_s=round(worker.idle_s, 3),
-            )
-        if hung:
-            worst = hung[0]
+        epoch.lookout.look()
+        if epoch.lookout.stalled():
+            self._show(epoch, stalled=True)
+        if (worst := epoch.lookout.overdue()) is not None:  # nobody blames anybody
+            section, step = worst.beat.section.name.lower(), worst.beat.step
             detail = (
-                f"no progress for {worst.idle_s:.1f} s in {worst.section.name.lower()} "
-                f"after step {worst.step}; the ceiling is {worst.ceiling_s:g} s"
+                f"no progress for {worst.idle_s:.1f} s in {section} "
+                f"after step {step}; the ceiling is {worst.ceiling_s:g} s"
             )
             failure = Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail)
-            self._fail(epoch, self._failed(epoch, worst.local_rank, worst.step, failure))
+            report = self._failed(epoch, worst.local_rank, step, failure)
+            self._log.emit(
+                "worker.hung",
+                step=step,
+                member=self._config.me.node,
+                local_rank=worst.local_rank,
+                worker_rank=report.rank,
+                section=section,
+                idle_s=round(worst.idle_s, 3),
+                detail=detail,
+            )
+            self._fail(epoch, report)
+
+    def _show(self, epoch: _Epoch, *, stalled: bool) -> None:
+        """Tell the coordinator where the workers stand; also put those that hang on record."""
+        self._membership.report(
+            epoch.lookout.seen(
+                epoch.formed.epoch, stalled=stalled, committed=self._committed(epoch)
+            )
+        )
+        for worker in epoch.lookout.newly_hung():
+            self._log.emit(
+                "worker.stalled",
+                step=worker.beat.step,
+                local_rank=worker.local_rank,
+                section=worker.beat.section.name.lower(),
+                part=worker.beat.part.name.lower(),
+                idle_s=round(worker.idle_s, 3),
+                limit_s=round(worker.limit_s, 3),
+                state=worker.state,
+            )
+
+    def _dump_stacks(self, epoch: _Epoch) -> None:
+        """Put on record what the workers are doing; puts their end off by GATHER_S at most."""
+        dump = gather_stacks(list(self._workers.processes().values()))
+        folder = self._config.stacks_dir / str(epoch.formed.epoch)
+        number = epoch.formed.epoch
+
+        def done(files: list[str], problem: str) -> None:
+            self._log.emit(
+                "stacks.dumped",
+                epoch=number,
+                folder=str(folder),
+                files=files,
+                seconds=round(dump.seconds, 6),
+                problem=problem,
+            )
+
+        self._stack_writer = keep_stacks(dump, folder, done)
 
     def _keeper_free(self, epoch: _Epoch) -> None:
         """A snapshot of this epoch is committed: those of older ones are not needed."""

@@ -19,6 +19,9 @@ from elastic_trainer.agent.notices import Member
 from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn
 from elastic_trainer.failures import EXIT_DONE
 
+PEEK_S = 0.5
+"""How often a candidate, or one in line, looks whether the job has gone on without it."""
+
 
 class Campaign(Role):
     """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
@@ -35,6 +38,8 @@ class Campaign(Role):
         """agent_ids that could not be reached."""
         self._running = False
         self._swapping = False
+        self._peeks = 0
+        """Looks at the board whose answers, which come in order, are still out."""
         line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
         self._place = line.index(ctx.me.agent_id)
         self._num_others = len(line) - 1
@@ -44,6 +49,7 @@ class Campaign(Role):
         ctx = self.ctx
         ctx.timers.clear()
         ctx.after("campaign", self._place * ctx.settings.stagger_s)
+        ctx.after("peek", PEEK_S)
         if self._place == 0:
             return self.timer("campaign")
         return None
@@ -114,10 +120,13 @@ class Campaign(Role):
     def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """Swap if the board still shows what was lost; else seek the coordinator it shows."""
         ctx = self.ctx
-        if not self._swapping:
-            return None
         state = state or BoardState()
         lease = state.lease
+        if self._peeks:
+            self._peeks -= 1
+            return self._peeked(state)
+        if not self._swapping:
+            return None
         if state.finished:
             self._close_all()
             return End(EXIT_DONE, "the run has done its last step")
@@ -140,6 +149,13 @@ class Campaign(Role):
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
 
+    def _peeked(self, state: BoardState) -> Turn | None:
+        """Give up when the job has gone on without this agent: it was paused, or cut off."""
+        if state.epoch <= self.ctx.epoch or self._sure:
+            return None
+        self._close_all()
+        return Seek()
+
     def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Coordinate, or look again: a checkpoint commit may have come between."""
         if not won:
@@ -152,6 +168,9 @@ class Campaign(Role):
 
     def board_failed(self, error: str) -> Turn | None:
         """Try again in a moment: without the board there is no new epoch."""
+        if self._peeks:
+            self._peeks -= 1
+            return None
         self._swapping = False
         watching = self._watched is not None and not self._has_majority
         self.ctx.after("watch" if watching else "ask", RETRY_S)
@@ -165,24 +184,34 @@ class Campaign(Role):
                 if not self._votes.get(member.agent_id, False):
                     self._ask(conn)
             return self._try_to_win()
+        if name == "peek" and not self._swapping:
+            self._peeks += 1
+            ctx.after("peek", PEEK_S)
+            ctx.outbox.append(ReadBoard())
         if name == "watch" and not self._swapping:
             self._swapping = True
             ctx.outbox.append(ReadBoard())
-        if name == "campaign" and self._swapping:
-            ctx.after("campaign", RETRY_S)  # the board has yet to answer
-        elif name == "campaign":
-            if self._running or self._dialed:
-                self._close_all()
-                return Seek()
-            self._running = True
-            for member in ctx.everyone:
-                if member.agent_id not in (ctx.me.agent_id, ctx.coordinator):
-                    self._dialed[ctx.dial(member.address, member.port)] = member
-            # Members that neither answer nor refuse must not hold up the rest for ever.
-            patience = max(4 * ctx.settings.dial_timeout_s, 3 * ctx.settings.lease_renew_s)
-            ctx.after("campaign", patience)
-            return self._try_to_win()
+        if name == "campaign":
+            return self._campaign()
         return None
+
+    def _campaign(self) -> Turn | None:
+        """Start the campaign, or start over when it led nowhere."""
+        ctx = self.ctx
+        if self._swapping:
+            ctx.after("campaign", RETRY_S)  # the board has yet to answer
+            return None
+        if self._running or self._dialed:
+            self._close_all()
+            return Seek()
+        self._running = True
+        for member in ctx.everyone:
+            if member.agent_id not in (ctx.me.agent_id, ctx.coordinator):
+                self._dialed[ctx.dial(member.address, member.port)] = member
+        # Members that neither answer nor refuse must not hold up the rest for ever.
+        patience = max(4 * ctx.settings.dial_timeout_s, 3 * ctx.settings.lease_renew_s)
+        ctx.after("campaign", patience)
+        return self._try_to_win()
 
     def _close_all(self, but: Conn | None = None) -> None:
         for conn in self._dialed:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.judge import BUSY, Judge
+from elastic_trainer.agent.inquiry import Inquiry
+from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.lease import LeaseKeeper, Standing
 from elastic_trainer.agent.messages import (
     Abort,
@@ -26,6 +27,7 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersReady,
     WorkersRunning,
+    WorkersSeen,
 )
 from elastic_trainer.agent.peers import Peer, choose_members
 from elastic_trainer.agent.roles import End, Seek, Turn
@@ -42,7 +44,7 @@ FINAL_SWAP_S = 10.0
 """How long the end of a job waits for a board that does not answer."""
 
 
-class Coordinator(Judge):
+class Coordinator(Inquiry):
     """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
 
     Args:
@@ -200,6 +202,8 @@ class Coordinator(Judge):
             case WorkersFailed(epoch=epoch) if epoch == self.ctx.epoch:
                 self.failed_reports.append((peer.member.node, report))
                 self.settle(report)
+            case WorkersSeen():
+                return self.seen(peer, report)
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
@@ -264,15 +268,16 @@ class Coordinator(Judge):
             self.dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
             self.forget(peer)
 
-    def end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
+    def end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
         """Have the workers of the epoch killed everywhere."""
         ctx = self.ctx
+        self.inquest.close(ctx.now)
         ctx.timers.pop("settle", None)
         self.phase, self.reason = "idle", reason
         ctx.log("epoch.aborted", reason=reason, victims=list(victims))
-        self.send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims))
+        self.send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
         ctx.in_epoch = False
-        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims))
+        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
 
     # --- the next epoch ----------------------------------------------------------------
 
@@ -372,9 +377,7 @@ class Coordinator(Judge):
         ctx = self.ctx
         self._asked |= request
         self.phase = "draining"
-        conns = self.peers.conns(self.members)
-        if conns:
-            ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(request))))
+        self.send_members(Ask(epoch=ctx.epoch, request=int(request)))
         if ctx.me.agent_id in self.members:
             ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
 

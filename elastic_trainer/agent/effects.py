@@ -22,6 +22,7 @@ from elastic_trainer.agent.notices import (
     Report,
     StopAsked,
     WorkersReady,
+    WorkersSeen,
 )
 from elastic_trainer.agent.table import NOBODY, Members
 
@@ -212,7 +213,7 @@ class Context:
         """Keep a report of the local agent for the coordinators to come."""
         if isinstance(report, WorkersReady):
             self.ready = True
-        else:
+        elif not isinstance(report, WorkersSeen):  # said again as long as it holds
             self.reports.append(report)
 
     @property

@@ -29,6 +29,8 @@ def base_environment(
         env.setdefault("OMP_NUM_THREADS", "1")
     # Counting devices must not make a driver context, which no fork survives.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # The last collectives of each worker, should it hang (agent/stacks.py).
+    env.setdefault("TORCH_FR_BUFFER_SIZE", "512")
     interface = interface_of(address)
     if interface is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
+from elastic_trainer.agent.inquest import ANSWER_S, SILENT_BEATS
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import (
     Abort,
@@ -14,12 +15,20 @@ from elastic_trainer.agent.messages import (
     Message,
     Ping,
     Reject,
+    Show,
     Stop,
     Welcome,
     Won,
     tell,
 )
-from elastic_trainer.agent.notices import AskWorkers, EpochAborted, Report, WorkersReady
+from elastic_trainer.agent.notices import (
+    AskWorkers,
+    EpochAborted,
+    Report,
+    ShowWorkers,
+    WorkersReady,
+    WorkersSeen,
+)
 from elastic_trainer.agent.roles import End, Follow, Lead, Role, Seek, Stand, Turn, unfit_message
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FEW_NODES
 from elastic_trainer.heartbeat import Request
@@ -187,6 +196,8 @@ class Follower(Role):
         self._link: Conn | None = link
         self._redial: Conn | None = None
         self._heard = ctx.now
+        self._asked = ctx.now
+        """When this node last said that its workers stand still."""
         ctx.term = term
 
     def start(self) -> Turn | None:
@@ -219,9 +230,8 @@ class Follower(Role):
         match message:
             case Formed():
                 self._formed(message)
-            case Abort(epoch=epoch, reason=reason, victims=victims) if epoch == ctx.epoch:
-                ctx.in_epoch = False
-                ctx.tell(EpochAborted(epoch=epoch, reason=reason, victims=victims))
+            case Abort() | Show():
+                self._of_workers(message)
             case Ask(epoch=epoch, request=request):
                 ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
             case (
@@ -254,6 +264,23 @@ class Follower(Role):
                 return super().received(conn, message)
         return None
 
+    def _of_workers(self, abort: Abort | Show) -> None:
+        ctx = self.ctx
+        if abort.epoch != ctx.epoch:
+            return
+        if isinstance(abort, Show):
+            ctx.tell(ShowWorkers(epoch=abort.epoch))
+            return
+        ctx.in_epoch = False
+        ctx.tell(
+            EpochAborted(
+                epoch=abort.epoch,
+                reason=abort.reason,
+                victims=abort.victims,
+                stacks=abort.stacks,
+            )
+        )
+
     def _formed(self, formed: Formed) -> None:
         if formed.epoch > self.ctx.epoch:
             self.ctx.adopt(formed)
@@ -263,6 +290,10 @@ class Follower(Role):
         self.ctx.note(report)
         if self._link is not None:
             self.ctx.send(self._link, tell(report))
+            stalled = isinstance(report, WorkersSeen) and report.stalled
+            if stalled and "answer" not in self.ctx.timers:
+                self._asked = self.ctx.now
+                self.ctx.after("answer", ANSWER_S)
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
@@ -298,6 +329,8 @@ class Follower(Role):
         if name == "redial" and ctx.coordinator_member is not None:
             coordinator = ctx.coordinator_member
             self._redial = ctx.dial(coordinator.address, coordinator.port)
+        if name == "answer":
+            return self._look_for_the_coordinator()
         if name == "beat":
             if self._link is not None:
                 if ctx.now - self._heard > ctx.settings.dead_after_s:
@@ -308,6 +341,19 @@ class Follower(Role):
                 ctx.send(self._link, Ping())
             ctx.after("beat", ctx.settings.heartbeat_s)
         return None
+
+    def _look_for_the_coordinator(self) -> Turn | None:
+        """The workers stand still: a coordinator that asks nothing and beats no more is dead."""
+        ctx = self.ctx
+        left_s = SILENT_BEATS * ctx.settings.heartbeat_s - (ctx.now - self._heard)
+        if self._link is None or self._heard > self._asked:
+            return None
+        if left_s > 0:
+            ctx.after("answer", left_s + 0.01)
+            return None
+        ctx.close(self._link)
+        silent_s = ctx.now - self._heard
+        return self._lost(f"no word from the coordinator for {silent_s:.1f} s, nor any progress")
 
     def _lost(self, reason: str, *, sure: bool = False) -> Turn:
         ctx = self.ctx

@@ -35,8 +35,8 @@ class Judge(Watch, ABC):
         """What the nodes of the last epoch said, in the order of arrival."""
 
     @abstractmethod
-    def end_epoch(self, reason: str, victims: tuple[str, ...]) -> None:
-        """Have the workers of the epoch killed."""
+    def end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
+        """Have the workers of the epoch killed; `stacks`: dump theirs first."""
 
     @abstractmethod
     def evict(self, node: str, reason: str) -> None:
@@ -73,7 +73,8 @@ class Judge(Watch, ABC):
         primary = [r for r in self.failed_reports if r[1].failure.kind is not Kind.COLLATERAL]
         node, first = (primary or self.failed_reports)[0]
         victims = (node,) if primary and node else ()
-        self.end_epoch(f"worker failed: {first.failure.detail}", victims)
+        hangs = first.failure.kind is Kind.HANG
+        self.end_epoch(f"worker failed: {first.failure.detail}", victims, stacks=hangs)
 
     def judge(self, commits: tuple[Commit, ...]) -> None:
         """Charge what ended the last epoch to a node or the job, and put it in words.

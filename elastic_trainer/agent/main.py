@@ -187,9 +187,11 @@ def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         log_dir=options.log_root / str(options.attempt) / options.node,
+        stacks_dir=options.record_dir / "stacks",
         max_restarts=options.elastic.max_restarts,
         hang_ceiling_s=options.elastic.hang_ceiling_s,
         start_ceiling_s=options.elastic.start_ceiling_s,
+        hang_floor_s=options.elastic.hang_floor_s,
         watch_all=options.task.kind == "main",
     )
 

@@ -20,6 +20,8 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersReady,
     WorkersRunning,
+    WorkersSeen,
+    WorkerView,
     is_numeric,
 )
 from elastic_trainer.agent.table import Members
@@ -103,6 +105,15 @@ class Abort:
     epoch: int
     reason: str
     victims: tuple[str, ...]
+    stacks: bool = False
+    """They hang: dump their stacks first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """Coordinator -> members: where do your workers of `epoch` stand?"""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,11 +166,16 @@ class Won:
     """Agent id."""
 
 
-Message = Join | Welcome | Reject | Ping | Formed | Abort | Ask | Stop | Told | Elect | Vote | Won
+Message = (
+    Join | Welcome | Reject | Ping | Formed | Abort | Show | Ask | Stop | Told | Elect | Vote | Won
+)
 
 _TYPES: Final[dict[str, Any]] = {
     cls.__name__: cls
-    for cls in (Join, Welcome, Reject, Ping, Formed, Abort, Ask, Stop, Told, Elect, Vote, Won)
+    for cls in (
+        *(Join, Welcome, Reject, Ping, Formed, Abort, Show),
+        *(Ask, Stop, Told, Elect, Vote, Won),
+    )
 }
 _REPORTS: Final[dict[str, Any]] = {
     cls.__name__: cls
@@ -168,6 +184,7 @@ _REPORTS: Final[dict[str, Any]] = {
         WorkersFailed,
         WorkersEnded,
         WorkersRunning,
+        WorkersSeen,
         StopAsked,
         NodeLeaving,
     )
@@ -254,6 +271,8 @@ def untell(told: Told) -> Report:
                 detail=str(failure["detail"]),
                 sure=failure.get("sure") is True,
             )
+        elif told.kind == WorkersSeen.__name__:
+            raw["workers"] = tuple(WorkerView(**view) for view in raw["workers"])
         report: Report = _REPORTS[told.kind](**raw)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a report: {told!r} ({error})") from error

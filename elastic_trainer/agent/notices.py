@@ -61,6 +61,15 @@ class EpochAborted:
     reason: str
     victims: tuple[str, ...]
     """Node names held responsible."""
+    stacks: bool = False
+    """Dump the workers' stacks first: they hang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowWorkers:
+    """Answer with `WorkersSeen`: another node's workers stand still."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +88,7 @@ class JobStopped:
     reason: str
 
 
-Notice = EpochFormed | EpochAborted | AskWorkers | JobStopped
+Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,4 +149,48 @@ class NodeLeaving:
     reason: str
 
 
-Report = WorkersReady | WorkersFailed | WorkersEnded | WorkersRunning | StopAsked | NodeLeaving
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker as its agent sees it."""
+
+    rank: int
+    local_rank: int
+    step: int
+    """Last completed."""
+    section: str
+    part: str
+    """Names of heartbeat.Section and Part, in small letters."""
+    place: int
+    lane: int
+    idle_s: float
+    """Without progress, not counting time without a processor."""
+    limit_s: float
+    """What is normal here and now."""
+    state: str
+    """Of the process, as in /proc/PID/stat; empty: not looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersSeen:
+    """Agent: where the workers of this node stand in `epoch`.
+
+    `stalled`: one of them has stood still for too long, though perhaps only because it
+    waits for another node's; else it is the answer to `ShowWorkers`.
+    """
+
+    epoch: int
+    stalled: bool
+    workers: tuple[WorkerView, ...]
+    committed: int | None = None
+    """Newest step this node knows to be committed; None: its workers tell nothing of that."""
+
+
+Report = (
+    WorkersReady
+    | WorkersFailed
+    | WorkersEnded
+    | WorkersRunning
+    | WorkersSeen
+    | StopAsked
+    | NodeLeaving
+)

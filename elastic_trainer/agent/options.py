@@ -36,6 +36,7 @@ CONF_NUMBERS = (
     "heartbeat_s",
     "dead_after_s",
     "hang_ceiling_s",
+    "hang_floor_s",
     "start_ceiling_s",
     "window_s",
     "node_failures",

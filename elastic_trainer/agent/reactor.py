@@ -81,7 +81,9 @@ class Reactor:
         while not self._halting:
             timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             # Sockets before timers: after a pause, what peers sent meanwhile counts first.
-            for key, mask in self._selector.select(0.0 if self._calls else timeout):
+            ready = self._selector.select(0.0 if self._calls else timeout)
+            # A wait that SIGSTOP broke off ends at once on SIGCONT and reports nothing.
+            for key, mask in ready or self._selector.select(0.0):
                 if key.data is None:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)

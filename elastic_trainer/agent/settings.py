@@ -39,11 +39,17 @@ class AgentConfig:
     """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
     snapshots: Path | None = None
     """Directory in memory for the workers' snapshots; None when none are kept."""
+    stacks_dir: Path
+    """`stacks`: hung workers' go to a folder for each epoch in it."""
     max_restarts: int
     hang_ceiling_s: float
     start_ceiling_s: float
     role: str = "default"
     """The workers' ROLE_NAME."""
+    hang_floor_s: float = 2.0
+    """Shortest limit that may be learned."""
+    blame_s: float = 2.0
+    """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     kill_deadline_s: float = 10.0

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.agent.stacks import Target
 from elastic_trainer.agent.zygote_client import ZygoteClient, ZygoteDiedError
-from elastic_trainer.heartbeat import Beat, Heartbeat, Request, Section
+from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
+from elastic_trainer.stack_signal import flight_path, stacks_path
 
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
@@ -216,6 +218,18 @@ class Workers:
             else:
                 signal.pidfd_send_signal(worker.pidfd, number)
 
+    def paces(self) -> dict[int, Pace]:
+        """Return local rank -> where the time went, of the workers that run."""
+        return {rank: worker.heartbeat.pace() for rank, worker in self._epoch.workers.items()}
+
+    def processes(self) -> dict[int, Target]:
+        """Return local rank -> process, of the workers that have started."""
+        return {
+            local: Target(rank=w.launch.rank, pid=w.pid, heartbeat=w.launch.heartbeat)
+            for local, w in self._epoch.workers.items()
+            if w.pid
+        }
+
     def ask(self, request: Request) -> None:
         """Put `request` before every worker."""
         for worker in self._epoch.workers.values():
@@ -337,7 +351,9 @@ class Workers:
     def _forget(self, local_rank: int) -> None:
         worker = self._epoch.workers.pop(local_rank)
         worker.heartbeat.close()
-        worker.launch.heartbeat.unlink(missing_ok=True)
+        heartbeat = worker.launch.heartbeat
+        for path in (heartbeat, stacks_path(heartbeat), flight_path(heartbeat)):
+            path.unlink(missing_ok=True)
         if worker.pidfd >= 0:
             os.close(worker.pidfd)
 

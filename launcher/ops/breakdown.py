@@ -192,8 +192,10 @@ def _failure_of(event: Event, span: EpochSpan, blamed: set[str]) -> Failure | No
             failure.kind, failure.rank = str(Kind.NODE_LOST), None
             failure.node = fields.get("member")
         case "worker.hung":
-            failure.kind = str(Kind.HANG)
-            failure.detail = f"no progress in {fields.get('section')} for {fields.get('idle_s')} s"
+            failure.kind, failure.node = str(Kind.HANG), fields.get("member", event.node)
+            if not failure.detail:
+                stands = f"in {fields.get('section')} for {fields.get('idle_s')} s"
+                failure.detail = f"no progress {stands}"
         case "worker.exit":
             failure.kind = str(fields.get("kind") or "")
             if failure.kind in ("", Kind.COLLATERAL) or (blamed and event.node not in blamed):

@@ -203,7 +203,11 @@ _TELL: dict[str, _Tell] = {
         "parked: {have} nodes left, the last rung needs {need}; waiting for nodes"
     ),
     "fault.injected": _fill("fault: {action} {target} after step {step}"),
-    "worker.hung": _fill("worker {local_rank} of {node} hangs in {section} for {idle_s} s"),
+    "worker.hung": _fill("hang: {detail}"),
+    "stacks.dumped": _fill("stacks of {node} are in {folder}"),
+    "worker.slow": _fill(
+        "rank {worker_rank} on {member} is slow in {section}: {ratio} times its peers"
+    ),
     "worker.exit": _worker_exit,
     "worker.unreapable": _fill("process {pid} of {node} cannot be killed"),
     "checkpoint.committed": _fill("checkpoint of step {step} committed"),

@@ -36,15 +36,19 @@ from elastic_trainer.agent.notices import (
     Member,
     Notice,
     Report,
+    ShowWorkers,
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
+    WorkersSeen,
+    WorkerView,
 )
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
 
 WORKERS_START_S = 0.5
 WORKERS_SAVE_S = 0.2
+WORKERS_SHOW_S = 0.01
 
 
 @dataclass
@@ -86,6 +90,8 @@ class Node:
     notices: list[Notice] = field(default_factory=list)
     events: list[tuple[float, str, dict]] = field(default_factory=list)
     step: int = 0
+    view: dict[str, object] = field(default_factory=dict)
+    """What differs in the view of its worker from one that waits in the all-reduce."""
 
 
 class Cluster:
@@ -151,9 +157,11 @@ class Cluster:
         """SIGSTOP: the kernel still takes connections and bytes."""
         node.paused = True
 
-    def resume(self, node: Node) -> None:
-        """SIGCONT: what came meanwhile is read first, then timers fire."""
+    def resume(self, node: Node, *, late_first: bool = False) -> None:
+        """SIGCONT: what came meanwhile is read first, then timers fire; or the other way round."""
         node.paused = False
+        if late_first:
+            self._feed(node, lambda now: node.machine.tick(now))
         while node.waiting and not node.paused and node.alive:
             self._feed(node, node.waiting.popleft())
         self._feed(node, lambda now: node.machine.tick(now))
@@ -185,6 +193,30 @@ class Cluster:
     def report(self, node: Node, report: Report) -> None:
         """Have the node's agent report something."""
         self._feed(node, lambda now: node.machine.reported(report, now))
+
+    def seen(self, node: Node, epoch: int, *, stalled: bool) -> WorkersSeen:
+        """Return what the node's agent sees of its one worker: it stands still."""
+        rank = node.formed.members.index(node.me) if node.formed else 0
+        view = {
+            "rank": rank,
+            "local_rank": 0,
+            "step": 7,
+            "section": "step",
+            "part": "reduce",
+            "place": 9,
+            "lane": 0,
+            "idle_s": 2.5,
+            "limit_s": 2.0,
+            "state": "S",
+            **node.view,
+        }
+        return WorkersSeen(epoch=epoch, stalled=stalled, workers=(WorkerView(**view),))
+
+    def stand_still(self) -> None:
+        """Have all agents that run report that their workers make no progress."""
+        for node in self.up:
+            if node.working is not None and not node.paused:
+                self.report(node, self.seen(node, node.working, stalled=True))
 
     def fail_worker(
         self, node: Node, kind: Kind = Kind.KILLED, detail: str = "SIGKILL", **report: int
@@ -495,6 +527,8 @@ class Cluster:
                     self._later(node, epoch, WORKERS_START_S, WorkersRunning(epoch=epoch, step=1))
             case EpochAborted():
                 node.working = None
+            case ShowWorkers(epoch=epoch):
+                self._later(node, epoch, WORKERS_SHOW_S, self.seen(node, epoch, stalled=False))
             case AskWorkers(epoch=epoch, request=request) if request & (
                 Request.STOP | Request.GROW
             ):

@@ -25,12 +25,15 @@ from elastic_trainer.agent.notices import (
     NodeLeaving,
     Notice,
     Report,
+    ShowWorkers,
     StopAsked,
     WorkersEnded,
     WorkersFailed,
     WorkersReady,
     WorkersRunning,
+    WorkersSeen,
 )
+from elastic_trainer.agent.procfs import state_of
 from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.waker import Waker
@@ -136,6 +139,7 @@ class Bench:
             workers=self.num_workers,
             scratch=scratch,
             log_dir=self.tmp_path / "logs" / "0" / me.node,
+            stacks_dir=self.tmp_path / "stacks",
             max_restarts=3,
             hang_ceiling_s=60.0,
             start_ceiling_s=60.0,
@@ -336,12 +340,16 @@ def test_a_consequence_alone_is_reported_soon(bench: Bench) -> None:
 
 
 def test_a_hang_is_a_failure(bench: Bench) -> None:
-    bench.config["hang_ceiling_s"] = 0.3
+    bench.config |= {"hang_ceiling_s": 0.3, "blame_s": 0.2}
     bench.env |= {"CHILD_ACT_0": "train", "CHILD_ACT_1": "stall 20"}
 
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         m.expect(WorkersRunning)
+        seen = m.expect(WorkersSeen)
+        assert seen.stalled
+        assert [view.idle_s > view.limit_s for view in seen.workers] == [False, True]
+        assert [view.rank for view in seen.workers] == [0, 1]
         failed = m.expect(WorkersFailed)
         assert isinstance(failed, WorkersFailed)
         assert (failed.local_rank, failed.step) == (1, 20)
@@ -351,6 +359,37 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
     _, _, events = bench.run(script)
     (hung,) = named(events, "worker.hung")
     assert (hung.fields["local_rank"], hung.fields["section"]) == (1, "step")
+    (stalled,) = named(events, "worker.stalled")
+    assert (stalled.fields["local_rank"], stalled.fields["part"]) == (1, "other")
+
+
+def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(3, OTHER, ME))
+        m.expect(WorkersRunning)
+        pids = {rank: report["pid"] for rank, report in bench.reports().items()}
+        os.kill(pids[3], signal.SIGSTOP)
+        t.until(lambda: state_of(pids[3]) == "T", "not stopped")
+        m.say(ShowWorkers(epoch=3))
+        seen = m.expect(WorkersSeen)
+        assert not seen.stalled
+        m.say(EpochAborted(epoch=3, reason="hang", victims=(), stacks=True))
+        t.until(lambda: all(t.gone(pid) for pid in pids.values()), "not killed")
+
+    _, _, events = bench.run(script)
+    (dumped,) = named(events, "stacks.dumped")
+    assert dumped.epoch == 3
+    assert dumped.fields["seconds"] < 1.0
+    folder = Path(dumped.fields["folder"])
+    assert folder == bench.tmp_path / "stacks" / "3"
+    runs, stopped = ((folder / f"rank{rank}.txt").read_text() for rank in (2, 3))
+    assert "_train" in runs
+    assert "stacks, from the worker itself" in runs
+    assert "State T (stopped)" in stopped
+    assert "from the worker itself" not in stopped
+    assert list(bench.tmp_path.rglob("*.stacks")) == []
 
 
 def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> None:

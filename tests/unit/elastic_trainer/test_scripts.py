@@ -118,6 +118,7 @@ def run(
             workers=2,
             scratch=tmp_path / "scratch",
             log_dir=tmp_path / "logs",
+            stacks_dir=tmp_path / "stacks",
             max_restarts=3,
             hang_ceiling_s=30.0,
             start_ceiling_s=30.0,

@@ -111,8 +111,8 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert report["cwd"] == str(tmp_path)
     assert report["argv"] == [CHILD]
     log = tmp_path / "logs" / "0.log"
-    # Input empty, output in the log, and none of the zygote's own descriptors.
-    assert set(report["fds"]) == {os.devnull, str(log)}
+    # Input empty, output in the log, stacks, and none of the zygote's own descriptors.
+    assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
     assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
     header, said = log.read_text().splitlines()
     assert header == f"--- epoch 3 rank 0 local_rank 0 pid {started.pid} forked ---"

@@ -1,0 +1,99 @@
+"""The coordinator when the job stands still: it asks all nodes, and blames one worker. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC
+
+from elastic_trainer.agent.effects import Conn, Context, Send
+from elastic_trainer.agent.inquest import ANSWER_S, SILENT_BEATS, Inquest
+from elastic_trainer.agent.judge import BUSY, Judge
+from elastic_trainer.agent.messages import Message, Show
+from elastic_trainer.agent.notices import ShowWorkers, WorkersSeen
+from elastic_trainer.agent.peers import Peer
+from elastic_trainer.agent.roles import Turn
+
+
+class Inquiry(Judge, ABC):
+    """What follows when a node's workers make no progress.
+
+    Args:
+        ctx: shared with the roles before.
+        expected: see Watch.
+    """
+
+    def __init__(self, ctx: Context, expected: dict[Conn, str] | None) -> None:
+        super().__init__(ctx, expected)
+        self.inquest = Inquest()
+
+    def send_members(self, message: Message) -> None:
+        """Send to every connected agent that runs workers."""
+        conns = self.peers.conns(self.members)
+        if conns:
+            self.ctx.outbox.append(Send(conns, message))
+
+    def seen(self, peer: Peer, report: WorkersSeen) -> Turn | None:
+        """A node's workers stand still: ask all nodes whom they wait for."""
+        ctx, inquest = self.ctx, self.inquest
+        if self.phase not in BUSY or report.epoch != ctx.epoch:
+            return None
+        if inquest.asked is None:
+            if not (report.stalled and inquest.due(ctx.now)):
+                return None
+            inquest.open(ctx.now)
+            ctx.after("inquest", ANSWER_S)
+            self.send_members(Show(epoch=ctx.epoch))
+            if ctx.me.agent_id in self.members:
+                ctx.tell(ShowWorkers(epoch=ctx.epoch))
+        inquest.heard(peer.member.agent_id, peer.member.node, report)
+        if inquest.num_heard >= len(self.members) and not inquest.missing(self.members):
+            self._conclude()
+        return None if self.phase in BUSY else self.advance()
+
+    def timer(self, name: str) -> Turn | None:
+        """Judge by what was heard in time."""
+        return self._inquest_over() if name == "inquest" else super().timer(name)
+
+    def _conclude(self) -> None:
+        """Blame one worker, or leave it to what the nodes see next."""
+        complete = not self.inquest.missing(self.members)
+        found = self.inquest.blame(complete=complete)
+        self.inquest.close(self.ctx.now)
+        self.ctx.timers.pop("inquest", None)
+        if found is None:
+            return
+        blamed, report = found
+        self.ctx.log(
+            "worker.hung",
+            member=blamed.node,
+            worker_rank=blamed.view.rank,
+            section=blamed.view.section,
+            part=blamed.view.part,
+            idle_s=round(blamed.view.idle_s, 3),
+            state=blamed.view.state,
+            detail=blamed.detail,
+        )
+        self.failed_reports.append((blamed.node, report))
+        victims = (blamed.node,) if blamed.node else ()
+        self.end_epoch(f"hang: {blamed.detail}", victims, stacks=True)
+
+    def _inquest_over(self) -> Turn | None:
+        """Count an agent that neither answers nor beats as dead; judge when all others have."""
+        ctx, inquest = self.ctx, self.inquest
+        if inquest.asked is None or self.phase not in BUSY:
+            return None
+        patience_s = SILENT_BEATS * ctx.settings.heartbeat_s
+        for agent_id in inquest.missing(self.members):
+            peer = self.peers.get(agent_id)
+            if peer is None or peer.conn is None or peer.heard > inquest.asked:
+                continue
+            silent_s = ctx.now - peer.heard
+            if silent_s <= patience_s:  # its next beat would have to come by then
+                ctx.after("inquest", patience_s - silent_s + 0.01)
+                return None
+            ctx.close(peer.conn)
+            reason = f"silent for {silent_s:.1f} s while the others waited for it"
+            if turn := self.lost(peer, reason):
+                return turn
+        if self.phase in BUSY:
+            self._conclude()
+        return self.advance()

@@ -1,0 +1,120 @@
+"""The agent's eyes on its workers: readings of heartbeats and processes for the hang watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_trainer.agent.hang import HangWatch, Standing
+from elastic_trainer.agent.notices import WorkersSeen, WorkerView
+from elastic_trainer.agent.procfs import shares_of, state_of
+from elastic_trainer.agent.settings import AgentConfig
+from elastic_trainer.agent.workers import Workers
+
+LEARN_S = 1.0
+"""Between two looks at the histograms."""
+AGAIN_S = 0.5
+"""Between two reports of the same standstill."""
+SUSPECT_S = 0.5
+"""Without progress for so long, a worker's process is looked at."""
+LATE_S = 0.15
+"""Later than that after its tick, the agent itself was held up: nothing was to be seen then."""
+
+
+class Lookout:
+    """Looks at the workers of one epoch; make a new one for the next.
+
+    Args:
+        config: of the agent.
+        workers: of this node.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: AgentConfig, workers: Workers, clock: Callable[[], float]) -> None:
+        self._config, self._workers, self._clock = config, workers, clock
+        self._watch = HangWatch(
+            hang_ceiling_s=config.hang_ceiling_s,
+            start_ceiling_s=config.start_ceiling_s,
+            hang_floor_s=config.hang_floor_s,
+            only_beating=not config.watch_all,
+        )
+        self._looked = clock()
+        self._paused_s = 0.0
+        self._learned = self._told = float("-inf")
+        self._standing: list[Standing] = []
+        self._hung: dict[int, int] = {}
+
+    def look(self) -> list[Standing]:
+        """Read the heartbeats and return how each worker stands."""
+        now = self._clock()
+        late_s = now - self._looked - self._config.tick_s
+        self._looked = now
+        if late_s > LATE_S:
+            self._paused_s += late_s
+        own_now = now - self._paused_s
+        pids = {local: found.pid for local, found in self._workers.processes().items()}
+        before = {standing.local_rank: standing.idle_s for standing in self._standing}
+        self._standing = self._watch.observe(
+            own_now,
+            self._workers.beats(),
+            held={local: shares_of(pid).held_s for local, pid in pids.items()},
+            states={
+                local: state_of(pid)
+                for local, pid in pids.items()
+                if before.get(local, 0.0) > SUSPECT_S
+            },
+        )
+        if now - self._learned >= LEARN_S:
+            self._learned = now
+            self._watch.learn(own_now, self._workers.paces())
+        return self._standing
+
+    def stalled(self) -> bool:
+        """Whether a worker hangs, or waits for one that does; true once in a while only."""
+        if not any(standing.hangs for standing in self._standing):
+            return False
+        now = self._clock()
+        if now - self._told < AGAIN_S:
+            return False
+        self._told = now
+        return True
+
+    def newly_hung(self) -> list[Standing]:
+        """Return those that hang, or wait for one that does, once for each standstill."""
+        now_hung = {s.local_rank: s for s in self._standing if s.hangs}
+        new = [s for local, s in now_hung.items() if self._hung.get(local) != s.beat.counter]
+        self._hung = {local: s.beat.counter for local, s in now_hung.items()}
+        return new
+
+    def overdue(self) -> Standing | None:
+        """Return the worker that no coordinator has acted upon though it is past its ceiling."""
+        over = [
+            standing
+            for standing in self._standing
+            if standing.idle_s > standing.ceiling_s + self._config.blame_s
+        ]
+        return max(over, key=lambda standing: standing.idle_s, default=None)
+
+    def seen(self, epoch: int, *, stalled: bool, committed: int | None) -> WorkersSeen:
+        """Return the report of what `look` saw last."""
+        ranks = {local: found.rank for local, found in self._workers.processes().items()}
+        return WorkersSeen(
+            epoch=epoch,
+            stalled=stalled,
+            committed=committed,
+            workers=tuple(
+                WorkerView(
+                    rank=ranks[standing.local_rank],
+                    local_rank=standing.local_rank,
+                    step=standing.beat.step,
+                    section=standing.beat.section.name.lower(),
+                    part=standing.beat.part.name.lower(),
+                    place=standing.beat.place,
+                    lane=standing.beat.lane,
+                    idle_s=standing.idle_s,
+                    limit_s=standing.limit_s,
+                    state=standing.state,
+                )
+                for standing in self._standing
+                if standing.local_rank in ranks
+            ),
+        )

@@ -1,0 +1,117 @@
+"""Jobs that stand still: whom the coordinator blames, and how soon; in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from membership_sim import Cluster, Node
+from test_membership import coordinator, others, started
+
+from elastic_trainer.agent.notices import EpochAborted
+from elastic_trainer.failures import Kind
+
+
+def stand_still_until(cluster: Cluster, reached, *, within: float) -> float:
+    """Report the standstill every half second, as agents do."""
+    begin = cluster.now
+    while not reached():
+        assert cluster.now - begin < within, cluster.describe()
+        cluster.stand_still()
+        cluster.run(cluster.now + 0.5, stop=reached)
+    return cluster.now - begin
+
+
+def aborted(node: Node) -> EpochAborted:
+    (found,) = [notice for notice in node.notices if isinstance(notice, EpochAborted)]
+    return found
+
+
+def over(cluster: Cluster):
+    return lambda: max(cluster.published) > 1 and cluster.settled()
+
+
+def test_the_worker_that_does_not_wait_is_blamed_and_stacks_come_first() -> None:
+    cluster = started(4)
+    culprit = others(cluster)[1]
+    culprit.view = {"part": "data", "place": 3, "state": "R"}
+    assert stand_still_until(cluster, over(cluster), within=1.0) < 0.3
+    for node in cluster.up:
+        notice = aborted(node)
+        assert notice.stacks
+        assert notice.victims == (culprit.me.node,)
+    (entry,) = [past for _, past in coordinator(cluster).machine.ctx.history.entries]
+    assert (entry.node, entry.kind, entry.step) == (culprit.me.node, Kind.HANG, 7)
+    hung = [f for n in cluster.up for _, e, f in n.events if e == "worker.hung"]
+    assert [event["member"] for event in hung] == [culprit.me.node]
+
+
+def test_nobody_is_blamed_while_the_one_they_wait_for_may_be_at_work() -> None:
+    cluster = started(4)
+    saving = others(cluster)[0]
+    saving.view = {"section": "saving", "part": "other", "place": 0, "limit_s": 1800.0}
+    for _ in range(20):
+        cluster.stand_still()
+        cluster.run(cluster.now + 0.5)
+    assert max(cluster.published) == 1
+    saving.view["idle_s"] = 1801.0
+    stand_still_until(cluster, over(cluster), within=1.0)
+    assert aborted(saving).victims == (saving.me.node,)
+
+
+def test_when_nobody_stands_out_the_job_restarts_without_blame() -> None:
+    cluster = started(4)
+    stand_still_until(cluster, over(cluster), within=1.0)
+    assert aborted(cluster.up[0]).victims == ()
+    (entry,) = [past for _, past in coordinator(cluster).machine.ctx.history.entries]
+    assert (entry.node, entry.kind) == (None, Kind.HANG)
+
+
+@pytest.mark.parametrize("late_first", [False, True])
+@pytest.mark.parametrize("nodes", [3, 4, 16])
+def test_a_stopped_node_is_left_out_in_a_second_and_comes_back(
+    nodes: int, late_first: bool
+) -> None:
+    cluster = started(nodes)
+    stopped = others(cluster)[-1]
+    cluster.pause(stopped)
+    cluster.run(cluster.now + 2.0)
+    left = [n for n in cluster.up if n is not stopped]
+
+    def without_it() -> bool:
+        return all(n.formed and len(n.formed.members) == nodes - 1 for n in left)
+
+    assert stand_still_until(cluster, without_it, within=2.0) < 0.7
+    cluster.run(cluster.now + 5.0)
+    cluster.resume(stopped, late_first=late_first)
+    assert cluster.run_until(cluster.settled, within=20.0) < 2.0
+    assert len(cluster.up) == nodes
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 3.0, 10.0, 60.0])
+@pytest.mark.parametrize("nodes", [3, 4, 16])
+def test_a_stopped_coordinator_is_succeeded_and_comes_back(nodes: int, pause_s: float) -> None:
+    cluster = started(nodes)
+    stopped = coordinator(cluster)
+    cluster.pause(stopped)
+    cluster.run(cluster.now + 2.0)
+    left = [n for n in cluster.up if n is not stopped]
+
+    def without_it() -> bool:
+        return all(n.formed and len(n.formed.members) == nodes - 1 for n in left)
+
+    assert stand_still_until(cluster, without_it, within=5.0) < 1.6
+    cluster.run(cluster.now + pause_s)
+    cluster.resume(stopped)
+    assert cluster.run_until(cluster.settled, within=30.0) < 3.0
+    assert len(cluster.up) == nodes
+
+
+def test_a_node_that_beats_but_does_not_answer_is_not_taken_for_dead() -> None:
+    """Its agent's loop may wait for storage; its peers' thread never does."""
+    cluster = started(4)
+    mute = others(cluster)[0]
+    mute.working = None  # nobody answers `ShowWorkers`
+    for _ in range(20):
+        cluster.stand_still()
+        cluster.run(cluster.now + 0.5)
+    assert max(cluster.published) == 1
+    assert len(cluster.up) == 4
