@@ -102,7 +102,7 @@ class Progress:
     def _take(self, event: Event) -> None:  # noqa: C901  one flat table of cases
         fields = event.fields
         match event.event:
-            case "step.completed" | "script.progress":
+            case "step.completed" | "step.skipped" | "script.progress":
                 self._take_step(event)
             case "epoch.formed":
                 self._take_epoch(event)
@@ -141,7 +141,7 @@ class Progress:
         if event.step is None or (event.epoch or 0) < self.epoch or not newer:
             return
         self.step, self.state = event.step, "training"
-        loss = event.fields.get("loss")
+        loss = None if event.event == "step.skipped" else event.fields.get("loss")
         self.loss = float(loss) if isinstance(loss, int | float) else self.loss
         if tokens := event.fields.get("tokens"):
             self._rate.append((event.t_unix, int(tokens)))

@@ -32,7 +32,9 @@ def summarise(
     - `wall_s`: time between `run.started` and `run.ended` (or the last event),
       summed over the attempts; the time in between, when nothing ran, is left out.
     - `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
-      that had been committed, in memory or storage: 0 unless state was lost or damaged.
+      that had been committed, in memory or storage: 0 unless state was lost or damaged, or the
+      group went back for wrong numbers.
+    - `steps_skipped`: of the steps that count, those whose batch was used up without an update.
     - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
       counts once, with its last execution; start-up, pauses and saves do not count.
     - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
@@ -72,7 +74,8 @@ def summarise(
         "steps_asked": _steps_asked(config),
         "steps_redone": executed - len(counted),
         "committed_steps_redone": committed_steps_redone(events, spans),
-        "final_loss": counted[-1].loss if counted else None,
+        "steps_skipped": sum(done.skipped for done in counted),
+        "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": layout_ranges(spans, counted),
         "failures": [_failure(failure, origin) for failure in failures],
         "growths": growths(spans, failures),

@@ -16,7 +16,7 @@ from elastic_trainer.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """One `step.completed`, of the lowest rank that reported it."""
+    """One `step.completed` or `step.skipped`, of the lowest rank that reported it."""
 
     step: int
     epoch: int
@@ -24,6 +24,8 @@ class StepDone:
     loss: float | None
     tokens: int
     step_s: float | None
+    skipped: bool = False
+    """Its batch was used up without an update; then it has no loss."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +69,7 @@ def worker_rank(event: Event) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
-_TELLING = ("epoch.formed", "trainer.started", "step.completed", "script.progress")
+_TELLING = ("epoch.formed", "trainer.started", "step.completed", "step.skipped", "script.progress")
 
 
 def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) -> list[EpochSpan]:
@@ -119,7 +121,9 @@ def _fill_started(span: EpochSpan, event: Event) -> None:
 
 
 def _step_done(event: Event, epoch: int, step: int) -> StepDone:
-    loss, step_s = event.fields.get("loss"), event.fields.get("step_s")
+    skipped = event.event == "step.skipped"
+    loss = None if skipped else event.fields.get("loss")
+    step_s = event.fields.get("step_s")
     return StepDone(
         step=step,
         epoch=epoch,
@@ -127,6 +131,7 @@ def _step_done(event: Event, epoch: int, step: int) -> StepDone:
         loss=float(loss) if isinstance(loss, int | float) else None,
         tokens=int(event.fields.get("tokens") or 0),
         step_s=float(step_s) if isinstance(step_s, int | float) else None,
+        skipped=skipped,
     )
 
 

@@ -305,7 +305,8 @@ def test_the_node_that_computes_wrong_is_put_out_and_the_job_goes_on(tmp_path, m
 @pytest.mark.timeout(150)
 def test_agents_carry_a_rollback(tmp_path, monkeypatch):
     sets = ("numbers.non_finite=rollback", "numbers.rollback_steps=2", "layout.dp_replicate=1")
-    run, _ = run_with(tmp_path, monkeypatch, "nan@11", *sets, "cluster.nodes=2")
+    run, summary = run_with(tmp_path, monkeypatch, "nan@11", *sets, "cluster.nodes=2")
+    assert (summary["steps"], summary["steps_skipped"]) == (24, 2)
     [rollback] = run.events("numbers.rollback")
     assert (rollback.fields["back_to"], rollback.fields["skipped"]) == (9, [10, 11])
     assert [e.fields["reason"] for e in run.events("epoch.formed")][1:] == ["workers left"]

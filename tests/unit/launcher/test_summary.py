@@ -37,6 +37,16 @@ def test_an_undisturbed_run():
     ]
 
 
+def test_skipped_steps_count_but_have_no_loss():
+    stream = Stream().start().form(NODES, resume=0).steps(19)
+    stream.add("step.skipped", epoch=1, step=20, rank=0, loss="nan", tokens=512, step_s=0.09)
+    stream.add("step.skipped", epoch=1, step=21, rank=0, reason="passed over")
+    summary = summarise(stream.end().events, code=0)
+    assert (summary["steps"], summary["steps_skipped"]) == (21, 2)
+    assert summary["final_loss"] == timeline.lineage(timeline.epochs(stream.events))[18].loss
+    assert summary["tokens"] == 20 * 512
+
+
 def test_failures_of_the_storm():
     summary = summarise(
         storm().events, audit=LedgerAudit(120, lost=0, repeated=2, steps_redone=2), code=0
