@@ -51,6 +51,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "elastic": Key(True, "the new run's own"),
     "numbers": Key(True, "the new run's own"),
     "network": Key(True, "the new run's own"),
+    "command": Key(True, "the script decides what it reads"),
 }
 """Key -> may it change. The longest key that fits counts."""
 

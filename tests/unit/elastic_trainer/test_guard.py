@@ -14,7 +14,8 @@ from elastic_trainer.agent.board import BoardState, Commit, update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.anomalies import FINE, Action, Record, Skip, Void
 from elastic_trainer.checkpoint.collective import StepFailedError
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -144,34 +145,33 @@ def test_the_baseline_is_saved_with_the_state_and_restored(tmp_path):
 
 
 def test_a_checkpoint_without_a_baseline_begins_a_new_one(tmp_path):
-    save(tmp_path, 12, keeps=None)
+    save(tmp_path, 12, keeps={})
     guard = restored(tmp_path, guard_of(tmp_path))
     assert guard.keeps[RECENT].isnan().all()
 
 
-def manager(root, keeps, epoch=1):
-    events = EventLog(root, "manager")
-    return CheckpointManager(
-        config_of(root), FileBoard(root / "board"), events, epoch, torch.device("cpu"), keeps=keeps
-    )
-
-
-def model_and_optimizer():
+def manager(root, keeps):
     model = nn.Linear(2, 2)
-    return model, torch.optim.AdamW(model.parameters())
+    return CheckpointManager(
+        Keeping.of(config_of(root), epoch=1, layout=ParallelLayout()),
+        FileBoard(root / "board"),
+        EventLog(root, "manager"),
+        torch.device("cpu"),
+        state=TrainingState(model, torch.optim.AdamW(model.parameters()), keeps),
+    )
 
 
 def save(root, step, *, keeps):
     update(FileBoard(root / "board"), lambda _: BoardState(epoch=1))
     made = manager(root, keeps)
-    assert made.save(*model_and_optimizer(), step, wait=True)
+    assert made.save(step, wait=True)
     made.close()
 
 
 def restored(root, guard):
     """Put the guard's tensors through a restore of the newest checkpoint."""
     made = manager(root, guard.keeps)
-    assert made.restore(*model_and_optimizer()) == 12
+    assert made.restore() == 12
     guard.restored(made.record)
     made.close()
     return guard
