@@ -104,6 +104,8 @@ class ElasticSection:
     """A worker without progress for this long is taken to hang."""
     hang_floor_s: float = 2.0
     """Shorter limits than that are never learned from what is usual."""
+    straggler: str = "report"
+    """What follows when a rank is slower than its peers: off, report, or swap its node."""
     start_ceiling_s: float = 1800.0
     """The same until the second step of an epoch is done (imports, restore, compile)."""
     join_timeout_s: float = 600.0

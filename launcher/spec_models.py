@@ -303,6 +303,10 @@ class Checkpoint(Section):
     )
 
 
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
+
+
 class Elastic(Section):
     """How the job lives with failures."""
 
@@ -332,6 +336,9 @@ class Elastic(Section):
     )
     hang_floor_s: Seconds = Field(
         2.0, description="Below it no shorter limit is learned from what is usual in the run."
+    )
+    straggler: Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)] = Field(
+        "report", description="A rank slower than its peers: off, report, or swap for a spare."
     )
     start_ceiling_s: Seconds = Field(
         1800.0, description="The same until the second step of an epoch is done."

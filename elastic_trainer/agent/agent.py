@@ -427,6 +427,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):
             self._now_running(epoch)
         epoch.lookout.look()
+        if (paced := epoch.lookout.paced(epoch.formed.epoch)) is not None:
+            self._membership.report(paced)
         if epoch.lookout.stalled():
             self._show(epoch, stalled=True)
         if (worst := epoch.lookout.overdue()) is not None:  # nobody blames anybody

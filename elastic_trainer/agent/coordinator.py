@@ -25,6 +25,7 @@ from elastic_trainer.agent.notices import (
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersPaced,
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
@@ -202,8 +203,8 @@ class Coordinator(Inquiry):
             case WorkersFailed(epoch=epoch) if epoch == self.ctx.epoch:
                 self.failed_reports.append((peer.member.node, report))
                 self.settle(report)
-            case WorkersSeen():
-                return self.seen(peer, report)
+            case WorkersSeen() | WorkersPaced():
+                return self.looked(peer, report)
             case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
                 self._ended[agent_id] = report
                 return self._all_ended()
@@ -339,7 +340,7 @@ class Coordinator(Inquiry):
             self.phase = "idle"
             return self.advance()
         current = set(self.members or ctx.everyone.ids)
-        members = choose_members(pool, current, size)
+        members = choose_members(pool, current, size, self.slow)
         self.members = tuple(m.agent_id for m in members)
         chosen = set(self.members)
         spares = tuple(m for m in pool if m.agent_id not in chosen)
@@ -380,6 +381,10 @@ class Coordinator(Inquiry):
         self.send_members(Ask(epoch=ctx.epoch, request=int(request)))
         if ctx.me.agent_id in self.members:
             ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
+
+    def swap(self) -> None:
+        """Have all leave at the next boundary: the next epoch takes slow nodes last."""
+        self._ask_all(Request.GROW)
 
     def stop(self, code: int, reason: str) -> Turn | None:
         """End the job: first on the board, for a deposed coordinator ends nothing."""

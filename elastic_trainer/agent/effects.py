@@ -21,6 +21,7 @@ from elastic_trainer.agent.notices import (
     Notice,
     Report,
     StopAsked,
+    WorkersPaced,
     WorkersReady,
     WorkersSeen,
 )
@@ -126,6 +127,8 @@ class Settings:
     no_progress: int = 3
     window_s: float = 86400.0
     node_failures: int = 2
+    straggler: str = "report"
+    """`off`, `report`, or `swap`: a slow rank's node gives its place to a spare."""
 
     @property
     def limits(self) -> Limits:
@@ -213,7 +216,7 @@ class Context:
         """Keep a report of the local agent for the coordinators to come."""
         if isinstance(report, WorkersReady):
             self.ready = True
-        elif not isinstance(report, WorkersSeen):  # said again as long as it holds
+        elif not isinstance(report, WorkersSeen | WorkersPaced):  # said again as long as it holds
             self.reports.append(report)
 
     @property

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 
 from elastic_trainer.agent.effects import Conn, Context, Send
 from elastic_trainer.agent.inquest import ANSWER_S, SILENT_BEATS, Inquest
 from elastic_trainer.agent.judge import BUSY, Judge
 from elastic_trainer.agent.messages import Message, Show
-from elastic_trainer.agent.notices import ShowWorkers, WorkersSeen
+from elastic_trainer.agent.notices import ShowWorkers, WorkersPaced, WorkersSeen
 from elastic_trainer.agent.peers import Peer
 from elastic_trainer.agent.roles import Turn
+from elastic_trainer.agent.stragglers import Stragglers
 
 
 class Inquiry(Judge, ABC):
@@ -24,12 +25,22 @@ class Inquiry(Judge, ABC):
     def __init__(self, ctx: Context, expected: dict[Conn, str] | None) -> None:
         super().__init__(ctx, expected)
         self.inquest = Inquest()
+        self.slow: set[str] = set()
+        """Nodes that gave their place to a spare."""
+        self._stragglers, self._compared = Stragglers(), 0
 
     def send_members(self, message: Message) -> None:
         """Send to every connected agent that runs workers."""
         conns = self.peers.conns(self.members)
         if conns:
             self.ctx.outbox.append(Send(conns, message))
+
+    def looked(self, peer: Peer, report: WorkersSeen | WorkersPaced) -> Turn | None:
+        """Take what an agent sees of its workers that run."""
+        if isinstance(report, WorkersSeen):
+            return self.seen(peer, report)
+        self.paced(peer, report)
+        return None
 
     def seen(self, peer: Peer, report: WorkersSeen) -> Turn | None:
         """A node's workers stand still: ask all nodes whom they wait for."""
@@ -48,6 +59,41 @@ class Inquiry(Judge, ABC):
         if inquest.num_heard >= len(self.members) and not inquest.missing(self.members):
             self._conclude()
         return None if self.phase in BUSY else self.advance()
+
+    @abstractmethod
+    def swap(self) -> None:
+        """End the epoch at the next boundary, for one with other members."""
+
+    def paced(self, peer: Peer, report: WorkersPaced) -> None:
+        """Compare a node's ranks with their peers; swap a slow one where the job says so."""
+        ctx = self.ctx
+        if report.epoch != ctx.epoch or ctx.settings.straggler == "off":
+            return
+        if self._compared != ctx.epoch:
+            self._stragglers, self._compared = Stragglers(), ctx.epoch
+        for found in self._stragglers.take(peer.member.node, report.ranks):
+            swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
+            ctx.log(
+                "worker.slow",
+                member=found.node,
+                worker_rank=found.rank,
+                section=found.section,
+                ratio=found.ratio,
+                own_s=found.own_s,
+                swap=swap,
+            )
+            if swap:
+                self.slow.add(found.node)
+                self.swap()
+
+    def _has_better(self, node: str) -> bool:
+        """Whether a spare can take the place of `node` now."""
+        spares = (
+            member
+            for member in self.peers.able(self.ctx.barred)
+            if member.agent_id not in self.members and member.node not in self.slow
+        )
+        return self.phase == "running" and node not in self.slow and any(spares)
 
     def timer(self, name: str) -> Turn | None:
         """Judge by what was heard in time."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic_trainer.agent.hang import HangWatch, Standing
-from elastic_trainer.agent.notices import WorkersSeen, WorkerView
+from elastic_trainer.agent.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.procfs import shares_of, state_of
 from elastic_trainer.agent.settings import AgentConfig
+from elastic_trainer.agent.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers import Workers
+from elastic_trainer.heartbeat import Section
 
 LEARN_S = 1.0
 """Between two looks at the histograms."""
@@ -18,6 +20,8 @@ SUSPECT_S = 0.5
 """Without progress for so long, a worker's process is looked at."""
 LATE_S = 0.15
 """Later than that after its tick, the agent itself was held up: nothing was to be seen then."""
+
+_NONE: tuple[int, tuple[float, ...]] = (0, ())
 
 
 class Lookout:
@@ -42,6 +46,9 @@ class Lookout:
         self._learned = self._told = float("-inf")
         self._standing: list[Standing] = []
         self._hung: dict[int, int] = {}
+        self._paced = clock()
+        self._paces: dict[int, tuple[int, tuple[float, ...]]] = {}
+        """Local rank -> step and totals at the last report."""
 
     def look(self) -> list[Standing]:
         """Read the heartbeats and return how each worker stands."""
@@ -77,6 +84,32 @@ class Lookout:
             return False
         self._told = now
         return True
+
+    def paced(self, epoch: int) -> WorkersPaced | None:
+        """Return how fast the workers were lately; None most of the time."""
+        now = self._clock()
+        if now - self._paced < self._config.pace_s:
+            return None
+        self._paced = now
+        beats = {s.local_rank: s.beat for s in self._standing if s.beat.section is Section.STEP}
+        before, self._paces = (
+            self._paces,
+            {
+                local: (beats[local].step, pace.totals_s)
+                for local, pace in self._workers.paces().items()
+                if local in beats
+            },
+        )
+        ranks = []
+        for local, target in self._workers.processes().items():
+            (step, totals), (old_step, old) = (
+                self._paces.get(local, _NONE),
+                before.get(local, _NONE),
+            )
+            if old and totals and step > old_step:
+                own = tuple((totals[p] - old[p]) / (step - old_step) for p in OWN_PARTS)
+                ranks.append(RankPace(rank=target.rank, lane=beats[local].lane, own_s=own))
+        return WorkersPaced(epoch=epoch, ranks=tuple(ranks)) if ranks else None
 
     def newly_hung(self) -> list[Standing]:
         """Return those that hang, or wait for one that does, once for each standstill."""

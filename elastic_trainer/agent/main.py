@@ -232,6 +232,7 @@ def build_client(
         no_progress=elastic.no_progress,
         window_s=elastic.window_s,
         node_failures=elastic.node_failures,
+        straggler=elastic.straggler,
     )
 
     def log_event(event: str, epoch: int | None, fields: dict[str, Any]) -> None:

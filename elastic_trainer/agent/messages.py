@@ -14,10 +14,12 @@ from typing import Any, Final
 from elastic_trainer.agent.notices import (
     Member,
     NodeLeaving,
+    RankPace,
     Report,
     StopAsked,
     WorkersEnded,
     WorkersFailed,
+    WorkersPaced,
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
@@ -185,6 +187,7 @@ _REPORTS: Final[dict[str, Any]] = {
         WorkersEnded,
         WorkersRunning,
         WorkersSeen,
+        WorkersPaced,
         StopAsked,
         NodeLeaving,
     )
@@ -273,6 +276,10 @@ def untell(told: Told) -> Report:
             )
         elif told.kind == WorkersSeen.__name__:
             raw["workers"] = tuple(WorkerView(**view) for view in raw["workers"])
+        elif told.kind == WorkersPaced.__name__:
+            raw["ranks"] = tuple(
+                RankPace(**{**pace, "own_s": tuple(pace["own_s"])}) for pace in raw["ranks"]
+            )
         report: Report = _REPORTS[told.kind](**raw)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a report: {told!r} ({error})") from error

@@ -185,12 +185,31 @@ class WorkersSeen:
     """Newest step this node knows to be committed; None: its workers tell nothing of that."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPace:
+    """How long a rank's own work took it lately."""
+
+    rank: int
+    lane: int
+    own_s: tuple[float, ...]
+    """Seconds a step, by `stragglers.OWN_PARTS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersPaced:
+    """Agent: the pace of this node's workers in `epoch`, every now and then."""
+
+    epoch: int
+    ranks: tuple[RankPace, ...]
+
+
 Report = (
     WorkersReady
     | WorkersFailed
     | WorkersEnded
     | WorkersRunning
     | WorkersSeen
+    | WorkersPaced
     | StopAsked
     | NodeLeaving
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from elastic_trainer.agent.effects import Conn
@@ -127,13 +127,19 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
-def choose_members(pool: list[Member], current: set[str], size: int) -> tuple[Member, ...]:
+def choose_members(
+    pool: list[Member], current: set[str], size: int, slow: Collection[str] = ()
+) -> tuple[Member, ...]:
     """Choose `size` of `pool`: those of the last epoch first, then by name; in name order.
 
     Args:
         pool: who can run workers.
         current: agent ids of the last epoch.
         size: nodes of the rung.
+        slow: nodes that come last.
     """
-    ranked = sorted(pool, key=lambda m: (m.agent_id not in current, natural(m.node), m.agent_id))
+    ranked = sorted(
+        pool,
+        key=lambda m: (m.node in slow, m.agent_id not in current, natural(m.node), m.agent_id),
+    )
     return tuple(sorted(ranked[:size], key=lambda m: (natural(m.node), m.agent_id)))

@@ -48,6 +48,8 @@ class AgentConfig:
     """The workers' ROLE_NAME."""
     hang_floor_s: float = 2.0
     """Shortest limit that may be learned."""
+    pace_s: float = 10.0
+    """Between two reports of how long the workers' own work takes."""
     blame_s: float = 2.0
     """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
