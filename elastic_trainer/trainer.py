@@ -145,6 +145,7 @@ class Trainer:
             self.device,
             state=TrainingState(self.model, self.optimizer, self.guard.keeps),
             memory=self._memory(),
+            since_mono=self.who.since_mono,
         )
         restored = self.checkpoints.restore()
         if restored is None:

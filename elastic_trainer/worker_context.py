@@ -23,6 +23,8 @@ class WorkerContext:
     store: tuple[str, int]
     place: Place | None = None
     """Where this node keeps snapshots; None where it keeps none."""
+    since_mono: float | None = None
+    """When the agent started, by this machine's monotonic clock."""
 
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> WorkerContext:
@@ -38,4 +40,5 @@ class WorkerContext:
             heartbeat=Path(env["HOLDFAST_HEARTBEAT"]),
             store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             place=Place.from_environment(env),
+            since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
         )

@@ -70,6 +70,8 @@ class Commit:
     dir: str
     """Directory name under the checkpoint directory."""
     manifest_sha256: str
+    t_unix: float | None = None
+    """When it was made, by its writer's clock; None: by an older version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -83,6 +84,7 @@ def run(options: Options) -> int:
         env = base_environment(
             os.environ, workers=options.workers, address=address, run_dir=options.run_dir
         )
+        env["HOLDFAST_SINCE"] = str(time.monotonic())
         env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
         # First of all: it imports while this process does.
         workers = Workers(options.task, env=env)

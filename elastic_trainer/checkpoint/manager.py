@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.board import Board, Commit
+from elastic_trainer.agent.board import Board, BoardState, Commit
 from elastic_trainer.anomalies import Record
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
@@ -21,6 +22,7 @@ from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
+from elastic_trainer.checkpoint.overdue import unsaved_s
 from elastic_trainer.checkpoint.restore import agreed_board, restore, restore_from
 from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
 from elastic_trainer.checkpoint.state import Stager
@@ -95,6 +97,7 @@ class CheckpointManager:
         device: of the model, on which ranks agree through the default group.
         state: what is kept.
         memory: the memory tier; None for storage only.
+        since_mono: when this node's agent started; None: unknown.
         at: write points for fault injection.
 
     Raises:
@@ -111,6 +114,7 @@ class CheckpointManager:
         state: State,
         memory: MemoryTier | None = None,
         at: WritePoint = lambda _: None,
+        since_mono: float | None = None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keeping, self._board, self._events = keeping, board, events
@@ -127,6 +131,7 @@ class CheckpointManager:
         self._broken = False
         self._closed = False
         self._last_due_mono: float | None = None
+        self._since_mono = since_mono
         self.memory = memory
         self._state = state
         self.record = Record()
@@ -248,16 +253,26 @@ class CheckpointManager:
     def due(self, step: int, now_mono: float) -> bool:
         """Return whether a save is due after `step`. Rank 0 asks and tells the others.
 
-        The first call starts the clock of `every_s`.
+        The clock of `every_s` goes on from the epochs before (`overdue.py`).
         """
         section = self._keeping.section
         if self._last_due_mono is None:
-            self._last_due_mono = now_mono
+            self._last_due_mono = now_mono - self._unsaved_s(now_mono)
         by_steps = section.every_steps is not None and step % section.every_steps == 0
         by_time = section.every_s is not None and now_mono - self._last_due_mono >= section.every_s
         if by_steps or by_time:
             self._last_due_mono = now_mono
         return by_steps or by_time
+
+    def _unsaved_s(self, now_mono: float) -> float:
+        committed_unix = None
+        with contextlib.suppress(OSError, ValueError):  # no answer: a save will say so
+            found = self._board.get_state()
+            commits = BoardState.decode(found[0]).commits if found else ()
+            committed_unix = commits[-1].t_unix if commits else None
+        return unsaved_s(
+            time.time(), now_mono, committed_unix=committed_unix, since_mono=self._since_mono
+        )
 
     def save(self, step: int, *, wait: bool) -> bool:
         """Save the state after `step`; collective.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,13 @@ def _commit(
     manifest = dataclasses.replace(request.manifest, files=files)
     digest = storage.write_manifest(name, manifest)
     at("manifest")
-    commit = Commit(epoch=manifest.epoch, step=manifest.step, dir=name, manifest_sha256=digest)
+    commit = Commit(
+        epoch=manifest.epoch,
+        step=manifest.step,
+        dir=name,
+        manifest_sha256=digest,
+        t_unix=round(time.time(), 3),
+    )
     state = _swap(board, commit, request.keep)
     at("committed")
     with contextlib.suppress(OSError):  # housekeeping; the next commit tries again

@@ -44,7 +44,16 @@ class Run:
     """A one-rank run in a directory."""
 
     def __init__(
-        self, root, *, board=None, at=lambda _: None, width=3, batch=12, start=None, **checkpoint
+        self,
+        root,
+        *,
+        board=None,
+        at=lambda _: None,
+        width=3,
+        batch=12,
+        start=None,
+        since=None,
+        **checkpoint,
     ):
         torch.manual_seed(0)
         self.root = root
@@ -76,6 +85,7 @@ class Run:
             CPU,
             state=TrainingState(self.model, self.optimizer),
             at=at,
+            since_mono=since,
         )
 
     def step(self):
@@ -123,9 +133,9 @@ def test_nothing_to_restore_is_step_zero(tmp_path):
 def start_of(run):
     """The newest checkpoint of `run` as the start of another."""
     commit = BoardState.decode(run.board.get_state()[0]).commits[-1]
-    return StartFrom(
-        run=str(run.root), checkpoints=str(run.root / "checkpoints"), **dataclasses.asdict(commit)
-    )
+    fields = dataclasses.asdict(commit)
+    del fields["t_unix"]
+    return StartFrom(run=str(run.root), checkpoints=str(run.root / "checkpoints"), **fields)
 
 
 def test_a_run_starts_from_another_ones_checkpoint_and_then_from_its_own(tmp_path):
@@ -189,7 +199,7 @@ def test_torch_reads_our_checkpoints(tmp_path):
 
 def test_due_by_steps_and_by_seconds(tmp_path):
     manager = Run(tmp_path, every_s=60.0, every_steps=10).manager
-    assert not manager.due(1, 100.0)  # starts the clock
+    assert not manager.due(1, 100.0)  # starts the clock: nobody knows since when
     assert not manager.due(2, 159.0)
     assert manager.due(3, 160.0)
     assert not manager.due(4, 161.0)
@@ -198,6 +208,18 @@ def test_due_by_steps_and_by_seconds(tmp_path):
     assert manager.due(12, 230.0)
     never = Run(tmp_path).manager
     assert not any(never.due(step, 1e9 * step) for step in range(1, 9))
+
+
+def test_the_clock_goes_on_over_epochs_that_end_before_a_save_is_due(tmp_path):
+    first = Run(tmp_path, every_s=60.0, since=100.0)
+    assert not first.manager.due(1, 159.0)
+    assert first.manager.due(2, 160.0)
+    first.step()
+    assert first.save(3)
+    (commit,) = BoardState.decode(first.board.get_state()[0]).commits
+    assert commit.t_unix == pytest.approx(time.time(), abs=60.0)
+    second = Run(tmp_path, every_s=3600.0, since=100.0)
+    assert not second.manager.due(4, 1e6)  # saved a moment ago, whenever the agent began
 
 
 def test_poll_tells_of_a_commit_once(tmp_path):
