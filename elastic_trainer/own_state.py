@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.api_errors import ApiError
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.command import UNKNOWN_STEPS
-from elastic_trainer.config import (
-    CheckpointSection,
-    DataSection,
-    ElasticSection,
-    TrainConfig,
-    TrainSection,
-)
+from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.heartbeat import Request
-from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
 
 _LOOK_BYTES = 65536
 """Of each plain tensor, to see that all ranks hold the same."""
-_NO_MODEL = ModelShape(num_layers=1, dim=2, num_heads=1, num_kv_heads=1, ffn_dim=1, vocab_size=1)
-
-
-class _Named(nn.Module):
-    """A model with the script's own tensors beside it, under the names of both."""
-
-    def __init__(self, model: nn.Module, extra: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self._pair = (model, dict(extra))  # in a tuple: no submodule, so no other names
-
-    def state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        model, extra = self._pair
-        return {**model.state_dict(), **{f"extra.{name}": value for name, value in extra.items()}}
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._pair[0].named_parameters(*args, **kwargs)
 
 
 class OwnState:
@@ -69,7 +45,7 @@ class OwnState:
         self.run_dir = Path(env["HOLDFAST_RECORD_DIR"])
         self._env, self._layout, self._rank = env, layout, int(env["RANK"])
         self._epoch = int(env["HOLDFAST_EPOCH"])
-        self._config = _config(env, layout, self.run_dir, checkpoint)
+        self._keeping = _keeping(env, layout, self.run_dir, checkpoint)
         on_cuda = dist.get_backend() == "nccl"
         self._device = torch.device(f"cuda:{env['LOCAL_RANK']}" if on_cuda else "cpu")
         self._events = EventLog(
@@ -80,7 +56,6 @@ class OwnState:
             epoch=self._epoch,
         )
         self._manager: CheckpointManager | None = None
-        self._what: tuple[nn.Module, torch.optim.Optimizer] | None = None
         self.saved_step = -1
         """Newest step that is known to be on storage."""
 
@@ -89,22 +64,22 @@ class OwnState:
     ) -> int:
         """Load what there is and return its step; see `api.Run.restore`."""
         assert self._manager is None, "restore is called once"
-        self._what = (_Named(model, extra), optimizer)
         plain = not any(isinstance(value, DTensor) for value in model.state_dict().values())
         layout = self._layout
         if plain and layout.dp == layout.world_size:
             # Every rank holds all of it: no copy is needed where there is a second node.
             layout = dataclasses.replace(layout, dp_replicate=layout.dp)
         board = FileBoard(self.run_dir / "board")
+        own = {f"own.{name}": value for name, value in extra.items()}
         self._manager = CheckpointManager(
-            self._config,
+            self._keeping,
             board,
             self._events,
-            self._epoch,
             self._device,
+            state=TrainingState(model, optimizer, own),
             memory=self._memory(layout),
         )
-        found = self._manager.restore(*self._what)
+        found = self._manager.restore()
         self.saved_step = -1 if found is None else found
         _check_equal(model, self._device)
         self.emit(
@@ -117,7 +92,7 @@ class OwnState:
 
     def _memory(self, layout: ParallelLayout) -> MemoryTier | None:
         every_steps, place = (
-            self._config.checkpoint.memory_every_steps,
+            self._keeping.section.memory_every_steps,
             Place.from_environment(self._env),
         )
         if place is None or not every_steps:
@@ -132,17 +107,16 @@ class OwnState:
         )
 
     @property
-    def _kept(self) -> tuple[CheckpointManager, nn.Module, torch.optim.Optimizer]:
+    def _kept(self) -> CheckpointManager:
         assert self._manager is not None, "call run.restore(model, optimizer) first"
-        assert self._what is not None
-        return self._manager, *self._what
+        return self._manager
 
     def agree(self, step: int, asked: Request, now: float) -> tuple[Request, int | None]:
         """Return what all ranks do after `step`, and the step that is now safe in memory.
 
         A request holds once any rank has it; rank 0's clock says when a save is due.
         """
-        manager, _, _ = self._kept
+        manager = self._kept
         if self._rank == 0 and manager.due(step, now):
             asked |= Request.SAVE
         votes = [*manager.votes(), *(float(bool(asked & flag)) for flag in Request)]
@@ -156,7 +130,7 @@ class OwnState:
 
     def record(self, step: int, loss: float | None, seconds: float, committed: int | None) -> None:
         """Put a step on record, and poll the save under way."""
-        manager, _, _ = self._kept
+        manager = self._kept
         if (saved := manager.poll()) is not None:
             self.saved_step = saved
         if committed is not None:
@@ -165,25 +139,24 @@ class OwnState:
 
     def snapshot(self, step: int) -> None:
         """Take a snapshot in memory where one is due."""
-        manager, model, optimizer = self._kept
-        manager.snapshot(model, optimizer, step)
+        self._kept.snapshot(step)
 
     def save(self, step: int, *, wait: bool) -> bool:
         """Save to storage."""
-        manager, model, optimizer = self._kept
+        manager = self._kept
         if wait and manager.saving == step and manager.wait() == step:
             self.saved_step = step
             return True
-        saved = manager.save(model, optimizer, step, wait=wait)
+        saved = manager.save(step, wait=wait)
         if wait and saved:
             self.saved_step = step
         return saved
 
     def keep(self, step: int, *, growing: bool) -> bool:
         """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
-        manager, model, optimizer = self._kept
+        manager = self._kept
         self.emit("trainer.stopping", step=step, why="growth" if growing else "stop")
-        in_memory = growing and manager.keep_in_memory(model, optimizer, step)
+        in_memory = growing and manager.keep_in_memory(step)
         return in_memory or self.saved_step == step or self.save(step, wait=True)
 
     def finished(self, step: int | None) -> None:
@@ -215,30 +188,27 @@ def ignore_stop_signals() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def _config(
+def _keeping(
     env: Mapping[str, str], layout: ParallelLayout, run_dir: Path, checkpoint: Mapping[str, Any]
-) -> TrainConfig:
-    """Return job.json, or what stands for it where only flags describe the job."""
+) -> Keeping:
+    """Return what job.json says, or what stands for it where only flags describe the job."""
     path = Path(env.get("HOLDFAST_RUN_DIR", os.devnull)) / "job.json"
+    epoch = int(env["HOLDFAST_EPOCH"])
     if path.is_file():
         config = TrainConfig.from_json(path.read_text(encoding="utf-8"))
+        keeping = Keeping.of(config, epoch=epoch, layout=layout)
+        # The script's samples and model are its own business.
+        keeping = dataclasses.replace(keeping, global_batch=0, model=None)
     else:
-        rung = Rung(num_nodes=int(env["HOLDFAST_RUNG"]), layout=layout, micro_batches=1)
-        config = TrainConfig(
-            name=env["TORCHELASTIC_RUN_ID"],
+        keeping = Keeping(
             run_id=env["TORCHELASTIC_RUN_ID"],
-            model_name="",
-            model=_NO_MODEL,
-            ladder=Ladder((rung,)),
-            gpus_per_node=int(env["LOCAL_WORLD_SIZE"]),
-            device="cpu",
-            train=TrainSection(seq_len=1, global_batch=1, steps=UNKNOWN_STEPS),
-            data=DataSection(path=str(run_dir)),
-            checkpoint=CheckpointSection(dir=str(run_dir / "checkpoints")),
-            elastic=ElasticSection(),
+            epoch=epoch,
+            section=CheckpointSection(dir=str(run_dir / "checkpoints")),
+            ceiling_s=ElasticSection().start_ceiling_s,
+            layout=str(layout),
         )
-    section = dataclasses.replace(config.checkpoint, **checkpoint)
-    return dataclasses.replace(config, checkpoint=section)
+    section = dataclasses.replace(keeping.section, **checkpoint)
+    return dataclasses.replace(keeping, section=section)
 
 
 def _check_equal(model: nn.Module, device: torch.device) -> None:

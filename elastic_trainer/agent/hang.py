@@ -172,6 +172,8 @@ class HangWatch:
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
         if watched.steady_since is None or watched.beat.section is not Section.STEP:
             return ceiling_s
+        if self._only_beating:  # it shows steps only: an evaluation between them looks the same
+            return ceiling_s
         learned = self._learned.limit_s(watched.beat.part)
         return ceiling_s if learned is None else min(ceiling_s, max(self._floor_s, learned))
 

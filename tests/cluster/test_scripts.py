@@ -1,0 +1,248 @@
+"""Scripts of others, and one's own loop by the API: real agents, real workers, killed nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
+DEADLINE_S = 100.0
+"""Two cores, and several agents that import torch at once."""
+pytestmark = pytest.mark.timeout(300)
+
+
+class Agents:
+    """`holdfast agent` on emulated nodes that share one endpoint."""
+
+    def __init__(self, folder):
+        self.folder, self.record = folder, folder / "shared" / folder.name
+        self.running = {}
+
+    def start(self, *script, nodes=1, flags=(), job="one"):
+        for index in range(1, nodes + 1):
+            argv = ["--nnodes", f"1:{nodes}", "--rdzv-endpoint", str(self.folder / "shared")]
+            argv += ["--rdzv-id", self.folder.name, "--node", f"n{index}", "--job", job]
+            argv += ["--local-addr", f"127.0.2.{index}", *flags, *map(str, script)]
+            out = (self.folder / f"n{index}.{job}.out").open("wb")
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            self.running[f"n{index}"] = subprocess.Popen(
+                [*HOLDFAST, "agent", *argv], env=env, cwd=self.folder, stdout=out, stderr=out
+            )
+            out.close()
+
+    def events(self, name):
+        found = []
+        for path in (self.record / "events").glob("*.jsonl"):
+            lines = path.read_text().splitlines(keepends=True)
+            found += [json.loads(line) for line in lines if line[-1:] == "\n"]
+        return sorted((e for e in found if e["event"] == name), key=lambda e: e["t_mono"])
+
+    def until(self, what, condition):
+        deadline = time.monotonic() + DEADLINE_S
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"{what}\n{self.said()}"
+            time.sleep(0.02)
+        return found
+
+    def until_step(self, step):
+        self.until(
+            f"no step {step}",
+            lambda: [e for e in self.events("script.progress") if e["step"] >= step],
+        )
+
+    def said(self):
+        return "\n".join(
+            f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("*.out"))
+        )
+
+    def codes(self):
+        return {name: agent.wait(DEADLINE_S) for name, agent in self.running.items()}
+
+    def coordinator(self):
+        return self.events("coordinator.elected")[-1]["node"]
+
+    def close(self):
+        for agent in self.running.values():
+            agent.kill()
+            agent.wait()
+
+
+@pytest.fixture
+def agents(tmp_path):
+    agents = Agents(tmp_path)
+    yield agents
+    agents.close()
+
+
+def run_job(name, run_dir, *more):
+    done = subprocess.run(
+        [*HOLDFAST, "run", str(EXAMPLES / name), "--run-dir", str(run_dir), "--json", *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def losses(text):
+    """Return epoch or step -> loss, as the examples print them."""
+    return {int(n): float(x) for n, x in re.findall(r"(?:epoch|step) (\d+) loss (\S+)", text)}
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"), [("zygote", []), ("fresh", ["--no-python", sys.executable])]
+)
+def test_an_unmodified_script_outlives_the_node_that_hosts_its_store(agents, how, flags):
+    script = EXAMPLES / "ddp_tutorial.py"
+    pattern = ["--progress-pattern", r"epoch (\d+) loss"] if how == "fresh" else []
+    program = [*flags, script, "60", "1", "--batch_size", "128"]
+    program += ["--snapshot_path", "{run_dir}/snapshot.pt"]
+    agents.start(*program, nodes=2, flags=["-t", "3", "--max-restarts", "3", *pattern])
+    agents.until_step(3 if how == "fresh" else 40)
+    agents.until("no snapshot", (agents.record / "snapshot.pt").exists)
+    lost = agents.coordinator()
+    agents.running[lost].kill()
+    codes = agents.codes()
+    assert codes.pop(lost) == -signal.SIGKILL
+    assert list(codes.values()) == [0], agents.said()
+    assert {e["how"] for e in agents.events("worker.started")} == {how}
+    assert agents.events("epoch.formed")[-1]["members"] == list(codes)
+    said = (agents.folder / f"{next(iter(codes))}.one.out").read_text()
+    resumed = int(
+        re.search(r"^\[default0\]:rank 0: resuming at epoch (\d+)$", said, re.MULTILINE)[1]
+    )
+    assert 1 <= resumed < 60
+    assert losses(said)[60] < 4.0
+    log = next((agents.record / "logs" / "0" / next(iter(codes))).glob("0.stdout.log"))
+    assert "epoch 60 loss" in log.read_text()
+
+
+def test_own_loop_loses_no_step_and_computes_what_one_process_does(tmp_path):
+    summary = run_job(
+        "own_loop.yaml", tmp_path / "run", "--set", "train.steps=200", "--fault", "kill-node:1@40",
+        "--set", "command=own_loop.py --steps 200 --print_every 1",
+    )  # fmt: skip
+    assert (summary["state"], summary["steps"], summary["steps_redone"]) == ("finished", 200, 0)
+    assert [failure["kind"] for failure in summary["failures"]] == ["node_lost"]
+    assert summary["failures"][0]["recovered_s"] is not None
+    alone = subprocess.run(
+        [sys.executable, EXAMPLES / "own_loop.py", "--steps", "200", "--print_every", "1"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "nothing is kept or asked" in alone.stderr
+    logs = sorted((tmp_path / "run" / "logs").rglob("[0-9].log"))
+    curve = losses("".join(path.read_text() for path in logs))
+    expected = losses(alone.stdout)
+    assert curve.keys() == expected.keys() == set(range(1, 201))
+    assert max(abs(curve[step] - expected[step]) for step in curve) < 1e-3
+    assert "step 200 loss" in alone.stdout
+    assert f"samples {200 * 48}" in "".join(path.read_text() for path in logs)
+
+
+def test_own_loop_is_stopped_at_one_step_and_goes_on_from_storage(agents):
+    program = [EXAMPLES / "own_loop.py", "--steps", "100000"]
+    agents.start(*program, nodes=2)
+    agents.until_step(60)
+    agents.running["n1"].send_signal(signal.SIGTERM)
+    assert agents.codes() == {"n1": 91, "n2": 91}, agents.said()
+    stopped = agents.events("trainer.stopping")[-1]["step"]
+    assert agents.events("worker.signalled") == []
+    agents.start(*program, job="two", flags=["--nproc-per-node", "2"])
+    agents.until("not resumed", lambda: len(agents.events("trainer.started")) == 2)
+    started = agents.events("trainer.started")[-1]
+    assert (started["resume_step"], started["restored_from"]) == (stopped, "storage")
+    agents.running["n1"].send_signal(signal.SIGINT)
+    assert agents.running["n1"].wait(DEADLINE_S) == 91
+
+
+def test_a_script_that_takes_no_requests_is_ended_by_sigterm(agents):
+    agents.start(EXAMPLES / "ddp_tutorial.py", "100000", "100")
+    agents.until_step(10)
+    agents.running["n1"].send_signal(signal.SIGTERM)
+    assert agents.codes() == {"n1": 1}
+    assert agents.events("job.stopped")[-1]["reason"].startswith("SIGTERM; workers left without")
+
+
+HANGS = """
+import os, sys, time
+import torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+for step in range(30):
+    optimizer.step()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and step == 9:
+        while True:
+            pass  # busy, and gets nowhere
+time.sleep(2.5)  # longer than the ceiling is said to be, but it has begun to leave
+"""
+
+
+def test_a_script_without_progress_hangs_and_one_that_never_showed_any_does_not(agents):
+    (agents.folder / "hangs.py").write_text(HANGS)
+    agents.start("hangs.py", flags=["--rdzv-conf", "hang_ceiling_s=3,start_ceiling_s=60"])
+    assert agents.codes() == {"n1": 0}, agents.said()
+    hung = agents.events("worker.hung")
+    assert [(e["epoch"], e["section"]) for e in hung] == [(1, "step")]
+    assert [e["epoch"] for e in agents.events("epoch.formed")] == [1, 2]
+
+
+def test_arguments_follow_the_rung(tmp_path):
+    (tmp_path / "show.py").write_text("import sys; print('args', *sys.argv[1:])")
+    (tmp_path / "job.yaml").write_text(
+        "name: show\n"
+        "command: show.py {dp} {tp} {pp} {cp} {nodes} {world_size} {{dp}} '; false' {run_dir}\n"
+        "layout: {tp: 2, dp: auto}\n"
+        "cluster: {nodes: 2, gpus_per_node: 2, gpu: cpu}\n"
+    )
+    for nodes in (2, 1):
+        run_job(tmp_path / "job.yaml", tmp_path / f"r{nodes}", "--nodes", str(nodes))
+        log = (tmp_path / f"r{nodes}" / "logs" / "1" / "node0" / "1.log").read_text()
+        expected = f"args {nodes} 2 1 1 {nodes} {2 * nodes} {{dp}} ; false {tmp_path}/r{nodes}"
+        assert expected in log.splitlines()
+
+
+def commands():
+    """Return the `holdfast` commands of docs/scripts.md's sh blocks."""
+    text = (ROOT / "docs" / "scripts.md").read_text()
+    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    return [line for line in blocks.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_of_the_page_works(line, tmp_path):
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("runs"))
+    (tmp_path / "bin").mkdir()
+    programs = {"holdfast": "launcher.cli.main", "torchrun": "torch.distributed.run"}
+    for name, module in programs.items():
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        program.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["sh", "-c", line.replace("/shared", str(tmp_path))],
+        cwd=tmp_path,
+        env={**env, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
