@@ -62,6 +62,7 @@ _SPEC_KEYS = {
     "interleave": "layout",
     "gpus_per_node": "cluster",
     "device": "cluster",
+    "command_dir": "command",
 }
 """Names in job.json -> what the user wrote them as."""
 
