@@ -18,13 +18,9 @@ Prints tables, and last a JSON line.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,66 +28,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import ROOT, environment, machine, say, table, write_out
+from common import machine, say, table, write_out
+from snapshot_training import middle, training, write_job
 from state_world import State, keepers, prove, render, timed, world
 
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.state import live_tensors
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
-from launcher.ops.record import RunRecord
 
 MEMORY = Path("/dev/shm")  # noqa: S108  what is measured
 SIZES = {1: 50, 8: 50, 64: 20, 256: 10, 1024: 5}
 """MiB of state -> snapshots measured."""
 NUM_TENSORS = 150
-WARM_UP, WINDOW_S, START_S = 10, 20.0, 180.0
-SHAPES = {
-    "training": "num_layers: 4, dim: 160, num_heads: 4, num_kv_heads: 4, ffn_dim: 432",
-    "stall": "num_layers: 4, dim: 1024, num_heads: 8, num_kv_heads: 8, ffn_dim: 3776",
-    "reshard": "num_layers: 5, dim: 512, num_heads: 8, num_kv_heads: 4, ffn_dim: 1536",
-    "small": "num_layers: 2, dim: 64, num_heads: 8, num_kv_heads: 4, ffn_dim: 192",
-}
-JOB = """
-name: snapshot
-model: {{{shape}, vocab_size: 512}}
-layout: {{dp: auto}}
-cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
-train:
-  {{seq_len: 128, global_batch: {batch}, micro_batch: {micro_batch}, steps: 1000000,
-   precision: fp32, recompute: none}}
-data: {{path: "{corpus}", format: text, tokenizer: bytes}}
-checkpoint: {{every_s: null, memory_every_steps: {every}}}
-elastic: {{min_nodes: 1}}
-"""
-
-
-def write_job(folder: Path, shape: str, nodes: int, *, batch: int, every: int = 1) -> Path:
-    """Write a job file."""
-    job = folder / "job.yaml"
-    corpus = ROOT / "examples" / "corpus"
-    micro_batch = next(size for size in (4, 1) if batch % (size * nodes) == 0)
-    text = JOB.format(
-        shape=SHAPES[shape],
-        nodes=nodes,
-        batch=batch,
-        micro_batch=micro_batch,
-        corpus=corpus,
-        every=every,
-    )
-    job.write_text(text, encoding="utf-8")
-    return job
-
-
-def middle(values: list[float], digits: int) -> float:
-    """Return the median, rounded."""
-    return round(statistics.median(values), digits)
-
-
 # --- sizes -------------------------------------------------------------------------------------
 
 
@@ -167,95 +118,6 @@ def thread_cpu_s(pid: int) -> float:
     return sum(int(path.read_text(encoding="ascii").split()[0]) for path in files) / 1e9
 
 
-# --- training ----------------------------------------------------------------------------------
-
-
-def training(small: bool) -> tuple[str, dict[str, Any]]:
-    """Train with and without snapshots, in turns."""
-    runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
-    for turn in range(1 if small else 5):
-        for every in (0, 1) if turn % 2 == 0 else (1, 0):
-            runs[every].append(one_training(every, small))
-            say(f"training, memory_every_steps {every}: {runs[every][-1]}")
-    rows, result = [], {}
-    for key, unit in (("step_ms", "wall ms a step"), ("cpu_ms", "CPU ms a step, all nodes")):
-        off, on = ([run[key] for run in runs[every]] for every in (0, 1))
-        pairs = [b / a - 1.0 for a, b in zip(off, on, strict=True)]
-        slower = round(statistics.median(pairs), 4)
-        rows.append([unit, middle(off, 2), middle(on, 2), f"{slower:.1%}"])
-        rows[-1] += [f"{min(pairs):.1%} to {max(pairs):.1%}"]
-        result |= {f"{key}_off": middle(off, 2), f"{key}_on": middle(on, 2)}
-        result["slowdown" if key == "step_ms" else "more_cpu"] = slower
-    result["state_mib"] = runs[1][0]["state_mib"]
-    result["steps_committed"] = round(min(run["committed"] for run in runs[1]), 3)
-    header = ["", "no snapshots", "one a step", "more (median of pairs)", "pairs"]
-    text = table(header, rows) + (
-        f"\n\n{result['state_mib']} MiB of state a worker; of the steps measured "
-        f"{result['steps_committed']:.0%} or more were committed in memory."
-    )
-    return text, {"training": result}
-
-
-def one_training(every: int, small: bool) -> dict[str, float]:
-    """Train for WINDOW_S seconds past the warm-up; return wall and CPU time of a step."""
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    run_dir = folder / "run"
-    shape = "small" if small else "training"
-    command = [sys.executable, "-m", "launcher.cli.main", "run", "--quiet"]
-    command += [str(write_job(folder, shape, 2, batch=32, every=every)), "--run-dir", str(run_dir)]
-    window_s = 2.0 if small else WINDOW_S
-    with subprocess.Popen(command, cwd=ROOT, env=environment()) as running:
-        try:
-            record = RunRecord(run_dir)
-            first = wait_for_step(record, WARM_UP, running)
-            begun, used_s = time.monotonic(), -tree_cpu_s(running.pid)
-            begun_step = newest(record)
-            time.sleep(window_s)
-            used_s += tree_cpu_s(running.pid)
-            record.poll()
-            took_s, ended_step = time.monotonic() - begun, newest(record)
-            running.send_signal(signal.SIGINT)
-            running.wait(60)
-        finally:
-            if running.poll() is None:
-                running.kill()
-    done = {e.step: e.t_mono for e in record.events if e.event == "step.completed"}
-    steps = sorted(step for step in done if begun_step <= step <= ended_step)
-    between = [done[b] - done[a] for a, b in itertools.pairwise(steps)]
-    committed = {e.step for e in record.events if e.event == "step.committed"}
-    shutil.rmtree(folder, ignore_errors=True)
-    return {
-        "step_ms": round(statistics.median(between) * 1e3, 2),
-        "cpu_ms": round(used_s / max(1, ended_step - begun_step) * 1e3, 2),
-        "mean_ms": round(took_s / max(1, ended_step - begun_step) * 1e3, 2),
-        "committed": len(committed & set(steps[:-2])) / max(1, len(steps) - 2),
-        "state_mib": round(first * 12 / 2 / 2**20, 2),
-    }
-
-
-def wait_for_step(record: RunRecord, step: int, running: subprocess.Popen[bytes]) -> int:
-    """Wait until `step` is completed; return the model's number of parameters."""
-    deadline = time.monotonic() + START_S
-    while newest(record) < step:
-        record.poll()
-        assert running.poll() is None, f"the run ended with {running.returncode}"
-        assert time.monotonic() < deadline, f"no step {step} within {START_S:.0f} s"
-        time.sleep(0.05)
-    config = json.loads((record.run_dir / "job.json").read_text(encoding="utf-8"))
-    return ModelShape(**config["model"]).num_params()
-
-
-def newest(record: RunRecord) -> int:
-    """Return the newest completed step."""
-    return max((e.step or 0 for e in record.events if e.event == "step.completed"), default=0)
-
-
-def tree_cpu_s(pid: int) -> float:
-    """Return the CPU time of all agents, zygotes and workers below `pid`, seconds."""
-    times = [child.cpu_times() for child in psutil.Process(pid).children(recursive=True)]
-    return float(sum(t.user + t.system for t in times))
-
-
 # --- stall -------------------------------------------------------------------------------------
 
 
@@ -283,7 +145,7 @@ def stall_body(config: Any, folder: Path) -> dict[str, Any]:
     for step in range(1, 5):
         dist.barrier()
         begun = time.perf_counter()
-        assert manager.save(state.model, state.optimizer, step, wait=False)
+        assert manager.save(step, wait=False)
         waited = time.perf_counter() - begun
         while manager.poll() is None:
             assert time.perf_counter() - begun < 120, "no commit"
@@ -335,8 +197,8 @@ def write_body(config: Any, folder: Path, root: Path, nodes: list[Any]) -> int:
     state = State(config, folder, epoch=1)
     state.fill(None)
     manager = state.manager(state.memory(root, nodes))
-    assert manager.keep_in_memory(state.model, state.optimizer, 3)
-    assert manager.save(state.model, state.optimizer, 3, wait=True)
+    assert manager.keep_in_memory(3)
+    assert manager.save(3, wait=True)
     manager.close()
     return state.num_bytes()
 
@@ -351,7 +213,7 @@ def read_body(
     group = dist.new_group(backend="gloo")
 
     def ours(name: str) -> None:
-        assert managers[name].restore(state.model, state.optimizer) == 3
+        assert managers[name].restore() == 3
         assert managers[name].restored_from == name
 
     def theirs() -> None:

@@ -27,7 +27,8 @@ from elastic_trainer.agent.board import update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
-from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.state import create_optimizer_state
 from elastic_trainer.config import TrainConfig
@@ -209,7 +210,14 @@ class State:
             update(board, lambda old: dataclasses.replace(old, epoch=max(old.epoch, self.epoch)))
         dist.barrier()
         events = EventLog(self.run_dir, f"worker-{self.rank}-{os.getpid()}", epoch=self.epoch)
-        return CheckpointManager(self.config, board, events, self.epoch, CPU, memory=memory)
+        return CheckpointManager(
+            Keeping.of(self.config, epoch=self.epoch, layout=self.layout),
+            board,
+            events,
+            CPU,
+            state=TrainingState(self.model, self.optimizer),
+            memory=memory,
+        )
 
 
 def unexpected(event: str, step: int | None, **fields: Any) -> None:

@@ -99,6 +99,21 @@ def test_step_time_runs_small_on_a_cpu():
     assert told["plain PyTorch"]["tokens_per_s"] > 0
 
 
+def test_snapshot_runs_small():
+    """It drives the checkpoints' own classes, which change."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "snapshot.py"), "--small", "--only", "sizes,stall,reshard"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=55,
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["sizes"]["1"]["committed_ms"] >= told["sizes"]["1"]["take_ms"] > 0
+    assert told["stall"]["later_s"] > 0
+    assert told["reshard"]["memory_speed"] > 0
+
+
 def test_step_time_compares_the_same_model(load):
     """The hand-written peer computes what ours does, given the same weights."""
     step_time = load("step_time")
