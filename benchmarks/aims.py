@@ -73,6 +73,19 @@ AIMS: tuple[Aim, ...] = (
         peers=("torchrun.sigstop_s",),
     ),
     Aim(
+        program="hang",
+        key="holdfast.sigstop_node_s",
+        what="SIGSTOP of a node to first step",
+        limit=4.0,
+        peers=("torchrun.sigstop_node_s",),
+    ),
+    Aim(
+        program="hang",
+        key="holdfast.sigstop_node_detected_s",
+        what="SIGSTOP of a node until it is declared",
+        limit=3.0,
+    ),
+    Aim(
         program="snapshot",
         key="training.slowdown",
         what="training slower by a snapshot and copy each step, 8 MiB and 300 ms",

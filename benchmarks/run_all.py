@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 PROGRAMS: dict[str, list[str]] = {
     "check_time": [],
     "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
-    "hang": [],
+    "hang": ["--repeats", "1", "--only", "holdfast"],
     "snapshot": ["--small", "--only", "sizes,reshard"],
     "membership": ["--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],

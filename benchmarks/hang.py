@@ -1,0 +1,173 @@
+"""SIGSTOP -> first completed step of the next epoch, beside torchrun in the same run.
+
+Four nodes with one worker each on this machine, the tiny model, fp32, holdfast with its default
+settings. In steady state a worker is stopped, or all processes of a node; nothing dies, so only
+missing progress tells. The clock runs from just before the signal to the first step of the
+next epoch. torchrun has a group time-out of 20 s (the default is 30 minutes), tuned rendezvous
+and its own 30 s of grace before it kills what does not end.
+
+    python benchmarks/hang.py [--repeats N] [--only holdfast|torchrun] [--out FILE]
+
+holdfast runs three times; torchrun once, since its pause is that of its time-outs.
+
+Prints a table, and last a JSON line with medians in seconds (null: never, within NEVER_S).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import ROOT, environment, machine, median, say, table, write_out
+from peers import NotStartedError, PeerCluster, trains_whole
+
+FAULTS = {
+    "sigstop": ("pause-worker:1@25",),
+    "sigstop_node": ("pause-node:2@25", "resume-node:2@35"),  # a stopped node ends no run
+}
+NODES, FAULT_STEP, STEPS, ENDLESS = 4, 25, 45, 1_000_000
+PEER_TIMEOUT_S = 20
+NEVER_S, RUN_S = 150.0, 240.0
+CLI_DONE = 0
+REPEATS = {"holdfast": 3, "torchrun": 1}
+JOB = """
+name: hang
+model: tiny
+layout: {{dp: auto}}
+cluster: {{nodes: 4, gpus_per_node: 1, gpu: cpu}}
+train: {{seq_len: 64, global_batch: 12, steps: {steps}, precision: fp32, recompute: none}}
+data: {{path: "{corpus}", format: text, tokenizer: bytes}}
+checkpoint: {{every_s: null, every_steps: 10}}
+elastic: {{min_nodes: 1}}
+"""
+
+Found = tuple[float | None, float | None]
+"""Seconds to the first step, and to the detection; None: never, or not told."""
+
+
+def write_job(folder: Path, steps: int) -> Path:
+    """Write the job file that both systems train."""
+    job = folder / "job.yaml"
+    corpus = ROOT / "examples" / "corpus"
+    job.write_text(JOB.format(steps=steps, corpus=corpus), encoding="utf-8")
+    return job
+
+
+def holdfast(name: str, folder: Path) -> Found:
+    """Run with one fault."""
+    command = [sys.executable, "-m", "launcher.cli.main", "run", str(write_job(folder, STEPS))]
+    command += ["--run-dir", str(folder / "run"), "--json"]
+    command += [part for fault in FAULTS[name] for part in ("--fault", fault)]
+    try:
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=RUN_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        say(f"no end within {RUN_S:.0f} s")
+        return None, None
+    if done.returncode != CLI_DONE:
+        say(done.stderr[-2000:])
+        return None, None
+    failure = next(f for f in json.loads(done.stdout)["failures"] if f["injected"])
+    return failure["recovered_s"], failure["phases"].get("detect")
+
+
+def torchrun(name: str, folder: Path) -> Found:
+    """Run torchrun with one fault.
+
+    Raises:
+        NotStartedError: there was nothing to strike.
+    """
+    job = write_job(folder, ENDLESS)
+    whole = partial(trains_whole, num_nodes=NODES, past_step=FAULT_STEP)
+    with PeerCluster("torchrun_tuned", job, folder, NODES) as cluster:
+        cluster.wait_until(lambda steps: whole(steps, psutil.pid_exists))
+        before = {pid for _, pid, _ in cluster.steps()}
+        node = cluster.agents[1 if name == "sigstop" else 2]
+        family = [node, *node.children(recursive=True)]
+        victims = [p for p in family if p.pid in before] if name == "sigstop" else family
+        struck = time.time()
+        for victim in victims:
+            victim.send_signal(signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + NEVER_S
+            while time.monotonic() < deadline:
+                after = [t for t, pid, _ in cluster.steps() if pid not in before]
+                if after:
+                    return min(after) - struck, None
+                if len(cluster.left()) == NODES:
+                    break
+                time.sleep(0.02)
+        finally:
+            for victim in victims:  # SIGKILL ends a stopped process too; its children may linger
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.send_signal(signal.SIGCONT)
+    return None, None
+
+
+def measure(system: str, name: str, again: int = 1) -> Found:
+    """Run one system once, in a folder of its own; `again` more times if it does not start."""
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    try:
+        return (holdfast if system == "holdfast" else torchrun)(name, folder)
+    except NotStartedError as error:
+        say(f"{system} {name} did not start: {error}")
+        if again <= 0:
+            raise
+        return measure(system, name, again=again - 1)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """Measure everything and print the table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, help="runs of every case")
+    parser.add_argument("--only", choices=list(REPEATS))
+    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
+    args = parser.parse_args()
+    os.environ["HOLDFAST_BENCH_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
+    where = machine()
+    say(f"hang ({where})")
+    results: dict[str, dict[str, Any]] = {}
+    rows: list[list[object]] = []
+    for system, repeats in REPEATS.items():
+        if args.only not in (None, system):
+            continue
+        results[system] = {}
+        for name in FAULTS:
+            found = []
+            for turn in range(args.repeats or repeats):
+                found.append(measure(system, name))
+                say(f"{system} {name} {turn + 1}: {found[-1]}")
+            steps, detected = (median([pair[i] for pair in found]) for i in (0, 1))
+            results[system][f"{name}_s"] = steps
+            results[system][f"{name}_detected_s"] = detected
+            known = [round(s, 2) for s, _ in found if s is not None]
+            rows.append(
+                [
+                    *(system, "worker" if name == "sigstop" else "node"),
+                    "never" if steps is None else steps,
+                    *(min(known, default="-"), max(known, default="-")),
+                    *("-" if detected is None else detected, len(found)),
+                ]
+            )
+    header = ["system", "stopped", "median s", "min s", "max s", "of it detection", "runs"]
+    text = f"hang ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
+    write_out(text, args.out)
+
+
+if __name__ == "__main__":
+    main()
