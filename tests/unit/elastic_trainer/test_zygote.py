@@ -89,7 +89,7 @@ def gone(pid: int) -> bool:
     """Whether the process has ended; a zombie that its new parent leaves lying has, too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 
