@@ -101,4 +101,5 @@ def test_the_base_environment_keeps_what_the_user_set() -> None:
     assert base_environment({}, workers=2, address="203.0.113.1", run_dir=None) == {
         "OMP_NUM_THREADS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "TORCH_FR_BUFFER_SIZE": "512",
     }
