@@ -6,10 +6,12 @@ torchelastic's c10d rendezvous, spread alike, as far as it gets within its deadl
 
     python benchmarks/membership.py [--sizes 64,256,2048] [--peer-sizes 16,32,64] [--out FILE]
 
-`form`: from the start of all agents until the last one has the first epoch. A death is an
-agent that closes all its sockets. `learnt`: until the last survivor knows; `next`: until it
-has the next epoch. torchelastic starts no round when a member dies: only its `form` can be
-measured. Prints a table, and last a JSON line with seconds (null: not by the deadline).
+`form`: from the start of all agents until the last one has the first epoch; `cpu`: what that
+took of all processors together, which other work on the machine does not change much. A death is
+an agent that closes all its sockets, five members one after the other and then the coordinator.
+`learnt`: until the last survivor knows; `next`: until it has the next epoch; both for the worst of
+the deaths. torchelastic starts no round when a member dies: only its `form` can be measured.
+Prints a table, and last a JSON line with seconds (null: not by the deadline).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from elastic_trainer.agent.transport import Endpoint
 PROCESSES = 2
 DEADLINE_S = 180.0
 PEER_DEADLINE_S = 120.0
+MEMBER_DEATHS = 5
 
 
 class Host:
@@ -56,9 +59,13 @@ class Host:
         self.settings = Settings(
             rung_nodes=tuple(range(total, 0, -1)),
             expected_nodes=total,
+            # Longer than on a cluster, where each agent has cores of its own.
             heartbeat_s=5.0,
             dead_after_s=60.0,
+            dial_timeout_s=10.0,
+            stagger_s=5.0,
         )
+        self.cpu_at_start = 0.0
         self.clients: dict[str, MembershipClient] = {}
         self.formed: dict[str, EpochFormed] = {}
         self.formed_at: dict[str, float] = {}
@@ -92,20 +99,25 @@ class Host:
 
     def settle(self) -> None:
         """Have the reactor do what it was asked and sent so far, then listen for news."""
+        self._wait_for_reactor()
+        self.learnt_at.clear()
+
+    def _wait_for_reactor(self) -> None:
         done = threading.Event()
         self.reactor.call(done.set)
         assert done.wait(DEADLINE_S)
-        self.learnt_at.clear()
 
     def start(self) -> None:
         """Start all agents at once."""
+        self.cpu_at_start = time.process_time()
         for client in self.clients.values():
             client.start()
 
-    def wait_for_epoch(self, after: int) -> tuple[float, float]:
+    def wait_for_epoch(self, after: int) -> tuple[float, float, float]:
         """Return when the last agent here learnt of a change, and got an epoch newer than `after`.
 
-        Both by time.monotonic, which is one clock for all processes of a machine.
+        Both by time.monotonic, which is one clock for all processes of a machine; and the CPU
+        seconds this process has used since the agents were started.
         """
         deadline = time.monotonic() + DEADLINE_S
         for name, client in self.clients.items():
@@ -118,8 +130,9 @@ class Host:
                     self.formed_at[name] = time.monotonic()
         for name, client in self.clients.items():
             client.report(WorkersRunning(epoch=self.formed[name].epoch, step=1))
+        self._wait_for_reactor()  # a notice is queued a moment before `learnt_at` is set
         learnt = max(self.learnt_at[name] for name in self.clients)
-        return learnt, max(self.formed_at.values())
+        return learnt, max(self.formed_at.values()), time.process_time() - self.cpu_at_start
 
     def kill(self, name: str) -> float:
         """Have an agent vanish; return when."""
@@ -190,8 +203,10 @@ def ours(total: int) -> dict[str, float]:
             return [pipe.recv() for pipe in pipes]
 
         begun = min(ask("start"))
-        result = {"form": max(formed for _, formed in ask("wait", 0)) - begun}
-        for what in ("member", "coordinator"):
+        waited = ask("wait", 0)
+        result = {"form": max(formed for _, formed, _ in waited) - begun}
+        result["form_cpu"] = sum(cpu for _, _, cpu in waited)
+        for what in ("member",) * MEMBER_DEATHS + ("coordinator",):
             epoch, coordinator, _ = ask("state")[0]
             alive = [n for n in names if n != coordinator]
             victim = coordinator if what == "coordinator" else alive[len(alive) // 2]
@@ -201,8 +216,10 @@ def ours(total: int) -> dict[str, float]:
             owner.send(("kill", victim))
             died = owner.recv()
             names.remove(victim)
-            learnt, formed = map(max, zip(*ask("wait", epoch), strict=True))
-            result[f"{what}_learnt"], result[f"{what}_next"] = learnt - died, formed - died
+            learnt, formed, _ = map(max, zip(*ask("wait", epoch), strict=True))
+            for step, when in (("learnt", learnt), ("next", formed)):
+                key = f"{what}_{step}"
+                result[key] = max(result.get(key, 0.0), when - died)
             assert ask("state")[0][2] == len(names), "every survivor is in the new epoch"
         return result
 
@@ -282,10 +299,10 @@ def main() -> None:
         results[f"c10d_{size}"] = {"form": None if took is None else round(took, 3)}
         never = f"> {PEER_DEADLINE_S:.0f} ({num_joined} joined)"
         rows.append(["torchelastic c10d", size, never if took is None else round(took, 3)])
-        rows[-1] += ["-"] * 4
+        rows[-1] += ["-"] * 5
         if took is None:
             break  # nor will more of them
-    header = ["system", "agents", "form s", "member's death: learnt s", "next epoch s"]
+    header = ["system", "agents", "form s", "cpu s", "member's death: learnt s", "next epoch s"]
     header += ["coordinator's death: learnt s", "next epoch s"]
     text = f"membership ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
     write_out(text, args.out)

@@ -169,8 +169,9 @@ class MembershipClient:
                     payload = encode(message)
                     for conn in conns:
                         self._endpoint.send(conn, payload)
-                case Dial(conn, address, port):
-                    self._endpoint.dial(conn, address, port, self._settings.dial_timeout_s)
+                case Dial(conn, address, port, patience):
+                    timeout_s = self._settings.dial_timeout_s * patience
+                    self._endpoint.dial(conn, address, port, timeout_s)
                 case Close(conn):
                     self._endpoint.close(conn)
                 case ReadBoard():

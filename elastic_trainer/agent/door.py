@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-MOST: Final = 1024
+MOST: Final = 4096
 """Unproved connections at a time, where the limit of open files allows as many."""
 PATIENCE_S: Final = 5.0
 """How long one may take to prove itself."""

@@ -38,6 +38,8 @@ class Dial:
     conn: Conn
     address: str
     port: int
+    patience: int = 1
+    """Times `dial_timeout_s` that the other end may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +188,10 @@ class Context:
     timers: dict[str, float] = field(default_factory=dict)
     next_conn: Conn = 0
 
-    def dial(self, address: str, port: int) -> Conn:
+    def dial(self, address: str, port: int, patience: int = 1) -> Conn:
         """Ask for a connection and return its number."""
         self.next_conn += 2
-        self.outbox.append(Dial(self.next_conn, address, port))
+        self.outbox.append(Dial(self.next_conn, address, port, patience))
         return self.next_conn
 
     def send(self, conn: Conn, message: Message) -> None:

@@ -34,6 +34,8 @@ from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FE
 from elastic_trainer.heartbeat import Request
 
 RETRY_S = 0.2
+MAX_PATIENCE = 4
+"""Dials that nobody answers are given longer and longer, up to so many times `dial_timeout_s`."""
 
 
 class Seeker(Role):
@@ -45,6 +47,8 @@ class Seeker(Role):
         self._seen: Lease | None = None
         self._seen_since = 0.0
         self._refused = False
+        self._patience, self._waited = 1, 0
+        """In times of `dial_timeout_s`: for a coordinator whom many ask at once."""
         self._claiming = False
         self._unfit_until: float | None = None
 
@@ -86,7 +90,7 @@ class Seeker(Role):
             self._refused = True
             ctx.after("retry", RETRY_S)
         elif self._link is None:
-            self._link = ctx.dial(lease.address, lease.port)
+            self._link, self._waited = ctx.dial(lease.address, lease.port, self._patience), 0
             ctx.after("welcome", ctx.settings.dial_timeout_s)
         return None
 
@@ -143,6 +147,7 @@ class Seeker(Role):
         """Look at the board again in a moment."""
         if conn == self._link:
             self._link, self._refused = None, refused
+            self._grow_patient(refused=refused)
             self.ctx.after("retry", RETRY_S)
         return None
 
@@ -165,6 +170,9 @@ class Seeker(Role):
                 return follow_winner(ctx, conn, message)
         return super().received(conn, message)
 
+    def _grow_patient(self, *, refused: bool) -> None:
+        self._patience = 1 if refused else min(2 * self._patience, MAX_PATIENCE)
+
     def _drop_link(self) -> None:
         if self._link is not None:
             self.ctx.close(self._link)
@@ -173,8 +181,13 @@ class Seeker(Role):
     def timer(self, name: str) -> Turn | None:
         """Read the board again; give up a dial that was never welcomed."""
         if name == "welcome" and self._link is not None:
-            self._drop_link()
-            self._refused = False
+            self._waited += 1
+            if self._waited < self._patience:
+                self.ctx.after("welcome", self.ctx.settings.dial_timeout_s)
+            else:
+                self._drop_link()
+                self._refused = False
+                self._grow_patient(refused=False)
         if name in ("welcome", "retry") and not self._claiming:
             self.ctx.outbox.append(ReadBoard())
         return None

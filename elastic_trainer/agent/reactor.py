@@ -30,6 +30,8 @@ class Reactor:
         self._serial = itertools.count()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._watched: set[int] = set()
+        """Descriptors of the sockets watched; asking the selector is slow."""
         self._halting = False
         self._stopped = False
         self._lock = threading.Lock()
@@ -103,12 +105,14 @@ class Reactor:
     # For endpoints:
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
         """Call `callback(mask)` when `sock` is ready for `events`."""
-        if sock in self._selector.get_map():
+        if sock.fileno() in self._watched:
             self._selector.modify(sock, events, callback)
         else:
             self._selector.register(sock, events, callback)
+            self._watched.add(sock.fileno())
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Forget `sock`."""
-        if sock.fileno() >= 0 and sock in self._selector.get_map():
+        """Forget `sock`; before it is closed."""
+        if sock.fileno() in self._watched:
             self._selector.unregister(sock)
+            self._watched.discard(sock.fileno())

@@ -103,6 +103,8 @@ class Endpoint:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._links: dict[int, _Link] = {}
+        self._stillborn: set[int] = set()
+        """Dials that got no socket, and whose owner has yet to be told."""
         self._accepted = itertools.count(1, 2)
         self._door = Door(min(MOST, max(16, open_files() // 4)))
         self._accepting = self._looking = False
@@ -115,7 +117,12 @@ class Endpoint:
 
     def dial(self, conn: int, address: str, port: int, timeout_s: float) -> None:
         """Connect; answered by `opened` or `closed`. On the reactor's thread."""
-        sock = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(self._family, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left: as if nobody had answered
+            self._stillborn.add(conn)
+            self._reactor.call(lambda: self._give_up(conn))
+            return
         sock.setblocking(False)
         shake = self._badge.handshake(dials=True)
         link = _Link(conn, sock, address, dialed=True, shake=shake, connecting=True)
@@ -141,6 +148,11 @@ class Endpoint:
             lambda: self._drop(link, refused=False) if link.shake is not None else None,
         )
 
+    def _give_up(self, conn: int) -> None:
+        if conn in self._stillborn and self._handler is not None:
+            self._stillborn.discard(conn)
+            self._handler.closed(conn, refused=False)
+
     def send(self, conn: int, payload: bytes) -> None:
         """Queue a frame; lost when the connection is gone. On the reactor's thread."""
         link = self._links.get(conn)
@@ -154,6 +166,7 @@ class Endpoint:
 
     def close(self, conn: int) -> None:
         """Close once what is queued is out; `closed` is not called. On the reactor's thread."""
+        self._stillborn.discard(conn)
         link = self._links.get(conn)
         if link is None:
             return

@@ -144,6 +144,21 @@ def test_what_is_no_address_is_never_looked_up(owners, address):
     assert one.next() == ("closed", 2, False)
 
 
+def test_a_dial_without_a_descriptor_fails_and_no_more(owners, monkeypatch):
+    one = owners()
+
+    def no_socket(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transport.socket, "socket", no_socket)
+        one.dial(2, 9)
+        one.do(lambda: (one.endpoint.dial(4, "127.0.0.1", 9, 1.0), one.endpoint.close(4)))
+    assert one.next() == ("closed", 2, False)
+    one.dial(6, one.endpoint.port)  # it goes on
+    assert {one.next()[:2] for _ in range(1)} <= {("opened", 6), ("closed", 6)}
+
+
 @pytest.mark.parametrize("port", [0, -1, 1 << 16, 1 << 40])
 def test_what_is_no_port_is_not_dialed(owners, port):
     one = owners()
