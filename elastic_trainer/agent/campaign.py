@@ -1,6 +1,7 @@
 """Succession: what the members of an epoch do when its coordinator is gone. Pure.
 
-Successors try in member order, each a little later than the one before. A candidate
+Successors try in member order. Each dials those ahead of it and goes at once when all of them
+refuse; so a rack that died with the coordinator holds up nobody. A candidate
 takes the board only with more than half of the last members, or once all it reached
 have lost the old coordinator too and its death is sure: its address refuses, or its
 beat on the board stands still. The board's swap decides in any case.
@@ -23,6 +24,10 @@ PEEK_S = 0.5
 """How often a candidate, or one in line, looks whether the job has gone on without it."""
 
 
+BLOCK = 16
+"""So many successors look at each other; each further block waits one delay longer."""
+
+
 class Campaign(Role):
     """Candidate (or voter that waits for an earlier candidate) after the loss of `ctx.term`."""
 
@@ -41,18 +46,43 @@ class Campaign(Role):
         self._peeks = 0
         """Looks at the board whose answers, which come in order, are still out."""
         line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
-        self._place = line.index(ctx.me.agent_id)
+        place = line.index(ctx.me.agent_id)
+        self._block = place // BLOCK
+        self._ahead = set(line[self._block * BLOCK : place])
+        """agent_ids of those who go first."""
+        self._scouts: set[Conn] = set()
+        """Dials that tell who of them lives."""
         self._num_others = len(line) - 1
 
     def start(self) -> Turn | None:
         """Campaign now when first in line, later otherwise."""
         ctx = self.ctx
         ctx.timers.clear()
-        ctx.after("campaign", self._place * ctx.settings.stagger_s)
         ctx.after("peek", PEEK_S)
-        if self._place == 0:
+        if self._block:
+            ctx.after("scout", self._block * ctx.settings.stagger_s)
+            return None
+        return self._scout()
+
+    def _scout(self) -> Turn | None:
+        """See who of those ahead lives: the dead, however many, cost one delay together.
+
+        When all refuse, the turn has come; else after one delay, and one more for each that
+        takes a connection.
+        """
+        ctx = self.ctx
+        if not self._ahead:
             return self.timer("campaign")
+        ctx.after("campaign", ctx.settings.stagger_s)
+        ahead = [m for m in ctx.everyone if m.agent_id in self._ahead]
+        self._scouts = {ctx.dial(member.address, member.port) for member in ahead}
         return None
+
+    def _recall_scouts(self) -> None:
+        for conn in self._scouts:
+            self.ctx.close(conn)
+        self._scouts.clear()
+        self.ctx.timers.pop("scout", None)
 
     def has_lost(self, term: int) -> bool:
         """Yes, unless the question is about another coordinator."""
@@ -66,6 +96,7 @@ class Campaign(Role):
                 if self._before_me(candidate) and term == ctx.term and not self._swapping:
                     # Give it the time a whole campaign takes before trying oneself.
                     self._running = False
+                    self._recall_scouts()
                     ctx.after("campaign", 2 * ctx.settings.dial_timeout_s)
                 return super().received(conn, message)
             case Vote(lost=lost) if conn in self._dialed:
@@ -86,6 +117,11 @@ class Campaign(Role):
         """Ask for the vote."""
         if conn in self._dialed:
             self._ask(conn)
+        elif conn in self._scouts:
+            self._scouts.discard(conn)
+            self._ahead.clear()  # not all are dead
+            self.ctx.close(conn)
+            self.ctx.timers["campaign"] += self.ctx.settings.stagger_s
         return None
 
     def _ask(self, conn: Conn) -> None:
@@ -99,6 +135,11 @@ class Campaign(Role):
             self._votes.pop(member.agent_id, None)
             self._gone.add(member.agent_id)
             return self._try_to_win()
+        if conn in self._scouts:
+            self._scouts.discard(conn)
+            if refused and self._ahead and not self._scouts:
+                self._ahead.clear()
+                return self.timer("campaign")
         return None
 
     @property
@@ -179,6 +220,8 @@ class Campaign(Role):
     def timer(self, name: str) -> Turn | None:
         """Start the campaign, ask again, or start over when it led nowhere."""
         ctx = self.ctx
+        if name == "scout":
+            return self._scout()
         if name == "ask" and self._running:
             for conn, member in self._dialed.items():
                 if not self._votes.get(member.agent_id, False):
@@ -192,6 +235,7 @@ class Campaign(Role):
             self._swapping = True
             ctx.outbox.append(ReadBoard())
         if name == "campaign":
+            self._recall_scouts()
             return self._campaign()
         return None
 
@@ -214,6 +258,7 @@ class Campaign(Role):
         return self._try_to_win()
 
     def _close_all(self, but: Conn | None = None) -> None:
+        self._recall_scouts()
         for conn in self._dialed:
             if conn != but:
                 self.ctx.close(conn)

@@ -1,0 +1,51 @@
+"""Who follows a coordinator, and how soon, when many die together. In virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from membership_sim import Cluster
+from test_membership import started
+
+
+def line(cluster: Cluster) -> list:
+    """The nodes in the order of succession, the coordinator first."""
+    lead = next(n for n in cluster.up if n.machine.is_coordinator)
+    ids = [m.agent_id for m in lead.machine.ctx.everyone]
+    rest = sorted((n for n in cluster.up if n is not lead), key=lambda n: ids.index(n.me.agent_id))
+    return [lead, *rest]
+
+
+@pytest.mark.parametrize("dead", [2, 5, 16, 17, 20, 32])
+def test_a_dead_rack_at_the_front_is_succeeded_within_a_second(dead):
+    cluster = started(80)
+    for node in line(cluster)[:dead]:
+        cluster.kill(node)
+    took = cluster.run_until(cluster.settled, within=20.0)
+    assert took < 1.0, took
+
+
+@pytest.mark.parametrize("dead", [2, 5, 16, 17])
+def test_a_rack_without_power_is_succeeded_within_a_second_of_being_missed(dead):
+    cluster = started(64)
+    front = line(cluster)[:dead]
+    for node in front:
+        cluster.kill(node, silent=True)
+
+    def leads() -> bool:
+        return any(n.machine.is_coordinator for n in cluster.up)
+
+    missed = cluster.run_until(
+        lambda: any(e == "member.lost" for n in cluster.up for _, e, _ in n.events), within=20.0
+    )
+    assert missed < cluster.settings.dead_after_s + 2 * cluster.settings.heartbeat_s
+    assert cluster.run_until(leads, within=20.0) < cluster.settings.heartbeat_s + 1.5
+    cluster.run_until(cluster.settled, within=20.0)
+
+
+def test_a_live_successor_that_has_not_noticed_is_waited_for():
+    cluster = started(6)
+    lead, first, second, *_ = line(cluster)
+    cluster.kill(lead)
+    cluster.run_until(cluster.settled, within=2.0)
+    assert first.machine.is_coordinator
+    assert not second.machine.is_coordinator
