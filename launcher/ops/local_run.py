@@ -80,7 +80,7 @@ class LocalRun:
                 pending, self.chaos = [], None
                 self.view.note("stopping: workers save their state (Ctrl-C again kills)")
                 self.cluster.stop()
-            if not self.cluster.alive() and not self._revive(pending):
+            if not self._awake() and not self._revive(pending):
                 break
             self.sleep(_FAST_TICK_S if any(fault.phase for fault in pending) else _TICK_S)
         self.cluster.kill_all()
@@ -91,6 +91,16 @@ class LocalRun:
         self.progress.up = self.cluster.alive()
         self.view.update(self.progress, self.progress.apply(fresh))
         return fresh
+
+    def _awake(self) -> bool:
+        """Whether a node runs; once others have ended the job, one that is paused does not count.
+
+        It would sleep for ever, and nothing is left for it to do.
+        """
+        alive = self.cluster.alive()
+        return any(not self.cluster.nodes[name].paused for name in alive) or (
+            bool(alive) and not self.cluster.codes()
+        )
 
     def _revive(self, pending: list[Fault]) -> bool:
         """Bring a node back when faults have killed all, if one is to come back anyway."""

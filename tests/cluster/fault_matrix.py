@@ -1,0 +1,345 @@
+"""The fault matrix as data, and what must hold after any fault in any layout.
+
+A case is a layout and a list of `--fault` texts. `run_case` runs it with real agents and
+workers; `check` compares it with the undisturbed run of the same layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")
+STEPS = 24
+LOSS_REL = 2e-5
+"""Sums of fp32 in another order, over the steps of a run."""
+
+# A constant learning rate: a longer run begins with the curve of a shorter one.
+JOB = """\
+name: matrix
+model: {{num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}}
+layout: {layout}
+cluster: {{nodes: {nodes}, gpus_per_node: {workers}, gpu: cpu}}
+train:
+  seq_len: 32
+  global_batch: 12
+  micro_batch: 3
+  steps: {steps}
+  precision: fp32
+  recompute: none
+  optimizer: {{lr: 3.0e-3, min_lr_ratio: 1.0}}
+data: {{path: text.txt, format: text, tokenizer: bytes}}
+checkpoint: {{every_s: null, every_steps: 7, keep: 3}}
+elastic: {{min_nodes: 1, hang_ceiling_s: 30, start_ceiling_s: 60, join_timeout_s: 60,
+          heartbeat_s: 0.5, dead_after_s: 4, max_restarts: 100000, node_failures: 100000}}
+"""
+TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A layout of the matrix, and the nodes it runs on."""
+
+    name: str
+    layout: str
+    """As in the job file."""
+    nodes: int
+    workers: int = 1
+    """Per node."""
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("dp3", "{dp: auto}", nodes=3),
+        Layout("dp4", "{dp: auto}", nodes=4),
+        Layout("hsdp", "{dp: auto, dp_replicate: 2}", nodes=4),
+        Layout("pp2-tp2", "{tp: 2, pp: 2, dp: auto}", nodes=2, workers=2),
+        Layout("dp2-tp2", "{tp: 2, dp: auto}", nodes=2, workers=2),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Faults in one run."""
+
+    name: str
+    faults: tuple[str, ...]
+    sets: tuple[str, ...] = ()
+    """Changes to the job, as for `--set`."""
+    min_nodes: int = 2
+    """Layouts with fewer nodes have no such case."""
+    steps: int = STEPS
+    state_lost: Callable[[Layout], bool] = lambda _: False
+    """Whether all that hold a part of the state die: then storage has to do, and says so."""
+
+
+def _two_nodes(layout: Layout) -> bool:
+    return layout.nodes == 2
+
+
+# A paused node comes back with a warm zygote, so growth is soon.
+GROWTH = ("pause-node:1@5", "resume-node:1@7", "kill-node:1@7/growth")
+GROWTH_STEPS = 150
+
+CASES = (
+    Case("kill-node", ("kill-node:1@6",)),
+    Case("kill-coordinator", ("kill-coordinator@6",)),
+    Case("kill-agent", ("kill-agent:1@6",)),
+    Case("kill-zygote", ("kill-zygote:1@6",)),
+    Case("kill-worker", ("kill-worker:1@6",)),
+    Case("pause-worker", ("pause-worker:1@6",), ("elastic.hang_ceiling_s=4",)),
+    Case("pause-node", ("pause-node:1@6",)),
+    Case("node-returns", ("kill-node:1@6", "return-node@20"), ("elastic.min_nodes={nodes}",)),
+    Case("two-workers", ("kill-worker:0@6", "kill-worker:1@6")),
+    Case("two-nodes-in-turn", ("kill-node:1@6", "kill-coordinator@12"), min_nodes=3),
+    Case(
+        "two-nodes-at-once",
+        ("kill-node:1@6", "kill-coordinator@6"),
+        min_nodes=3,
+        # The first one's copy may lie on the second.
+        state_lost=lambda _: True,
+    ),
+    Case("first-rendezvous", ("kill-node:1@0/rendezvous",), ("elastic.join_timeout_s=3",)),
+    Case("rendezvous", ("kill-worker:0@6", "kill-node:1@6/rendezvous")),
+    Case("restore", ("kill-worker:0@6", "kill-node:1@6/restore")),
+    Case("coordinator-in-restore", ("kill-worker:0@6", "kill-coordinator@6/restore")),
+    Case("save", ("kill-node:1@6/save",)),
+    Case("coordinator-in-save", ("kill-coordinator@6/save",)),
+    Case("growth", GROWTH, steps=GROWTH_STEPS),
+    Case(
+        "coordinator-in-growth",
+        ("pause-node:1@5", "resume-node:1@7", "kill-coordinator@7/growth"),
+        steps=GROWTH_STEPS,
+        state_lost=_two_nodes,
+    ),
+)
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one agent held open, sample by sample."""
+
+    fds: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+
+
+class Monitor(threading.Thread):
+    """Samples /proc of every agent of a run until it is stopped."""
+
+    def __init__(self, run_dir: Path, interval_s: float = 0.2) -> None:
+        super().__init__(daemon=True)
+        self._run_dir, self._interval_s = run_dir, interval_s
+        self._stopped = threading.Event()
+        self.usage: dict[int, Usage] = {}
+        """By process id."""
+
+    def run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            for event in events(self._run_dir, "agent.started"):
+                self._sample(event["pid"])
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+    def _sample(self, pid: int) -> None:
+        proc = Path(f"/proc/{pid}")
+        try:
+            num_fds = len(list((proc / "fd").iterdir()))
+            status = (proc / "status").read_text()
+        except OSError:
+            return  # it has ended
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        if "VmRSS" not in fields:
+            return  # a zombie
+        usage = self.usage.setdefault(pid, Usage())
+        usage.fds.append(num_fds)
+        usage.threads.append(int(fields["Threads"]))
+        usage.rss_mib.append(int(fields["VmRSS"].split()[0]) / 1024)
+
+
+@dataclass(slots=True)
+class Result:
+    """A run that has ended."""
+
+    run_dir: Path
+    code: int
+    err: str
+    summary: dict[str, Any]
+    usage: Mapping[int, Usage]
+    layout: Layout
+
+    def longest(self) -> Usage:
+        """Return the usage of the agent that was seen most often."""
+        return max(self.usage.values(), key=lambda usage: len(usage.fds))
+
+
+def write_job(folder: Path, layout: Layout, steps: int = STEPS) -> Path:
+    """Write the job file of `layout` and its corpus; return its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.txt").write_text(TEXT)
+    text = JOB.format(layout=layout.layout, nodes=layout.nodes, workers=layout.workers, steps=steps)
+    (folder / "job.yaml").write_text(text)
+    return folder / "job.yaml"
+
+
+def run_case(
+    folder: Path,
+    layout: Layout,
+    faults: Sequence[str] = (),
+    sets: Sequence[str] = (),
+    *,
+    chaos: str | None = None,
+    steps: int = STEPS,
+    stop_after_s: float | None = None,
+    timeout_s: float = 170.0,
+) -> Result:
+    """Run `layout` in `folder` to its end, or ask for the end after `stop_after_s`."""
+    job, run_dir = write_job(folder, layout, steps), folder / "run"
+    args = [sys.executable, "-m", "launcher.cli.main", "run", str(job)]
+    args += ["--run-dir", str(run_dir), "--json"]
+    args += [word for fault in faults for word in ("--fault", fault)]
+    args += [word for text in sets for word in ("--set", text.format(nodes=layout.nodes))]
+    args += ["--chaos", chaos] if chaos else []
+    monitor = Monitor(run_dir)
+    with (
+        (folder / "err").open("w") as err,
+        subprocess.Popen(args, cwd=ROOT, stdout=subprocess.PIPE, stderr=err, text=True) as process,
+    ):
+        monitor.start()
+        try:
+            if stop_after_s is not None:
+                _wait_for_end(process, stop_after_s)
+                process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            time.sleep(1.0)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+            raise AssertionError(story(folder, "it does not end")) from None
+        finally:
+            monitor.stop()
+            process.kill()
+    assert out, story(folder, f"code {process.returncode}")
+    return Result(
+        run_dir,
+        process.returncode,
+        (folder / "err").read_text(),
+        json.loads(out),
+        monitor.usage,
+        layout,
+    )
+
+
+def _wait_for_end(process: subprocess.Popen[str], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def story(folder: Path, what: str) -> str:
+    """Return what a failed case leaves to read."""
+    logs = sorted((folder / "run" / "logs").rglob("*.log"))
+    tails = [f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
+    return "\n".join([what, (folder / "err").read_text()[-6000:], *tails])
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """Return the run's events `name`, in the order of time."""
+    found = []
+    for path in (run_dir / "events").glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            if f'"event":"{name}"' in line:
+                try:
+                    found.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue  # the writer was killed in it
+    return sorted(found, key=lambda event: event["t_unix"])
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Step -> loss of its last execution."""
+    done = events(run_dir, "step.completed")
+    done.sort(key=lambda event: (event["step"], event["epoch"]))
+    return {event["step"]: event["loss"] for event in done}
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes that name the run directory in their environment or command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(run_dir).encode() in text and path.name != str(os.getpid()):
+            found.append(path.name)
+    return found
+
+
+def check(
+    result: Result,
+    plain: Mapping[int, float],
+    faults: Sequence[str] = (),
+    *,
+    steps: int = STEPS,
+    state_lost: bool = False,
+) -> None:
+    """See that nothing was lost but time.
+
+    Args:
+        result: of the disturbed run.
+        plain: step -> loss of the undisturbed run; it may be shorter.
+        faults: every one must have struck.
+        steps: that it must have done.
+        state_lost: all holders of some state may have died.
+    """
+    summary, told = result.summary, story(result.run_dir.parent, "")
+    assert (result.code, summary["state"], summary["steps"]) == (0, "finished", steps), told
+    struck = sorted(event["action"] for event in events(result.run_dir, "fault.injected"))
+    assert struck == sorted(fault.split(":")[0].split("@")[0] for fault in faults), told
+    check_exact(result, plain, state_lost=state_lost)
+    check_clean(result)
+
+
+def check_exact(result: Result, plain: Mapping[int, float], *, state_lost: bool = False) -> None:
+    """See that the ledger and the losses are those of an undisturbed run."""
+    summary, told = result.summary, story(result.run_dir.parent, "")
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0), told
+    if summary["committed_steps_redone"]:
+        assert state_lost, told
+        assert events(result.run_dir, "checkpoint.restored"), told
+    curve = losses(result.run_dir)
+    assert sorted(curve) == list(range(1, summary["steps"] + 1)), told
+    for step in sorted(curve.keys() & plain.keys()):
+        off = abs(curve[step] - plain[step]) / plain[step]
+        assert off <= LOSS_REL, f"step {step}: {curve[step]} is not {plain[step]}\n{told}"
+
+
+def check_clean(result: Result) -> None:
+    """See that no process and no memory is left, and that agents held little at any time."""
+    assert leftovers(result.run_dir) == []
+    run_id = json.loads((result.run_dir / "job.json").read_text())["run_id"]
+    assert list(SHM.glob(f"holdfast-{run_id}-*")) == []
+    assert result.usage
+    # A connection to each peer, and one from each worker that leaves copies here; twice, since
+    # those of an epoch may still be closing when the next begins.
+    peers = result.layout.nodes * (1 + result.layout.workers)
+    for usage in result.usage.values():
+        assert max(usage.fds) <= 40 + 4 * peers, usage.fds
+        assert max(usage.threads) <= 16 + 4 * peers, usage.threads
