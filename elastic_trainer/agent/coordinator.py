@@ -76,6 +76,8 @@ class Coordinator(Inquiry):
         self._stopping: str | None = None
         self._final: End | None = None
         self._said_parked: int | None = None
+        self._waited_alone = False
+        """The members that fell silent have had the time to take the lease."""
 
     def start(self) -> Turn | None:
         """Take office."""
@@ -131,8 +133,13 @@ class Coordinator(Inquiry):
             return self._publish()
         elif name == "final":
             return self._leave()
+        elif name == "alone":
+            self._waited_alone = True
+            return self.advance()
         else:
-            return super().timer(name)
+            turn = super().timer(name)
+            again = turn is None and name == "beat" and "alone" in self.ctx.timers
+            return self.advance() if again else turn
         return None
 
     def _gather_over(self) -> Turn | None:
@@ -296,10 +303,25 @@ class Coordinator(Inquiry):
             self._ask_all(Request.GROW)
         elif self.phase == "idle" and size == 0:
             return self._park()
-        elif self.phase == "idle":
+        elif self.phase == "idle" and not self._may_be_cut_off():
             self.phase = "forming"
             self._lease.form()
         return None
+
+    def _may_be_cut_off(self) -> bool:
+        """Whether most members have fallen silent at once: then this agent may be the lost one.
+
+        They get the time to take the lease, for a few must not go on in the place of most.
+        Who still holds it then goes on: the others are dead, or cannot reach the board.
+        """
+        ctx, settings = self.ctx, self.ctx.settings
+        most = self.unsure and 2 * self.num_in_touch(self.members) < len(self.members)
+        if not most or self._waited_alone:
+            ctx.timers.pop("alone", None)
+            return False
+        if "alone" not in ctx.timers:
+            ctx.after("alone", settings.dead_after_s + 2 * settings.dial_timeout_s)
+        return True
 
     def _waits_for_more(self) -> bool:
         """Whether the first epoch of this coordinator waits for agents that should come."""
@@ -360,6 +382,8 @@ class Coordinator(Inquiry):
         )
         self._ended, self._asked = {}, Request.NONE
         self.phase, self.expected, self._said_parked = "starting", None, None
+        self.unsure.clear()
+        self._waited_alone = False
         self.send_all(formed)
         ctx.adopt(formed)
         ctx.log(

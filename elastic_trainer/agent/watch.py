@@ -39,6 +39,8 @@ class Watch(Role, ABC):
         self.expected = expected
         self.absent: set[str] = set()
         """Nodes that had joined and left: a first epoch does not wait for them."""
+        self.unsure: set[str] = set()
+        """agent_ids lost without proof that they are dead: perhaps only the way to them is."""
 
     @abstractmethod
     def advance(self) -> Turn | None:
@@ -94,6 +96,7 @@ class Watch(Role, ABC):
             if turn := self.lost(older, "replaced by a newer agent of the node"):
                 return turn
         self.absent.discard(member.node)
+        self.unsure.discard(member.agent_id)
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, address=member.address)
         replaced = self.peers.connect(member, conn, ctx.now, ready=join.ready)
@@ -170,6 +173,7 @@ class Watch(Role, ABC):
         if peer is not None and what == "probe":
             self._probe(peer)
         elif peer is not None and what == "gone" and peer.conn is None:
+            self.unsure.add(agent_id)
             return self.lost(peer, "its connection ended and did not come back")
         return None
 
@@ -178,9 +182,20 @@ class Watch(Role, ABC):
             silent_s = self.ctx.now - peer.heard
             if peer.conn is not None and silent_s > self.ctx.settings.dead_after_s:
                 self.ctx.close(peer.conn)
+                self.unsure.add(peer.member.agent_id)
                 if turn := self.lost(peer, f"silent for {silent_s:.1f} s"):
                     return turn
         return None
+
+    def num_in_touch(self, agent_ids: tuple[str, ...]) -> int:
+        """Return how many of these agents were heard of lately, this one included."""
+        latest = self.ctx.now - self.ctx.settings.dead_after_s / 2
+        known = (self.peers.get(agent_id) for agent_id in agent_ids)
+        return sum(
+            peer is not None
+            and (peer.member == self.ctx.me or (peer.conn is not None and peer.heard >= latest))
+            for peer in known
+        )
 
     def forget(self, peer: Peer) -> None:
         """Count an agent no longer."""

@@ -38,7 +38,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("name", "faults"), SHORT, ids=[f"{name}-{faults[-1]}" for name, faults in SHORT]
+    ("name", "faults", "steps"), SHORT, ids=[f"{name}-{faults[-1]}" for name, faults, _ in SHORT]
 )
 def test_short(name, faults, steps, tmp_path, undisturbed):
     layout = LAYOUTS[name]

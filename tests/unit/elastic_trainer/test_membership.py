@@ -311,13 +311,28 @@ def test_a_minority_cut_off_forms_nothing_that_stands():
     cluster.run_until(cluster.settled, within=60.0)
 
 
-def test_a_coordinator_cut_off_is_replaced_and_joins_again():
+@pytest.mark.parametrize("earlier_s", [0.0, 0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
+def test_a_coordinator_cut_off_forms_nothing_is_replaced_and_joins_again(earlier_s):
     cluster = started(5)
     old = coordinator(cluster)
+    # It misses the others before they miss it.
+    cluster.cut |= {(n.me.node, old.me.node) for n in others(cluster)}
+    cluster.run(cluster.now + earlier_s)
     cluster.partition({old.me.node})
     cluster.run(cluster.now + 40.0)
+    assert old.formed is None or old.formed.epoch == 1
+    assert {n.formed.epoch for n in cluster.up if n is not old} == {2}
     cluster.heal()
     cluster.run_until(cluster.settled, within=60.0)
+
+
+def test_a_coordinator_whose_members_all_lost_power_goes_on_alone():
+    cluster = started(5)
+    for node in others(cluster):
+        cluster.kill(node, silent=True)
+    limits = cluster.settings
+    took = cluster.run_until(cluster.settled, within=60.0)
+    assert took < 2 * limits.dead_after_s + 2 * limits.heartbeat_s + 2 * limits.dial_timeout_s
 
 
 def test_a_checkpoint_commit_between_costs_only_another_try():
