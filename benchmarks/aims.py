@@ -100,6 +100,12 @@ AIMS: tuple[Aim, ...] = (
     ),
     Aim(
         program="snapshot",
+        key="stall.first_s",
+        what="the same, the first of an epoch: its buffers are new",
+        limit=0.1,
+    ),
+    Aim(
+        program="snapshot",
         key="reshard.memory_speed",
         what="reshard load from memory, of dcp.load's speed",
         limit=1.0,

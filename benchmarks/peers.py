@@ -111,7 +111,7 @@ class PeerCluster:
             **environment(),
             "GLOO_SOCKET_IFNAME": "lo",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": f"{ROOT}:{FT_SITE}",
+            "PYTHONPATH": f"{ROOT}:{FT_SITE}" if self._program == FT_LAUNCHER else str(ROOT),
         }
         options = {
             "--nnodes": f"1:{self._num_nodes}",

@@ -119,8 +119,10 @@ def holdfast(name: str, folder: Path) -> Run:
     faults = [part for fault in case.faults for part in ("--fault", fault)]
     command = [sys.executable, "-m", "launcher.cli.main", "run", str(write_job(folder, case))]
     command += ["--run-dir", str(folder / "run"), *faults, "--json"]
+    # As a node keeps it: empty at the start of a run, filled by the first epoch.
+    env = {**environment(), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         try:
             if case.steps == ENDLESS:

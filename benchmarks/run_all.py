@@ -28,7 +28,7 @@ PROGRAMS: dict[str, list[str]] = {
     "check_time": [],
     "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
     "hang": ["--repeats", "1", "--only", "holdfast"],
-    "snapshot": ["--small", "--only", "sizes,reshard"],
+    "snapshot": ["--small", "--only", "sizes,stall,reshard"],
     "membership": ["--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
 }

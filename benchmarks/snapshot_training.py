@@ -22,7 +22,7 @@ from launcher.ops.record import RunRecord
 
 WARM_UP, WINDOW_S, START_S = 10, 20.0, 180.0
 """Steps, seconds measured, seconds until the warm-up is done at the latest."""
-PAIRS = 5
+PAIRS, FIRST_BATCH, STEP_MS = 5, 24, 300.0
 SHAPES = {
     "training": "num_layers: 4, dim: 160, num_heads: 4, num_kv_heads: 4, ffn_dim: 432",
     "stall": "num_layers: 4, dim: 1024, num_heads: 8, num_kv_heads: 8, ffn_dim: 3776",
@@ -67,10 +67,15 @@ def middle(values: list[float], digits: int) -> float:
 
 def training(small: bool) -> tuple[str, dict[str, Any]]:
     """Train with and without snapshots, in turns."""
+    batch = FIRST_BATCH
+    if not small:  # the batch that makes steps of about STEP_MS here
+        tried = one_training(0, batch, window_s=WINDOW_S / 2)
+        batch = scaled_batch(batch, tried["step_ms"])
+        say(f"training: {tried['step_ms']} ms a step, now with a batch of {batch}")
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     for turn in range(1 if small else PAIRS):
         for every in (0, 1) if turn % 2 == 0 else (1, 0):
-            runs[every].append(one_training(every, small))
+            runs[every].append(one_training(every, batch, small=small))
             say(f"training, memory_every_steps {every}: {runs[every][-1]}")
     rows, result = [], {}
     for key, unit in (("step_ms", "wall ms a step"), ("cpu_ms", "CPU ms a step, all nodes")):
@@ -81,6 +86,7 @@ def training(small: bool) -> tuple[str, dict[str, Any]]:
         rows[-1] += [f"{min(pairs):.1%} to {max(pairs):.1%}"]
         result |= {f"{key}_off": middle(off, 2), f"{key}_on": middle(on, 2)}
         result["slowdown" if key == "step_ms" else "more_cpu"] = slower
+    result["batch"] = batch
     result["state_mib"] = runs[1][0]["state_mib"]
     result["steps_committed"] = round(min(run["committed"] for run in runs[1]), 3)
     header = ["", "no snapshots", "one a step", "more (median of pairs)", "pairs"]
@@ -91,14 +97,25 @@ def training(small: bool) -> tuple[str, dict[str, Any]]:
     return text, {"training": result}
 
 
-def one_training(every: int, small: bool) -> dict[str, float]:
-    """Train for WINDOW_S seconds past the warm-up; return wall and CPU time of a step."""
+def scaled_batch(batch: int, step_ms: float) -> int:
+    """Return the batch, in whole micro-batches of both nodes, that takes about STEP_MS."""
+    return max(8, round(batch * STEP_MS / step_ms / 8) * 8)
+
+
+def one_training(
+    every: int, batch: int, *, small: bool = False, window_s: float = WINDOW_S
+) -> dict[str, float]:
+    """Train for `window_s` past the warm-up; return wall and CPU time of a step."""
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     run_dir = folder / "run"
     shape = "small" if small else "training"
     command = [sys.executable, "-m", "launcher.cli.main", "run", "--quiet"]
-    command += [str(write_job(folder, shape, 2, batch=32, every=every)), "--run-dir", str(run_dir)]
-    window_s = 2.0 if small else WINDOW_S
+    command += [
+        str(write_job(folder, shape, 2, batch=batch, every=every)),
+        "--run-dir",
+        str(run_dir),
+    ]
+    window_s = 2.0 if small else window_s
     with subprocess.Popen(command, cwd=ROOT, env=environment()) as running:
         try:
             record = RunRecord(run_dir)

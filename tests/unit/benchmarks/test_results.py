@@ -153,6 +153,11 @@ def test_chaos_counts_only_steps_that_stay(load):
     assert chaos.steps_done([], begun_t=1.5, seconds=5.0) == 0
 
 
+def test_the_batch_is_scaled_to_the_machine_in_whole_micro_batches(load):
+    scaled = load("snapshot_training").scaled_batch
+    assert [scaled(24, ms) for ms in (100.0, 300.0, 640.0, 9000.0)] == [72, 24, 8, 8]
+
+
 def test_both_systems_are_struck_at_the_same_times(load):
     """The peer's nodes are named as holdfast's, so the schedule is the same object's."""
     chaos = load("chaos")
