@@ -128,16 +128,20 @@ class Inquiry(Judge, ABC):
         if inquest.asked is None or self.phase not in BUSY:
             return None
         patience_s = SILENT_BEATS * ctx.settings.heartbeat_s
-        for agent_id in inquest.missing(self.members):
-            peer = self.peers.get(agent_id)
-            if peer is None or peer.conn is None or peer.heard > inquest.asked:
+        missing = (self.peers.get(agent_id) for agent_id in inquest.missing(self.members))
+        silent = [p for p in missing if p is not None and p.conn is not None]
+        silent = [peer for peer in silent if peer.heard <= inquest.asked]
+        shortest_s = min((ctx.now - peer.heard for peer in silent), default=patience_s + 1.0)
+        if shortest_s <= patience_s:  # its next beat would have to come by then
+            ctx.after("inquest", patience_s - shortest_s + 0.01)
+            return None
+        # All before the first is lost: when most are silent, this agent may be the lost one.
+        self.unsure.update(peer.member.agent_id for peer in silent)
+        for peer in silent:
+            if peer.conn is None:
                 continue
-            silent_s = ctx.now - peer.heard
-            if silent_s <= patience_s:  # its next beat would have to come by then
-                ctx.after("inquest", patience_s - silent_s + 0.01)
-                return None
+            reason = f"silent for {ctx.now - peer.heard:.1f} s while the others waited for it"
             ctx.close(peer.conn)
-            reason = f"silent for {silent_s:.1f} s while the others waited for it"
             if turn := self.lost(peer, reason):
                 return turn
         if self.phase in BUSY:

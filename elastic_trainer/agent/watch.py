@@ -190,7 +190,7 @@ class Watch(Role, ABC):
     def num_in_touch(self, agent_ids: tuple[str, ...]) -> int:
         """Return how many of these agents were heard of lately, this one included."""
         latest = self.ctx.now - self.ctx.settings.dead_after_s / 2
-        known = (self.peers.get(agent_id) for agent_id in agent_ids)
+        known = (self.peers.get(agent_id) for agent_id in set(agent_ids) - self.unsure)
         return sum(
             peer is not None
             and (peer.member == self.ctx.me or (peer.conn is not None and peer.heard >= latest))

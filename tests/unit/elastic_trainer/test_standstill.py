@@ -115,3 +115,25 @@ def test_a_node_that_beats_but_does_not_answer_is_not_taken_for_dead() -> None:
         cluster.run(cluster.now + 0.5)
     assert max(cluster.published) == 1
     assert len(cluster.up) == 4
+
+
+@pytest.mark.parametrize("earlier_s", [0.0, 0.4, 1.1, 2.0])
+@pytest.mark.parametrize("nodes", [4, 5, 16])
+def test_a_coordinator_cut_off_leaves_the_job_to_the_others(nodes: int, earlier_s: float) -> None:
+    """The workers stand still at once, on both sides: long before anybody counts as silent."""
+    cluster = started(nodes)
+    old = coordinator(cluster)
+    rest = others(cluster)
+    cluster.cut |= {(node.me.node, old.me.node) for node in rest}
+    cluster.run(cluster.now + earlier_s)
+    cluster.partition({old.me.node})
+
+    def gone_on() -> bool:
+        return all(n.formed and len(n.formed.members) == nodes - 1 for n in rest)
+
+    assert stand_still_until(cluster, gone_on, within=20.0) < 8.0
+    cluster.run(cluster.now + 20.0)
+    assert old.formed is not None
+    assert old.formed.epoch == 1
+    cluster.heal()
+    cluster.run_until(cluster.settled, within=60.0)
