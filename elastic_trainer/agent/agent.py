@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -24,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.cause import gather
 from elastic_trainer.agent.ends import describe, failure_of, log_exit, process_failure
-from elastic_trainer.agent.environment import group_rank_of, worker_environment
+from elastic_trainer.agent.environment import group_rank_of
+from elastic_trainer.agent.launches import launches_of
 from elastic_trainer.agent.lookout import Lookout
 from elastic_trainer.agent.notices import (
     AskWorkers,
@@ -40,12 +37,13 @@ from elastic_trainer.agent.notices import (
     WorkersReady,
     WorkersRunning,
 )
+from elastic_trainer.agent.running import Running
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
-from elastic_trainer.agent.stacks import gather_stacks, keep_stacks
+from elastic_trainer.agent.stacks import dump_stacks
+from elastic_trainer.agent.stop_signals import StopSignals
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import (
-    Launch,
     WorkerExited,
     Workers,
     WorkerStarted,
@@ -54,33 +52,9 @@ from elastic_trainer.agent.workers import (
 )
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
-from elastic_trainer.snapshots.peer import Peer, write_peers
 
 STACKS_JOIN_S = 1.0
 """How long the agent's end waits for stacks that storage has yet to take."""
-
-
-@dataclass(slots=True)
-class _Epoch:
-    """One epoch on this node."""
-
-    formed: EpochFormed
-    lookout: Lookout
-    fork_begun: float
-    started: int = 0
-    running: bool = False
-    failed: bool = False
-    freed: bool = False
-    """Older epochs' snapshots have been let go."""
-    finished: bool = True
-    """No worker that ended well left before the last step."""
-    step: int = 0
-    """Highest completed step seen."""
-    committed: int = 0
-    """Newest step that workers said to be committed."""
-    held: WorkersFailed | None = None
-    """A consequence, kept back in the hope of its cause; or an error others may have too."""
-    held_until: float = 0.0
 
 
 class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed here
@@ -119,10 +93,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._free_snapshots = free_snapshots
         self._scripts = scripts or Scripts(workers.task, {}, log)
         self._group = WorkerGroup(spec)
-        self._epoch: _Epoch | None = None
+        self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
-        self._signals: list[int] = []
+        self._signals = StopSignals(waker.wake)
         self._stops_asked = 0
         self._told_ready = self._left = False
         self._error = ""
@@ -145,7 +119,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
         self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port)
-        with self._handling_signals():
+        with self._signals:
             try:
                 self._membership.start()
                 while self._result is None:
@@ -222,50 +196,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return  # a spare, or not fit for any more
         self._log.epoch = formed.epoch
         begin = self._clock()
-        self._write_peers(formed)
-        launches = [self._launch_of(formed, local_rank) for local_rank in range(config.workers)]
-        launches = self._scripts.begin(formed, launches)
+        launches = self._scripts.begin(formed, launches_of(formed, config))
         lookout = Lookout(config, self._workers, self._clock)
-        self._epoch = _Epoch(formed, lookout, begin)
+        self._epoch = Running(formed, lookout, begin)
         describe(self._group, formed, me, launches)
         self._workers.launch(formed.epoch, launches)
-
-    def _launch_of(self, formed: EpochFormed, local_rank: int) -> Launch:
-        config = self._config
-        heartbeat = config.scratch / f"{formed.epoch}-{local_rank}.heartbeat"
-        error_file = config.scratch / f"{formed.epoch}-{local_rank}.error.json"
-        env = worker_environment(
-            formed,
-            config.me,
-            local_rank,
-            workers=config.workers,
-            run_id=config.run_id,
-            max_restarts=config.max_restarts,
-            error_file=error_file,
-            heartbeat=heartbeat,
-            snapshots=config.snapshots,
-            peers=self._peers_file(formed.epoch),
-            role=config.role,
-        )
-        rank = int(env["RANK"])
-        return Launch(
-            local_rank=local_rank,
-            rank=rank,
-            env=env,
-            log=config.log_dir / f"{rank}.log",
-            heartbeat=heartbeat,
-            error_file=error_file,
-        )
-
-    def _peers_file(self, epoch: int) -> Path:
-        return self._config.scratch / f"{epoch}.peers.json"
-
-    def _write_peers(self, formed: EpochFormed) -> None:
-        """Tell the workers where the keepers of the epoch are: an environment is too small."""
-        self._peers_file(formed.epoch - 1).unlink(missing_ok=True)
-        nodes = (*formed.members, *formed.spares)
-        peers = [Peer(node=m.node, address=m.address, port=m.snapshot_port) for m in nodes]
-        write_peers(self._peers_file(formed.epoch), peers, len(formed.members))
 
     # -- workers --------------------------------------------------------------------------
 
@@ -324,7 +259,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         wait_s = self._config.shared_settle_s if shared else self._config.settle_s
         epoch.held_until = max(epoch.held_until, self._clock() + wait_s)
 
-    def _on_good_end(self, epoch: _Epoch, exited: WorkerExited) -> None:
+    def _on_good_end(self, epoch: Running, exited: WorkerExited) -> None:
         if not self._scripts.finished(exited):
             epoch.finished = False
         if self._workers.alive or epoch.failed:
@@ -345,7 +280,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
 
-    def _failed(self, epoch: _Epoch, local_rank: int, step: int, failure: Failure) -> WorkersFailed:
+    def _failed(
+        self, epoch: Running, local_rank: int, step: int, failure: Failure
+    ) -> WorkersFailed:
         first = group_rank_of(epoch.formed, self._config.me) * self._config.workers
         return WorkersFailed(
             epoch=epoch.formed.epoch,
@@ -357,10 +294,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             committed=self._committed(epoch),
         )
 
-    def _committed(self, epoch: _Epoch) -> int | None:
+    def _committed(self, epoch: Running) -> int | None:
         return epoch.committed if self._config.watch_all else None
 
-    def _fail(self, epoch: _Epoch, report: WorkersFailed) -> None:
+    def _fail(self, epoch: Running, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
         if epoch.failed:
             return
@@ -451,7 +388,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             )
             self._fail(epoch, report)
 
-    def _show(self, epoch: _Epoch, *, stalled: bool) -> None:
+    def _show(self, epoch: Running, *, stalled: bool) -> None:
         """Tell the coordinator where the workers stand; also put those that hang on record."""
         self._membership.report(
             epoch.lookout.seen(
@@ -470,36 +407,27 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 state=worker.state,
             )
 
-    def _dump_stacks(self, epoch: _Epoch) -> None:
+    def _dump_stacks(self, epoch: Running) -> None:
         """Put on record what the workers are doing; puts their end off by GATHER_S at most."""
-        dump = gather_stacks(list(self._workers.processes().values()))
-        folder = self._config.stacks_dir / str(epoch.formed.epoch)
-        number = epoch.formed.epoch
+        self._stack_writer = dump_stacks(
+            list(self._workers.processes().values()),
+            self._config.stacks_dir,
+            epoch.formed.epoch,
+            self._log,
+        )
 
-        def done(files: list[str], problem: str) -> None:
-            self._log.emit(
-                "stacks.dumped",
-                epoch=number,
-                folder=str(folder),
-                files=files,
-                seconds=round(dump.seconds, 6),
-                problem=problem,
-            )
-
-        self._stack_writer = keep_stacks(dump, folder, done)
-
-    def _keeper_free(self, epoch: _Epoch) -> None:
+    def _keeper_free(self, epoch: Running) -> None:
         """A snapshot of this epoch is committed: those of older ones are not needed."""
         if not epoch.freed:
             epoch.freed = True
             self._free_snapshots(epoch.formed.epoch)
 
-    def _show_progress(self, epoch: _Epoch, *, last: bool = False) -> None:
+    def _show_progress(self, epoch: Running, *, last: bool = False) -> None:
         """One node speaks for a script; the trainer speaks for itself."""
         if not self._config.watch_all and group_rank_of(epoch.formed, self._config.me) == 0:
             self._scripts.show_progress(epoch.step, self._clock(), last=last)
 
-    def _now_running(self, epoch: _Epoch) -> None:
+    def _now_running(self, epoch: Running) -> None:
         if epoch.running:
             return
         epoch.running = True
@@ -511,25 +439,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
     def _phase(self, phase: str, begin: float) -> None:
         self._log.emit("recovery.phase", phase=phase, seconds=round(self._clock() - begin, 6))
 
-    # -- signals --------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
-        self._waker.wake()
-
     def _serve_signals(self) -> None:
-        while self._signals:
-            name = signal.Signals(self._signals.pop(0)).name
+        for name in self._signals.taken():
             self._stops_asked += 1
             if self._stops_asked == 1:
                 self._membership.report(StopAsked(reason=name))

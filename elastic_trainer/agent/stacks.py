@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_trainer.agent.procfs import state_of
+from elastic_trainer.event_log import EventLog
 from elastic_trainer.stack_signal import (
     FLIGHT_SIGNAL,
     STACKS_SIGNAL,
@@ -103,6 +104,29 @@ def gather_stacks(
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
     dump.seconds = clock() - begin
     return dump
+
+
+def dump_stacks(
+    targets: Sequence[Target], stacks_dir: Path, epoch: int, log: EventLog
+) -> threading.Thread:
+    """Look at the workers, which takes GATHER_S at most, and keep what was seen.
+
+    Returns:
+        The thread that writes it to `stacks_dir`/`epoch`; an event names the files.
+    """
+    dump, folder = gather_stacks(targets), stacks_dir / str(epoch)
+
+    def done(files: list[str], problem: str) -> None:
+        log.emit(
+            "stacks.dumped",
+            epoch=epoch,
+            folder=str(folder),
+            files=files,
+            seconds=round(dump.seconds, 6),
+            problem=problem,
+        )
+
+    return keep_stacks(dump, folder, done)
 
 
 def keep_stacks(

@@ -1,0 +1,45 @@
+"""SIGTERM and SIGINT, put aside until the agent's loop takes them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+NUMBERS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Handles both while it is entered, on the main thread.
+
+    Args:
+        wake: called from the handler, to wake the loop.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._seen: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Install the handler."""
+        self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        """Put back what was there."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def taken(self) -> list[str]:
+        """Return the names of those that came since the last call."""
+        count = len(self._seen)
+        taken, self._seen[:count] = self._seen[:count], []
+        return [signal.Signals(number).name for number in taken]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._seen.append(number)
+        self._wake()
