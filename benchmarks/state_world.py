@@ -36,6 +36,7 @@ from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.optimizer import build_optimizer
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
+from launcher.backends.processes import die_with_parent
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 from launcher.spec import load_spec
@@ -57,7 +58,8 @@ def prove(*, server: bool) -> Callable[..., None]:
     )
 
 
-def _keep(directory: Path, pipe: Connection) -> None:
+def _keep(directory: Path, pipe: Connection, tie: Callable[[], None]) -> None:
+    tie()
     keeper = Keeper(directory, "127.0.0.1", authenticate=prove(server=True))
     keeper.start()
     pipe.send(keeper.port)
@@ -74,7 +76,9 @@ def keepers(root: Path, num_nodes: int) -> Iterator[tuple[list[Peer], list[int]]
         directory = root / f"node{node}"
         directory.mkdir()
         pipe, theirs = FORK.Pipe()
-        process = FORK.Process(target=_keep, args=(directory, theirs), daemon=True)
+        process = FORK.Process(
+            target=_keep, args=(directory, theirs, die_with_parent()), daemon=True
+        )
         process.start()
         theirs.close()
         peers.append(Peer(node=f"node{node}", address="127.0.0.1", port=pipe.recv()))
@@ -90,7 +94,14 @@ def keepers(root: Path, num_nodes: int) -> Iterator[tuple[list[Peer], list[int]]
             pipe.close()
 
 
-def _rank(body: Callable[..., Any], rank: int, size: int, store: Path, pipe: Connection) -> None:
+def _rank(
+    body: Callable[..., Any],
+    place: tuple[int, int, Path],
+    pipe: Connection,
+    tie: Callable[[], None],
+) -> None:
+    rank, size, store = place
+    tie()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -116,7 +127,9 @@ def world(size: int, store: Path, body: Callable[..., Any]) -> list[Any]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     pairs = [FORK.Pipe() for _ in range(size)]
     ranks = [
-        FORK.Process(target=_rank, args=(body, rank, size, store, theirs), daemon=True)
+        FORK.Process(
+            target=_rank, args=(body, (rank, size, store), theirs, die_with_parent()), daemon=True
+        )
         for rank, (_, theirs) in enumerate(pairs)
     ]
     values = []
