@@ -1,10 +1,16 @@
-"""What a platform must offer to run a job: the Backend protocol."""
+"""What a platform must offer to run a job: the Backend protocol.
+
+Commands (`submit`, `status`, `list`, `logs`, `why`, `cancel`, `describe`) speak to
+platforms through this alone, so that they mean the same on each. Everything that is
+about the training itself (steps, losses, checkpoints) is in the run directory.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NewType, Protocol
 
 JobId = NewType("JobId", str)
@@ -22,7 +28,7 @@ class JobState(enum.StrEnum):
     """Ended on a signal with its state saved (exit code 91): requeue or resume it."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
-    """The platform does not know the job, or not any more."""
+    """The platform does not answer, or does not know the job (any more)."""
 
     @property
     def is_final(self) -> bool:
@@ -31,31 +37,99 @@ class JobState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobRef:
+    """One submission, so that no other is taken for it: platforms use ids again."""
+
+    id: JobId
+    submit_time: float | None = None
+    """Unix seconds on the platform's clock; None: it was not known when it was recorded."""
+    run_dir: str = ""
+    """The run it belongs to: what the platform keeps of the job names it."""
+    cluster: str = ""
+    """Of several clusters that one platform speaks for; empty: the default one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """One answer to "how is it?"."""
+    """One answer to "how is it?". Times are Unix seconds; None: not known, or not yet."""
 
     state: JobState
     code: int | None = None
     """Exit code of the job as a whole; None while it runs, or where nobody knows."""
     reason: str = ""
-    """The platform's own words: a pending reason, how it ended."""
+    """The platform's own words: a pending reason, how it ended, why nobody knows."""
+    words: str = ""
+    """The same for people, with the way out where there is one; empty: nothing to say."""
+    expected_start: float | None = None
+    """Of a pending job, where the scheduler has planned it."""
+    submitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    ends_by: float | None = None
+    """When a running job's time is up."""
+    nodes: tuple[str, ...] = ()
+    """Names of its nodes; empty while it has none."""
+    restarts: int | None = None
+    """How often the platform has put it back into the queue; None: it does not say."""
+    source: str = ""
+    """Who said so, as squeue; empty: nobody did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformEvent:
+    """Something the platform did with a job."""
+
+    t_unix: float
+    text: str
 
 
 class Backend(Protocol):
     """Submits what was rendered and watches it. Everything else is in the run directory.
 
-    Calls may raise TemporaryError (try again later) or PermanentError.
+    Calls may raise UserError (what the user asked for cannot be had), TemporaryError (try
+    again later; calls have tried again themselves before) or PermanentError.
     """
 
     @property
     def name(self) -> str:
         """Name of the target: slurm, kubernetes, local."""
 
-    def submit(self, files: Mapping[str, str]) -> JobId:
-        """Submit a rendered bundle (file name -> text) and return the job's id."""
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Ask the platform whether it would take this bundle; submit nothing.
 
-    def status(self, job: JobId) -> JobStatus:
-        """Return where `job` stands."""
+        Args:
+            files: file name -> text, as rendered.
 
-    def cancel(self, job: JobId, *, save: bool = True) -> None:
-        """End `job`: with `save` workers save first, else at once."""
+        Returns:
+            What it says about it, as the expected start; a line each.
+        """
+
+    def submit(self, run_dir: Path, files: Mapping[str, str]) -> JobRef:
+        """Submit the bundle that lies in `run_dir`; when this raises, nothing was submitted.
+
+        Args:
+            run_dir: absolute, on storage the nodes share; `files` have been written into it.
+            files: file name, relative to `run_dir` -> text.
+        """
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return the submission of task `index` of the array `job`, whose run is `run_dir`."""
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each of `jobs` stands, by one batched query.
+
+        Never raises because the platform is away or knows nothing: such jobs are UNKNOWN,
+        with the reason.
+        """
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Ask a running `job` to save and end; return False where nothing runs to be asked."""
+
+    def cancel(self, job: JobRef) -> None:
+        """End `job` at once; one that has ended already is no error."""
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return what the platform keeps about `job`, in its own names; empty: nothing."""
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return what the platform did with `job`, in order of time."""

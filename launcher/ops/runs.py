@@ -1,0 +1,165 @@
+"""Finds runs and says what was submitted of them: RUN/submitted.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.backends.base import JobId, JobRef
+from launcher.errors import UserError
+from launcher.ops.run_dir import JOB_JSON
+
+SUBMITTED = "submitted.json"
+"""What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
+SWEEP = "sweep.json"
+"""In the folder of a sweep: its tasks' values. The runs are the folders 0, 1, … beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One submission of a run."""
+
+    target: str
+    """Name of the platform, as in targets.py."""
+    job: JobRef
+    run_id: str
+    launcher_version: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {
+            "v": 1,
+            "target": self.target,
+            "job_id": self.job.id,
+            "submit_time": self.job.submit_time,
+            "cluster": self.job.cluster,
+            "run_id": self.run_id,
+            "launcher_version": self.launcher_version,
+        }
+
+    @classmethod
+    def of_json(cls, raw: Mapping[str, Any], run_dir: Path) -> Submission:
+        """Read what `to_json` made.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is something else.
+        """
+        submit_time = raw["submit_time"]
+        job = JobRef(
+            id=JobId(str(raw["job_id"])),
+            submit_time=None if submit_time is None else float(submit_time),
+            run_dir=str(run_dir),
+            cluster=str(raw.get("cluster") or ""),
+        )
+        return cls(
+            target=str(raw["target"]),
+            job=job,
+            run_id=str(raw["run_id"]),
+            launcher_version=str(raw.get("launcher_version", "")),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run directory, and how its newest submission is known to the platform."""
+
+    path: Path
+    submission: Submission | None
+    """None: it was started by `holdfast run`, or never submitted."""
+    shown: str
+    """How the user would name it."""
+
+
+def write_submitted(run_dir: Path, submission: Submission) -> None:
+    """Write submitted.json, complete or not at all; former submissions are kept in it.
+
+    Raises:
+        OSError: the run directory cannot be written.
+    """
+    former = _former(run_dir / SUBMITTED)
+    raw = {**submission.to_json(), "former": former}
+    fresh = run_dir / f".{SUBMITTED}.{os.getpid()}"
+    fresh.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(run_dir / SUBMITTED)
+
+
+def read_submitted(run_dir: Path) -> Submission | None:
+    """Return the newest submission of `run_dir`; None: it has none.
+
+    Raises:
+        UserError: HF613 it cannot be read.
+    """
+    path = run_dir / SUBMITTED
+    try:
+        return Submission.of_json(json.loads(path.read_text(encoding="utf-8")), run_dir)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError("HF613", f"{path} cannot be read: {error}") from error
+
+
+def _former(path: Path) -> list[dict[str, Any]]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        former = raw.pop("former", [])
+    except FileNotFoundError:
+        return []
+    except (ValueError, AttributeError):
+        return []  # damaged: what it said is lost, and must not stop the next submission
+    return [raw, *former]
+
+
+def find_run(name: str, folder: Path) -> Run:
+    """Return the run that `name` means: a path, a name under `folder`, or a job's id.
+
+    Args:
+        name: as the user wrote it; the beginning of a name is enough where only one has it.
+        folder: where runs lie, `./runs`.
+
+    Raises:
+        UserError: HF613 there is none; HF641 several.
+    """
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return _run(path, name)
+    runs = list(find_runs(folder))
+    exact = [run for run in runs if run.submission and run.submission.job.id == name]
+    found = exact or [run for run in runs if str(run.path.relative_to(folder)).startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
+        raise UserError("HF641", f"{name} means several runs: {listed}; name one")
+    if (Path(name) / SWEEP).is_file() or (folder / name / SWEEP).is_file():
+        raise UserError("HF641", f"{name} is a sweep; name one of its runs, as {name}/0")
+    raise UserError(
+        "HF613", f"{name} is no run directory, and no run of {folder}; `holdfast list` shows those"
+    )
+
+
+def find_runs(folder: Path) -> Iterable[Run]:
+    """Yield the runs of `folder`, by name: its folders, and those of its sweeps."""
+    try:
+        paths = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for path in paths:
+        if is_run(path):
+            yield _run(path, str(path))
+        elif (path / SWEEP).is_file():
+            tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
+            for task in sorted(tasks, key=lambda task: int(task.name)):
+                yield _run(task, str(task))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether `path` is the directory of a run."""
+    return (path / JOB_JSON).is_file()
+
+
+def _run(path: Path, shown: str) -> Run:
+    return Run(path=path.absolute(), submission=read_submitted(path.absolute()), shown=shown)
