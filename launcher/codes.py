@@ -146,11 +146,6 @@ CODES: Final[dict[str, Code]] = {
     # Platforms: submitting, watching, cancelling.
     "HF640": Code("A program that the platform's commands need is missing.", "Install it."),
     "HF641": Code("A name that means several runs.", "Name one of them."),
-    "HF642": Code("The platform refused the job; nothing was submitted.", "Mend what it names."),
-    "HF643": Code("Not possible with this run's submission.", "Use what the message names."),
-    "HF644": Code(
-        "A --sweep of another form.", "Write KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4."
-    ),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),
