@@ -19,6 +19,7 @@ from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
 from launcher import spec_models as sections
+from launcher import spec_values as values
 from launcher.errors import Problem, UserError, Where
 from launcher.hardware import tight_domain
 from launcher.spec_check import cross_check
@@ -31,16 +32,16 @@ ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
 
 Model = Annotated[
-    Annotated[sections.Text, Tag(MODEL_TAGS[0])]
+    Annotated[values.Text, Tag(MODEL_TAGS[0])]
     | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
     Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]),
 ]
 
 
-class JobSpec(sections.Section):
+class JobSpec(values.Section):
     """One job: what a user wrote, checked and complete with defaults."""
 
-    name: sections.JobName = Field(description="Name of the job, and of its runs.")
+    name: values.JobName = Field(description="Name of the job, and of its runs.")
     model: Model = Field(
         description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
     )
@@ -62,7 +63,7 @@ class JobSpec(sections.Section):
     network: sections.Network = Field(
         default_factory=sections.Network, description="Addresses and ports."
     )
-    command: sections.Command = Field(
+    command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
     slurm: sections.Slurm = Field(default_factory=sections.Slurm, description="sbatch's options.")

@@ -1,176 +1,37 @@
 """The sections of a job file: every key, its unit, its default. Pure.
 
-Types and ranges of single values live here; what several values must satisfy
-together is in `spec_rules.py`. A validator names its code as the error type.
+Types of single values are in `spec_values.py`; what several values must satisfy
+together is in `spec_rules.py`.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import re
-import shlex
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from elastic_trainer.command import split_command
 from elastic_trainer.layout import AXES
-from elastic_trainer.templates import explain, unknown_names
-from launcher.spec_source import describe
-
-
-def _refuse(code: str, message: str) -> PydanticCustomError:
-    """Return the error that `spec.py` turns into a Problem with this code."""
-    # The detour over the context keeps braces in values from being read as a template.
-    return PydanticCustomError(code, "{message}", {"message": message})
-
-
-def _plain_text(value: str) -> str:
-    if not value.strip():
-        raise _refuse("HF015", "expected some text, found none")
-    if any(ord(char) < 32 or ord(char) == 127 for char in value):
-        raise _refuse("HF015", "line breaks and control characters are not allowed")
-    return value
-
-
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
-
-
-def _job_name(value: str) -> str:
-    if _NAME.fullmatch(value):
-        return value
-    near = re.sub(r"[^a-z0-9]+", "-", value.lower())[:50].strip("-") or "my-run"
-    raise _refuse(
-        "HF015",
-        f"{describe(value)} is not a name that every platform takes: at most 50 lower-case "
-        f"letters, digits and inner hyphens, as {near}",
-    )
-
-
-def _dp(value: Any) -> Any:
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise _refuse("HF012", f"expected a whole number or auto, found {describe(value)}")
-
-
-def _order(value: tuple[str, ...]) -> tuple[str, ...]:
-    if sorted(value) != sorted(AXES):
-        listed = ", ".join(value)
-        raise _refuse(
-            "HF117",
-            f"[{listed}] must name tp, cp, pp and dp once each, innermost first; "
-            "the default is [tp, cp, pp, dp]",
-        )
-    return value
-
-
-_SCHEDULES: Final = ("1f1b", "interleaved")
-
-
-def _schedule(value: Any) -> Any:
-    if not isinstance(value, str):
-        raise _refuse("HF012", f"expected 1f1b or interleaved, found {describe(value)}")
-    name = re.sub(r"[^a-z0-9]", "", value.lower())
-    if name.startswith(("zb", "zerobubble", "dualpipe", "interleavedzerobubble", "v")):
-        raise _refuse(
-            "HF115",
-            f"{value}: with FSDP2 the zero-bubble schedules compute wrong gradients without "
-            "an error; use 1f1b, or interleaved with interleave: 2",
-        )
-    known = {"1f1b": "1f1b", "interleaved": "interleaved", "interleaved1f1b": "interleaved"}
-    if name not in known:
-        raise _refuse("HF014", f"expected 1f1b or interleaved, found {describe(value)}")
-    return known[name]
-
-
-_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
-
-
-def _ports(value: str) -> str:
-    match = _PORTS.fullmatch(value)
-    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not (1024 <= low <= high <= 65535):
-        raise _refuse(
-            "HF015",
-            f"expected low-high within 1024-65535, as 29400-29499, found {describe(value)}",
-        )
-    return value
-
-
-def _cidr(value: str) -> str:
-    try:
-        ipaddress.ip_network(value, strict=False)
-    except ValueError:
-        raise _refuse(
-            "HF015", f"expected a network such as 10.0.0.0/8, found {describe(value)}"
-        ) from None
-    return value
-
-
-def _command(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            value = shlex.split(value)
-        except ValueError as error:
-            raise _refuse("HF015", f"{error}: quote the arguments as a shell wants them") from None
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise _refuse(
-            "HF012", f"expected a command line or a list of texts, found {describe(value)}"
-        )
-    try:
-        command = split_command(value)
-    except ValueError as error:
-        raise _refuse("HF015", str(error)) from None
-    for name in unknown_names(command.args):
-        raise _refuse("HF511", explain(name))
-    return tuple(value)
-
-
-def _pattern(value: str) -> str:
-    try:
-        groups = re.compile(value).groups
-    except re.error as error:
-        raise _refuse("HF015", f"{error}: expected a regular expression") from None
-    if groups != 1:
-        raise _refuse("HF015", rf"expected one group, the step, as step (\d+), found {groups}")
-    return value
-
-
-_SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-
-
-def _slurm_time(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return str(value)  # minutes
-    if isinstance(value, str) and _SLURM_TIME.fullmatch(value):
-        return value
-    raise _refuse("HF015", f"expected sbatch's days-hours:minutes:seconds, found {describe(value)}")
-
-
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Degree = Annotated[int, Field(ge=1, le=10**6)]
-Steps = Annotated[int, Field(ge=0, le=10**12)]
-Seconds = Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False)]
-Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Text = Annotated[str, AfterValidator(_plain_text), Field(max_length=4096)]
-Texts = Annotated[tuple[Text, ...], Field(strict=False)]
-
-
-class Section(BaseModel):
-    """What all sections share: nothing unknown, nothing converted, nothing changed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+from launcher.spec_values import (
+    Beta,
+    Cidr,
+    Count,
+    Degree,
+    DpDegree,
+    NotNegative,
+    Order,
+    Pattern,
+    Ports,
+    Positive,
+    Ratio,
+    Schedule,
+    Seconds,
+    Section,
+    SlurmTime,
+    Steps,
+    Straggler,
+    Text,
+    Texts,
+)
 
 
 class ModelDimensions(Section):
@@ -200,18 +61,16 @@ class Layout(Section):
     tp: Degree = Field(1, description="Tensor-parallel degree.")
     cp: Degree = Field(1, description="Context-parallel degree.")
     pp: Degree = Field(1, description="Pipeline stages.")
-    dp: Annotated[Degree | Literal["auto"], BeforeValidator(_dp)] = Field(
+    dp: DpDegree = Field(
         "auto", description="Data-parallel degree; auto: all GPUs that the others leave."
     )
     dp_replicate: Degree = Field(
         1, description="Copies of the parameters (HSDP); each is sharded over dp/dp_replicate."
     )
-    order: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)] = Field(
+    order: Order = Field(
         AXES, description="Axes, innermost first: neighbours along the first have next ranks."
     )
-    schedule: Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)] = Field(
-        "1f1b", description="Pipeline schedule: 1f1b or interleaved."
-    )
+    schedule: Schedule = Field("1f1b", description="Pipeline schedule: 1f1b or interleaved.")
     interleave: Degree = Field(1, description="Stages per rank of the interleaved schedule.")
     allow_tp_across_nodes: bool = Field(
         False, description="Allow tensor parallelism beyond one node (slow)."
@@ -303,10 +162,6 @@ class Checkpoint(Section):
     )
 
 
-def _off(value: object) -> object:
-    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
-
-
 class Elastic(Section):
     """How the job lives with failures."""
 
@@ -337,7 +192,7 @@ class Elastic(Section):
     hang_floor_s: Seconds = Field(
         2.0, description="Below it no shorter limit is learned from what is usual in the run."
     )
-    straggler: Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)] = Field(
+    straggler: Straggler = Field(
         "report", description="A rank slower than its peers: off, report, or swap for a spare."
     )
     start_ceiling_s: Seconds = Field(
@@ -348,7 +203,7 @@ class Elastic(Section):
     )
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of agents.")
     dead_after_s: Seconds = Field(5.0, description="Seconds of silence: the agent is dead.")
-    progress_pattern: Annotated[Text, AfterValidator(_pattern)] | None = Field(
+    progress_pattern: Pattern | None = Field(
         None,
         description="Of a command: where its output says the step; null: the optimizer's steps.",
     )
@@ -375,12 +230,10 @@ class Network(Section):
     """Which addresses and ports agents and workers use."""
 
     interface: Text = Field("auto", description="Interface name, or auto.")
-    cidr: Annotated[Text, AfterValidator(_cidr)] | None = Field(
+    cidr: Cidr | None = Field(
         None, description="Network the addresses are taken from, as 10.0.0.0/8."
     )
-    ports: Annotated[Text, AfterValidator(_ports)] | None = Field(
-        None, description="low-high; null: the system picks."
-    )
+    ports: Ports | None = Field(None, description="low-high; null: the system picks.")
 
 
 class Slurm(Section):
@@ -389,9 +242,7 @@ class Slurm(Section):
     partition: Text | None = Field(None, description="--partition")
     account: Text | None = Field(None, description="--account")
     qos: Text | None = Field(None, description="--qos")
-    time: Annotated[Text | None, BeforeValidator(_slurm_time)] = Field(
-        None, description="--time, as 2-00:00:00; a bare number is minutes."
-    )
+    time: SlurmTime = Field(None, description="--time, as 2-00:00:00; a bare number is minutes.")
     constraint: Text | None = Field(None, description="--constraint")
     reservation: Text | None = Field(None, description="--reservation")
 
@@ -403,19 +254,3 @@ class Kubernetes(Section):
     image: Text | None = Field(None, description="Container image with holdfast and torch.")
     queue: Text | None = Field(None, description="Kueue's local queue.")
     service_account: Text | None = Field(None, description="Service account of the pods.")
-
-
-Command = Annotated[
-    tuple[str, ...] | None,
-    BeforeValidator(lambda value: None if value is None else _command(value)),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}},
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-JobName = Annotated[str, AfterValidator(_job_name)]

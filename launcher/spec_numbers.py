@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from launcher.spec_models import Count, Section, Steps
+from launcher.spec_values import Count, Section, Steps
 
 SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
 Above = Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)]
