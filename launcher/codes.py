@@ -144,8 +144,9 @@ CODES: Final[dict[str, Code]] = {
     "HF633": Code("A run cannot start from that checkpoint.", "Set the key back, or start anew."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
     # Platforms: submitting, watching, cancelling.
-    "HF640": Code("A program that the platform's commands need is missing.", "Install it."),
-    "HF641": Code("A name that means several runs.", "Name one of them."),
+    "HF650": Code("A program that the platform's commands need is missing.", "Install it."),
+    "HF651": Code("A name that means several runs.", "Name one of them."),
+    "HF652": Code("The platform refuses the job; nothing was submitted.", "Mend what it names."),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),

@@ -56,7 +56,7 @@ class Commands(Protocol):
         """Run one command to its end.
 
         Raises:
-            UserError: HF640 there is no such program.
+            UserError: HF650 there is no such program.
             TimedOutError: it did not end within `timeout_s` seconds and was killed.
         """
 
@@ -114,7 +114,7 @@ class SystemCommands:
 
     def _missing(self, program: str, what: str) -> UserError:
         way_out = self._way_out.get(program, f"install {program}, or add its folder to PATH")
-        return UserError("HF640", f"{program} {what}; {way_out}")
+        return UserError("HF650", f"{program} {what}; {way_out}")
 
 
 def retried(

@@ -37,6 +37,7 @@ class Submission:
             "job_id": self.job.id,
             "submit_time": self.job.submit_time,
             "cluster": self.job.cluster,
+            "run_dir": self.job.run_dir,
             "run_id": self.run_id,
             "launcher_version": self.launcher_version,
         }
@@ -52,7 +53,7 @@ class Submission:
         job = JobRef(
             id=JobId(str(raw["job_id"])),
             submit_time=None if submit_time is None else float(submit_time),
-            run_dir=str(run_dir),
+            run_dir=str(raw.get("run_dir") or run_dir),
             cluster=str(raw.get("cluster") or ""),
         )
         return cls(
@@ -121,7 +122,7 @@ def find_run(name: str, folder: Path) -> Run:
         folder: where runs lie, `./runs`.
 
     Raises:
-        UserError: HF613 there is none; HF641 several.
+        UserError: HF613 there is none; HF651 several.
     """
     for path in (Path(name), folder / name):
         if is_run(path):
@@ -133,9 +134,9 @@ def find_run(name: str, folder: Path) -> Run:
         return found[0]
     if found:
         listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
-        raise UserError("HF641", f"{name} means several runs: {listed}; name one")
+        raise UserError("HF651", f"{name} means several runs: {listed}; name one")
     if (Path(name) / SWEEP).is_file() or (folder / name / SWEEP).is_file():
-        raise UserError("HF641", f"{name} is a sweep; name one of its runs, as {name}/0")
+        raise UserError("HF651", f"{name} is a sweep; name one of its runs, as {name}/0")
     raise UserError(
         "HF613", f"{name} is no run directory, and no run of {folder}; `holdfast list` shows those"
     )

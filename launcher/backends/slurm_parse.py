@@ -1,0 +1,319 @@
+"""What squeue, scontrol, sacct and sbatch print -> values. Pure.
+
+Garbage gives nothing, never an error.
+
+The columns asked for exist from Slurm 20.11 on. JSON is not used: squeue and sacct
+have had it since 21.08 only, in a form that changes with the version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+SEPARATOR: Final = "\x1f"
+"""Between columns: no path, name or reason has it."""
+
+SQUEUE_FORMAT: Final = SEPARATOR.join(("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%N", "%j", "%o"))
+"""Id, id of the task alone, state, reason, submitted, start, end, nodes, name, script."""
+SACCT_COLUMNS: Final = (
+    *("JobID", "JobIDRaw", "State", "ExitCode", "Reason", "Submit", "Start", "End"),
+    *("NodeList", "JobName", "WorkDir"),
+)
+COMPLETION_COLUMNS: Final = ("JobID", "JobName", "State", "NodeList", "End")
+"""What `sacct -c` has from every plugin of job completion."""
+
+MAX_NODES: Final = 100_000
+"""A node list that says more than this is no node list."""
+
+_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+_SBATCH_ID = re.compile(r"([0-9]+)(?:;([\w.-]+))?")
+_KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
+_EXIT = re.compile(r"([0-9]+):([0-9]+)")
+_WILL_START = re.compile(r"to start at (\S+)(?: using .*? on (?:nodes? )?(\S+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """One job, or one task of an array, as one of the commands told it."""
+
+    id: str
+    """As the user knows it: 123, or 123_4 for a task of an array."""
+    raw_id: str = ""
+    """The number of the task alone; the same as `id` where there is no array."""
+    state: str = ""
+    """Slurm's word, in capitals, as PENDING or NODE_FAIL."""
+    reason: str = ""
+    code: int | None = None
+    signal: int | None = None
+    submit: float | None = None
+    start: float | None = None
+    end: float | None = None
+    nodes: str = ""
+    """As Slurm writes it, n[1-3]."""
+    restarts: int | None = None
+    name: str | None = None
+    script: str | None = None
+    """Path of the batch script."""
+    work_dir: str | None = None
+    source: str = ""
+
+
+def parse_squeue(text: str) -> list[SlurmJob]:
+    """Read the output of `squeue --noheader --format=SQUEUE_FORMAT`."""
+    jobs = []
+    for fields in _rows(text, num_columns=10):
+        job_id, raw, state, reason, submit, start, end, nodes, name, script = fields
+        if not _ID.fullmatch(job_id):
+            continue
+        jobs.append(
+            SlurmJob(
+                id=job_id,
+                raw_id=raw or job_id,
+                state=_state(state),
+                reason=_reason(reason),
+                submit=parse_time(submit),
+                start=parse_time(start),
+                end=parse_time(end),
+                nodes=_known(nodes),
+                name=name,
+                script=_path(script),
+                source="squeue",
+            )
+        )
+    return jobs
+
+
+def parse_sacct(text: str) -> list[SlurmJob]:
+    """Read `sacct --parsable2 --noheader --delimiter=SEPARATOR --format=SACCT_COLUMNS`.
+
+    With --duplicates a job that was put back has a row for each time; the newest by its time of
+    submission is last.
+    """
+    jobs = []
+    for fields in _rows(text, num_columns=len(SACCT_COLUMNS)):
+        row = dict(zip(SACCT_COLUMNS, fields, strict=True))
+        if not _ID.fullmatch(row["JobID"]):
+            continue  # a step, as 123.batch, or tasks that wait together, as 123_[0-3]
+        code, number = parse_exit(row["ExitCode"])
+        jobs.append(
+            SlurmJob(
+                id=row["JobID"],
+                raw_id=row["JobIDRaw"] or row["JobID"],
+                state=_state(row["State"]),
+                reason=_reason(row["Reason"]),
+                code=code,
+                signal=number,
+                submit=parse_time(row["Submit"]),
+                start=parse_time(row["Start"]),
+                end=parse_time(row["End"]),
+                nodes=_known(row["NodeList"]),
+                name=row["JobName"],
+                work_dir=_path(row["WorkDir"]),
+                source="sacct",
+            )
+        )
+    return sorted(jobs, key=lambda job: job.submit or 0.0)
+
+
+def parse_completion(text: str) -> list[SlurmJob]:
+    """Read `sacct --completion` with COMPLETION_COLUMNS: what a site without accounting has."""
+    jobs = []
+    for fields in _rows(text, num_columns=len(COMPLETION_COLUMNS)):
+        row = dict(zip(COMPLETION_COLUMNS, fields, strict=True))
+        if _ID.fullmatch(row["JobID"]):
+            jobs.append(
+                SlurmJob(
+                    id=row["JobID"],
+                    raw_id=row["JobID"],
+                    state=_state(row["State"]),
+                    end=parse_time(row["End"]),
+                    nodes=_known(row["NodeList"]),
+                    name=row["JobName"],
+                    source="sacct -c",
+                )
+            )
+    return sorted(jobs, key=lambda job: job.end or 0.0)
+
+
+def parse_scontrol(text: str) -> list[dict[str, str]]:
+    """Read `scontrol --oneliner show job`: one mapping of fields for each job.
+
+    Values may hold blanks; a key begins with a capital after a blank. Of a key that is there
+    twice the first counts.
+    """
+    jobs = []
+    for line in text.splitlines():
+        found = list(_KEY.finditer(line))
+        fields: dict[str, str] = {}
+        for index, match in enumerate(found):
+            end = found[index + 1].start() if index + 1 < len(found) else len(line)
+            fields.setdefault(match[1], line[match.end() : end].strip())
+        if "JobId" in fields and "JobState" in fields:
+            jobs.append(fields)
+    return jobs
+
+
+def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:
+    """Return the job that a mapping of `parse_scontrol` is about; None: it is about none."""
+    raw = fields.get("JobId", "")
+    if not raw.isdigit():
+        return None
+    array, task = fields.get("ArrayJobId", ""), fields.get("ArrayTaskId", "")
+    code, number = parse_exit(fields.get("ExitCode", ""))
+    restarts = fields.get("Restarts", "")
+    return SlurmJob(
+        id=f"{array}_{task}" if array.isdigit() and task.isdigit() else raw,
+        raw_id=raw,
+        state=_state(fields.get("JobState", "")),
+        reason=_reason(fields.get("Reason", "")),
+        code=code,
+        signal=number,
+        submit=parse_time(fields.get("SubmitTime", "")),
+        start=parse_time(fields.get("StartTime", "")),
+        end=parse_time(fields.get("EndTime", "")),
+        nodes=_known(fields.get("NodeList", "")),
+        restarts=int(restarts) if restarts.isdigit() else None,
+        name=fields.get("JobName"),
+        script=_path(fields.get("Command", "")),
+        work_dir=_path(fields.get("WorkDir", "")),
+        source="scontrol",
+    )
+
+
+def parse_submitted(text: str) -> tuple[str, str] | None:
+    """Read `sbatch --parsable`: the job's id, and its cluster or nothing; None: it is neither.
+
+    Sites' submit plugins may print lines of their own before it.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    match = _SBATCH_ID.fullmatch(lines[-1]) if lines else None
+    return (match[1], match[2] or "") if match else None
+
+
+def parse_test_only(text: str) -> tuple[float | None, str] | None:
+    """Read `sbatch --test-only`: when the job would start, and where; None: it does not say."""
+    match = _WILL_START.search(text)
+    return (parse_time(match[1]), match[2] or "") if match else None
+
+
+def parse_time(text: str) -> float | None:
+    """Return Unix seconds of a time as Slurm prints it; None for N/A, Unknown and garbage.
+
+    We ask for seconds (SLURM_TIME_FORMAT=%s). Programs of ours that do not pass it on, as
+    wrappers may, give local time in Slurm's standard form.
+    """
+    text = text.strip()
+    if text.isascii() and text.isdigit():
+        # Slurm's "never" is 0 or 2^32-1 and the like.
+        return float(text) if len(text) <= 10 and 0 < int(text) < 2**32 - 16 else None
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", text, re.ASCII):
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone().timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def parse_exit(text: str) -> tuple[int | None, int | None]:
+    """Read `91:0`: exit code, and number of the signal or None where there was none."""
+    match = _EXIT.fullmatch(text.strip())
+    if match is None or len(match[1]) > 9 or len(match[2]) > 9:
+        return None, None
+    return int(match[1]), int(match[2]) or None
+
+
+def expand_nodes(text: str) -> tuple[str, ...]:
+    """Return the names that a node list as `n[1-3,07],gpu[0-1]-ib` means, in its order.
+
+    What is no node list, or has over MAX_NODES, comes back as it is.
+    """
+    names: list[str] = []
+    try:
+        for part in _top_level(text):
+            names.extend(_expand(part, MAX_NODES - len(names)))
+    except ValueError:
+        return (text,)
+    return tuple(names)
+
+
+def _top_level(text: str) -> Iterator[str]:
+    """Yield the parts between the commas that are in no bracket."""
+    depth, start = 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "[") - (char == "]")
+        if depth not in (0, 1):
+            raise ValueError(text)
+        if char == "," and depth == 0:
+            yield text[start:index]
+            start = index + 1
+    if depth:
+        raise ValueError(text)
+    yield text[start:]
+
+
+def _expand(part: str, most: int) -> list[str]:
+    """Return the names of one part; several brackets multiply."""
+    names = [""]
+    pieces = re.split(r"\[([^\]]*)\]", part)
+    for index, piece in enumerate(pieces):
+        choices = list(_numbers(piece, most)) if index % 2 else [piece]
+        if len(names) * len(choices) > most:
+            raise ValueError(part)
+        names = [name + choice for name in names for choice in choices]
+    return [name for name in names if name]
+
+
+def _numbers(text: str, most: int) -> Iterator[str]:
+    """Yield the texts of `1-3,007-009`, zeros in front kept."""
+    for item in text.split(","):
+        low, dash, high = item.partition("-")
+        if not (low.isascii() and low.isdigit()) or (dash and not high.isdigit()):
+            raise ValueError(text)
+        if len(item) > 40:
+            raise ValueError(text)
+        first, last = int(low), int(high) if dash else int(low)
+        if not 0 <= last - first < most:
+            raise ValueError(text)
+        for number in range(first, last + 1):
+            yield str(number).zfill(len(low))
+
+
+def _rows(text: str, *, num_columns: int) -> Iterator[Sequence[str]]:
+    """Yield the lines that have all columns; a line break in a value spoils its own line only."""
+    for line in text.split("\n"):
+        fields = [field.strip() for field in line.split(SEPARATOR)]
+        if len(fields) == num_columns:
+            yield fields
+
+
+def _state(text: str) -> str:
+    """Return the word of a state; `CANCELLED by 1000` has more, and `RUNNING+` is cut off."""
+    words = text.split()
+    return words[0].rstrip("+").upper() if words else ""
+
+
+def _reason(text: str) -> str:
+    """Return a reason; None and the like say nothing."""
+    text = text.strip().removeprefix("(").removesuffix(")")
+    return "" if text in ("None", "N/A", "null") else text
+
+
+def _known(text: str) -> str:
+    return "" if text.strip() in ("", "(null)", "None assigned", "Unknown", "N/A") else text.strip()
+
+
+def _path(text: str) -> str | None:
+    return text if text.startswith("/") else None
+
+
+def by_id(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
+    """Return jobs by `id` and by `raw_id`; the order of `jobs` is kept."""
+    found: dict[str, list[SlurmJob]] = {}
+    for job in jobs:
+        for key in dict.fromkeys((job.id, job.raw_id)):
+            found.setdefault(key, []).append(job)
+    return found
