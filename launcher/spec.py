@@ -216,6 +216,7 @@ SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "data": sections.Data,
     "checkpoint": sections.Checkpoint,
     "elastic": sections.Elastic,
+    "numbers": Numbers,
     "code": sections.Code,
     "env": sections.Env,
     "network": sections.Network,
@@ -237,7 +238,7 @@ _PLACEHOLDERS: Final[dict[str, Any]] = {
 
 
 _DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
-_FOR_COMMANDS: Final[dict[str, Any]] = {
+FOR_COMMANDS: Final[dict[str, Any]] = {
     "model": {
         "num_layers": 10_000,
         "dim": 2 * _DIVISIBLE,
@@ -256,7 +257,7 @@ def _fill_for_command(source: Source) -> set[str]:
     if source.data.get("command") is None:
         return set()
     left_out = set()
-    for key, stand_in in _FOR_COMMANDS.items():
+    for key, stand_in in FOR_COMMANDS.items():
         given = source.data.get(key)
         if given is None:
             source.data[key] = dict(stand_in)
@@ -369,10 +370,3 @@ def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
         return model_path.read_text(encoding="utf-8")
 
     return JobSpec.from_text(text, file, sets, read=read)
-
-
-def job_schema() -> dict[str, Any]:
-    """Return the JSON schema (2020-12) of job files."""
-    schema = JobSpec.model_json_schema()
-    schema["title"] = "Holdfast job file"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

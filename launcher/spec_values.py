@@ -173,7 +173,11 @@ Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]
-SlurmTime = Annotated[Text | None, BeforeValidator(_slurm_time)]
+SlurmTime = Annotated[
+    Text | None,
+    BeforeValidator(_slurm_time),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
+]
 
 
 Command = Annotated[
