@@ -156,6 +156,8 @@ class Outcome:
     """One program that was run."""
 
     program: str
+    where: str
+    """Machine, versions, date and load when it began."""
     command: str
     seconds: float
     text: str
@@ -223,15 +225,20 @@ def split_output(output: str) -> tuple[str, dict[str, Any] | None]:
     return (text.rstrip(), result) if isinstance(result, dict) else (output.rstrip("\n"), None)
 
 
-def report(where: str, outcomes: Sequence[Outcome], aims: Sequence[Aim] = AIMS) -> str:
+def report(outcomes: Sequence[Outcome], aims: Sequence[Aim] = AIMS) -> str:
     """Return RESULTS.md."""
     header = ["benchmark", "what", "measured", "aim", "met", "beside"]
-    parts = ["# Results", f"`make bench`: {where}.", table(header, rows(outcomes, aims))]
+    intro = (
+        "`make bench` writes this file from `results/`, which keeps the newest outcome of every "
+        "program. Times are medians in seconds; each program below names its command, machine, "
+        "versions and date."
+    )
+    parts = ["# Results", intro, table(header, rows(outcomes, aims))]
     for outcome in outcomes:
         state = "" if outcome.result is not None else " and failed"
         parts += [
             f"## {outcome.program}",
-            f"`{outcome.command}` took {outcome.seconds:.0f} s{state}.",
+            f"`{outcome.command}` took {outcome.seconds:.0f} s{state}: {outcome.where}.",
             outcome.text if outcome.result is not None else f"```\n{outcome.text}\n```",
         ]
     return "\n\n".join(parts) + "\n"

@@ -1,6 +1,9 @@
 """Runs every benchmark, one after the other, and writes benchmarks/RESULTS.md.
 
-    python benchmarks/run_all.py [--only check_time,recovery] [--quick] [--out FILE]
+    python benchmarks/run_all.py [--only check_time,recovery] [--quick]
+
+The newest outcome of every program is kept in benchmarks/results/, so that one of them can be
+run again without the others.
 
 Prints one JSON line per benchmark, with its name under `benchmark`; what the programs say
 meanwhile goes to stderr. The exit code is 1 when one of them failed; an aim that is missed is
@@ -13,6 +16,7 @@ One that is not there is left out. step_time.py needs a GPU to say anything and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -38,7 +42,7 @@ PROGRAMS: dict[str, list[str]] = {
 def run(program: str, arguments: list[str]) -> Outcome:
     """Run one program; its stderr goes to ours."""
     command = ["benchmarks/" + program + ".py", *arguments]
-    begun = time.monotonic()
+    where, begun = machine(), time.monotonic()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, env=environment(), stdout=out, check=False
@@ -49,6 +53,7 @@ def run(program: str, arguments: list[str]) -> Outcome:
         text, result = f"{text}\nexit code {done.returncode}: its stderr says why".strip(), None
     return Outcome(
         program=program,
+        where=where,
         command="python " + " ".join(argument or "''" for argument in command),
         seconds=time.monotonic() - begun,
         text=text,
@@ -56,28 +61,42 @@ def run(program: str, arguments: list[str]) -> Outcome:
     )
 
 
+def keep(outcome: Outcome) -> None:
+    """Write one outcome, and RESULTS.md anew."""
+    kept = HERE / "results"
+    kept.mkdir(exist_ok=True)
+    text = json.dumps(dataclasses.asdict(outcome), indent=1)
+    (kept / f"{outcome.program}.json").write_text(text + "\n", encoding="utf-8")
+    outcomes = [
+        Outcome(**json.loads(path.read_text(encoding="utf-8")))
+        for program in PROGRAMS
+        if (path := kept / f"{program}.json").exists()
+    ]
+    (HERE / "RESULTS.md").write_text(report(outcomes), encoding="utf-8")
+
+
 def main() -> int:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(PROGRAMS), help="some of: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="only try the programs")
-    parser.add_argument("--out", type=Path, help="instead of RESULTS.md; --quick writes none")
+    parser.add_argument(
+        "--quick", action="store_true", help="only try the programs; nothing is kept"
+    )
     args = parser.parse_args()
-    out = args.out or (None if args.quick else HERE / "RESULTS.md")
-    where, outcomes = machine(), []
+    failed = 0
     for program in args.only.split(","):
         if not (HERE / f"{program}.py").exists():
             say(f"{program} is not there")
             continue
         say(f"--- {program}")
         outcome = run(program, PROGRAMS[program] if args.quick else [])
-        outcomes.append(outcome)
-        failed = {} if outcome.result is not None else {"failed": True}
-        print(json.dumps({"benchmark": program, **failed, **(outcome.result or {})}), flush=True)
+        failed += outcome.result is None
+        mark = {} if outcome.result is not None else {"failed": True}
+        print(json.dumps({"benchmark": program, **mark, **(outcome.result or {})}), flush=True)
         # After each: hours of measuring are not lost to the last of them.
-        if out is not None:
-            out.write_text(report(where, outcomes), encoding="utf-8")
-    return int(any(outcome.result is None for outcome in outcomes))
+        if not args.quick:
+            keep(outcome)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":
