@@ -163,6 +163,7 @@ class Run:
             return 0
         step = self._state.restore(model, optimizer, extra or {})
         self._report(step, Section.FIRST_STEP)
+        self._last_mono = time.monotonic()
         return step
 
     def save(self, step: int, *, wait: bool = False) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.procfs import age_s_of
 from elastic_trainer.api_errors import ApiError
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
@@ -55,6 +57,10 @@ class OwnState:
             rank=self._rank,
             epoch=self._epoch,
         )
+        # What came before is the script's: its imports and its process group.
+        self._phase("process_group", age_s_of(os.getpid()))
+        self._begun_mono = time.monotonic()
+        self._stepped = False
         self._manager: CheckpointManager | None = None
         self.saved_step = -1
         """Newest step that is known to be on storage."""
@@ -64,6 +70,8 @@ class OwnState:
     ) -> int:
         """Load what there is and return its step; see `api.Run.restore`."""
         assert self._manager is None, "restore is called once"
+        begun = time.monotonic()
+        self._phase("model", begun - self._begun_mono)
         plain = not any(isinstance(value, DTensor) for value in model.state_dict().values())
         layout = self._layout
         if plain and layout.dp == layout.world_size:
@@ -78,10 +86,12 @@ class OwnState:
             self._device,
             state=TrainingState(model, optimizer, own),
             memory=self._memory(layout),
+            since_mono=float(since) if (since := self._env.get("HOLDFAST_SINCE")) else None,
         )
         found = self._manager.restore()
         self.saved_step = -1 if found is None else found
         _check_equal(model, self._device)
+        self._phase("restore", time.monotonic() - begun)
         self.emit(
             "trainer.started",
             layout=str(self._layout),
@@ -136,6 +146,9 @@ class OwnState:
         if committed is not None:
             self.emit("step.committed", step=committed, source="memory")
         self.emit("step.completed", step=step, loss=loss, step_s=round(seconds, 6))
+        if not self._stepped:
+            self._stepped = True
+            self._phase("first_step", seconds)
 
     def snapshot(self, step: int) -> None:
         """Take a snapshot in memory where one is due."""
@@ -167,6 +180,9 @@ class OwnState:
         """Append an event; rank 0 speaks for all."""
         if self._rank == 0:
             self._events.emit(event, step=step, **fields)
+
+    def _phase(self, phase: str, seconds: float) -> None:
+        self.emit("recovery.phase", phase=phase, seconds=round(seconds, 6))
 
     def close(self) -> None:
         """Give what is under way a moment, and end the threads."""
