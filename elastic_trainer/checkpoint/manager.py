@@ -3,81 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.board import Board, BoardState, Commit
+from elastic_trainer.agent.board import Board, BoardState
 from elastic_trainer.anomalies import Record
-from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
-from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.load import State
-from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.checkpoint.memory_restore import restore_from_memory
 from elastic_trainer.checkpoint.overdue import unsaved_s
 from elastic_trainer.checkpoint.restore import agreed_board, restore, restore_from
-from elastic_trainer.checkpoint.save import SaveRequest, WritePoint, write_checkpoint
-from elastic_trainer.checkpoint.state import Stager
+from elastic_trainer.checkpoint.save import WritePoint
+from elastic_trainer.checkpoint.saver import Keeping, Saver
 from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.config import CheckpointSection, StartFrom, TrainConfig
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
 
-_FREE, _PENDING, _BROKEN = 0, 1, 2
-_CLOSE_WAIT_S = 5.0
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage has to do."""
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save under way. The thread fills in how it ended."""
-
-    step: int
-    thread: threading.Thread | None = None
-    commit: Commit | None = None
-    broken: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """What a manager needs to know of its job and epoch."""
-
-    run_id: str
-    epoch: int
-    """A commit of another epoch's board is refused."""
-    section: CheckpointSection
-    ceiling_s: float
-    """How long ranks wait for each other while a save is written."""
-    layout: str = ""
-    """For the manifest; any layout can read what is written."""
-    global_batch: int = 0
-    """Samples a step; 0: not counted."""
-    model: ModelShape | None = None
-    start_from: StartFrom | None = None
-
-    @classmethod
-    def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> Keeping:
-        """Take it from job.json."""
-        return cls(
-            run_id=config.run_id,
-            epoch=epoch,
-            section=config.checkpoint,
-            ceiling_s=config.elastic.start_ceiling_s,
-            layout=str(layout),
-            global_batch=config.train.global_batch,
-            model=config.model,
-            start_from=config.start_from,
-        )
 
 
 class CheckpointManager:
@@ -118,22 +66,25 @@ class CheckpointManager:
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keeping, self._board, self._events = keeping, board, events
-        self._device, self._at, self._mono = device, at, mono
+        self._device, self._mono = device, mono
         self._storage = CheckpointStorage(Path(keeping.section.dir))
         self._rank = dist.get_rank()
         self._storage.check_writable(probe=self._rank == 0)
-        self._ceiling_s = keeping.ceiling_s
-        self._group = Collective(
-            dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=self._ceiling_s))
+        self._state, self._closed = state, False
+        self._saver = Saver(
+            keeping,
+            self._storage,
+            board,
+            device,
+            state=state,
+            emit=self._emit,
+            at=at,
+            mono=mono,
         )
-        self._stager = Stager()
-        self._pending: _Save | None = None
-        self._broken = False
-        self._closed = False
+        self._group = self._saver.group
         self._last_due_mono: float | None = None
         self._since_mono = since_mono
         self.memory = memory
-        self._state = state
         self.record = Record()
         """What `restore` found on the board: steps to pass over, states not to use."""
         self.restored_from: str | None = None
@@ -283,127 +234,31 @@ class CheckpointManager:
         Returns:
             Whether the save was started, or, with `wait`, whether it is committed.
         """
-        started = self._mono()
-        if wait:
-            self._join(self._ceiling_s)
-        self.poll()
-        if (state := self._agreed_state()) != _FREE:
-            self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
-            return False
-        self._emit("checkpoint.started", step)
-        # One writer of the trainer's own: other ranks' generators may differ.
-        live = self._state.live(step, speaks=self._rank == 0)
-        request = SaveRequest(
-            staged=self._stager.stage(live),
-            manifest=self._manifest(step),
-            keep=self._keeping.section.keep,
-            keep_every_steps=self._keeping.section.keep_every_steps,
-        )
-        save = _Save(step)
-        save.thread = threading.Thread(
-            target=self._run,
-            args=(save, request, self._mono() - started),
-            name=f"checkpoint-{step}",
-            daemon=True,
-        )
-        self._pending = save
-        save.thread.start()
-        if not wait:
-            return True
-        self._join(self._ceiling_s)
-        self.poll()
-        return save.commit is not None
+        return self._saver.save(step, wait=wait)
 
     @property
     def saving(self) -> int | None:
         """Step of a save that may be under way, until `poll` has seen its end."""
-        return None if self._pending is None else self._pending.step
+        return self._saver.saving
 
     def wait(self) -> int | None:
         """Wait for the save under way; then as `poll`."""
-        self._join(self._ceiling_s)
-        return self.poll()
+        return self._saver.wait()
 
     def poll(self) -> int | None:
         """Return the step of a save that has been committed since the last call, if any.
 
         Cheap; called after every step.
         """
-        save = self._pending
-        if save is None or (save.thread is not None and save.thread.is_alive()):
-            return None
-        self._pending = None
-        self._broken |= save.broken
-        return save.step if save.commit is not None else None
+        return self._saver.poll()
 
     def close(self) -> None:
-        """Give a save under way a few seconds, then leave it behind. Never blocks for long."""
+        """Give what is under way a few seconds, then leave it behind. Never blocks for long."""
         if self.memory is not None:
             self.memory.close()
-        self._join(_CLOSE_WAIT_S)
-        if self._pending is not None and self.poll() is None and self._pending is not None:
-            self._emit(
-                "checkpoint.failed", self._pending.step, reason="the trainer ended before the save"
-            )
+        self._saver.close()
         self._closed = True
-
-    def _join(self, timeout_s: float) -> None:
-        if self._pending is not None and self._pending.thread is not None:
-            self._pending.thread.join(timeout_s)
-
-    def _agreed_state(self) -> int:
-        """Return the worst state of all ranks: threads of one save do not end at once."""
-        mine = _BROKEN if self._broken else _PENDING if self._pending else _FREE
-        state = torch.tensor([mine], dtype=torch.int32, device=self._device)
-        dist.all_reduce(state, op=dist.ReduceOp.MAX)
-        return int(state.item())
-
-    def _manifest(self, step: int) -> Manifest:
-        keeping = self._keeping
-        return Manifest(
-            run_id=keeping.run_id,
-            epoch=keeping.epoch,
-            step=step,
-            consumed_samples=step * keeping.global_batch,
-            layout=keeping.layout,
-            world_size=dist.get_world_size(),
-            files={},
-            model=keeping.model,
-        )
-
-    def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:
-        """Body of the save's thread. Whatever goes wrong ends up in an event."""
-        started = self._mono()
-        if self._device.type == "cuda":
-            # A thread begins on GPU 0, and DCP's writer would make a context there.
-            torch.cuda.set_device(self._device)
-        try:
-            commit = write_checkpoint(request, self._storage, self._board, self._group, self._at)
-        except SaveFailedError as error:
-            self._emit("checkpoint.failed", save.step, reason=str(error))
-        except FAILURES as error:
-            save.broken = True
-            self._emit("checkpoint.failed", save.step, reason=_WHY_BROKEN + describe(error))
-        else:
-            save.commit = commit
-            self._emit(
-                "checkpoint.committed",
-                save.step,
-                dir=commit.dir,
-                manifest_sha256=commit.manifest_sha256,
-                stage_s=round(stage_s, 4),
-                save_s=round(self._mono() - started, 4),
-            )
-            self._emit("step.committed", save.step, source="storage")
 
     def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:
             self._events.emit(event, step=step, epoch=self._keeping.epoch, **fields)
-
-
-_WHY_BROKEN = "the save's process group broke, no more saves in this epoch: "
-_WHY_NOT = {
-    _PENDING: "skipped: the save before is still being written; if this repeats, save less often "
-    "(checkpoint.every_s, every_steps) or use faster storage",
-    _BROKEN: _WHY_BROKEN + "see the failure before this one",
-}

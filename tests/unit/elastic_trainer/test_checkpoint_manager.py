@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 from elastic_trainer.agent.board import BoardState, update
 from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.checkpoint import manager as manager_module
+from elastic_trainer.checkpoint import saver as saver_module
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
@@ -308,7 +308,7 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
     def broken(*_):
         raise AssertionError("boom")
 
-    monkeypatch.setattr(manager_module, "write_checkpoint", broken)
+    monkeypatch.setattr(saver_module, "write_checkpoint", broken)
     assert not run.save(1)
     assert not run.save(2)
     first, second = run.events("checkpoint.failed")
@@ -317,12 +317,12 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
 
 
 def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager_module, "_CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(saver_module, "_CLOSE_WAIT_S", 0.1)
     gate = threading.Event()
     run = Run(tmp_path, at=lambda point: gate.wait(20) and None)
     run.step()
     assert run.save(1, wait=False)
-    thread = run.manager._pending.thread
+    thread = run.manager._saver._pending.thread
     started = time.monotonic()
     run.manager.close()
     assert time.monotonic() - started < 5
