@@ -279,10 +279,9 @@ def status_of(job: SlurmJob) -> JobStatus:
     """Return what `job` comes to."""
     state = _STATES.get(job.state, JobState.UNKNOWN)
     over = state.is_final
-    code = job.code if over else None
-    if state is JobState.DONE:
-        code = 0
-    elif state is JobState.FAILED and code == EXIT_SAVED and not job.signal:
+    # Slurm writes 0 for what ended without a word of its own: a lost node, the time limit.
+    code = 0 if state is JobState.DONE else (job.code or None) if over else None
+    if state is JobState.FAILED and code == EXIT_SAVED and not job.signal:
         state = JobState.SAVED
     pending = state is JobState.PENDING
     return JobStatus(
