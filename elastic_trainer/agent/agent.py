@@ -42,14 +42,9 @@ from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
 from elastic_trainer.agent.stacks import dump_stacks
 from elastic_trainer.agent.stop_signals import StopSignals
+from elastic_trainer.agent.tasks import WorkerExited, WorkerStarted, ZygoteLost
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import (
-    WorkerExited,
-    Workers,
-    WorkerStarted,
-    ZygoteLost,
-    has_run,
-)
+from elastic_trainer.agent.workers import Workers, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
 

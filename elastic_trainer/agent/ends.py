@@ -7,7 +7,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.environment import ROLE, group_rank_of
 from elastic_trainer.agent.notices import EpochFormed, Member
-from elastic_trainer.agent.workers import Launch, WorkerExited, has_run
+from elastic_trainer.agent.tasks import Launch, WorkerExited
+from elastic_trainer.agent.workers import has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from elastic_trainer.agent.environment import worker_environment
 from elastic_trainer.agent.notices import EpochFormed
 from elastic_trainer.agent.settings import AgentConfig
-from elastic_trainer.agent.workers import Launch
+from elastic_trainer.agent.tasks import Launch
 from elastic_trainer.snapshots.peer import Peer, write_peers
 
 

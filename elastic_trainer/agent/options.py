@@ -23,7 +23,7 @@ from elastic_trainer.agent.flags import (
     take_environment,
 )
 from elastic_trainer.agent.store import parse_ports
-from elastic_trainer.agent.workers import Task
+from elastic_trainer.agent.tasks import Task
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import ElasticSection, NetworkSection, TrainConfig
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART

@@ -14,7 +14,8 @@ from pathlib import Path
 from elastic_trainer.agent.flags import Std
 from elastic_trainer.agent.notices import EpochFormed
 from elastic_trainer.agent.tail import Followed, LogFollower
-from elastic_trainer.agent.workers import Launch, Task, WorkerExited, Workers, size_of
+from elastic_trainer.agent.tasks import Launch, Task, WorkerExited
+from elastic_trainer.agent.workers import Workers, size_of
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure
 from elastic_trainer.heartbeat import Beat, Request, Section

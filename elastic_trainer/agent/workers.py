@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.stacks import Target
+from elastic_trainer.agent.tasks import (
+    Happening,
+    Launch,
+    Task,
+    WorkerExited,
+    WorkerStarted,
+    ZygoteLost,
+)
 from elastic_trainer.agent.zygote_client import ZygoteClient, ZygoteDiedError
 from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.stack_signal import flight_path, stacks_path
@@ -21,88 +29,6 @@ from elastic_trainer.stack_signal import flight_path, stacks_path
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
 """How long workers may take to die after their zygote."""
-SCRIPT_PRELOAD = "elastic_trainer.script_preload"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What every worker runs."""
-
-    kind: str
-    """`main` (the trainer: its `main()` is called), `module`, `script` or `command`."""
-    target: str
-    args: tuple[str, ...] = ()
-    fresh: bool = False
-    """A script that must not be forked from the warm zygote."""
-    cwd: str = "."
-    count_steps: bool = True
-    """The optimizer's steps are a script's progress; False where it shows it otherwise."""
-
-    @property
-    def preload(self) -> str:
-        """Module the zygote imports: the trainer, or torch for scripts of others."""
-        if self.kind == "main":
-            return self.target
-        return "" if self.fresh or self.kind == "command" else SCRIPT_PRELOAD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """One worker to start."""
-
-    local_rank: int
-    rank: int
-    env: Mapping[str, str]
-    log: Path
-    heartbeat: Path
-    error_file: Path
-    error_log: Path | None = None
-    """Of stderr; None: it goes to `log` too."""
-    args: tuple[str, ...] | None = None
-    """Those of this epoch; None: the task's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStarted:
-    """A worker is running."""
-
-    local_rank: int
-    rank: int
-    pid: int
-    how: str
-    """`zygote` or `fresh`."""
-    why: str | None
-    """Why fresh."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExited:
-    """A worker ended. Exactly one of `code` and `signal` is set."""
-
-    local_rank: int
-    rank: int
-    pid: int
-    code: int | None
-    signal: int | None
-    record: dict[str, Any] | None
-    """The error file's content."""
-    log_tail: str
-    """What it last wrote, of this epoch alone. Empty where a record says more."""
-    beat: Beat
-    """Its last sign of progress."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZygoteLost:
-    """The zygote died, and every worker with it. `workers` were running."""
-
-    detail: str
-    workers: int
-    unreapable: tuple[int, ...]
-    """Process ids of those that even the kernel could not end."""
-
-
-Happening = WorkerStarted | WorkerExited | ZygoteLost
 
 
 @dataclass(slots=True)

@@ -37,8 +37,9 @@ from elastic_trainer.agent.notices import (
 from elastic_trainer.agent.procfs import age_s_of, state_of
 from elastic_trainer.agent.scratch import Scratch
 from elastic_trainer.agent.settings import AgentConfig
+from elastic_trainer.agent.tasks import Task, WorkerExited
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Task, WorkerExited, Workers
+from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Action, Kind

@@ -16,8 +16,9 @@ from elastic_trainer.agent.notices import AskWorkers, WorkersEnded, WorkersRunni
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.tail import LogFollower
+from elastic_trainer.agent.tasks import Task
 from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Task, Workers
+from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request

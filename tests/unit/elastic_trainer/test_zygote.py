@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.workers import (
-    Launch,
-    Task,
-    WorkerExited,
-    Workers,
-    WorkerStarted,
-    ZygoteLost,
-)
+from elastic_trainer.agent.tasks import Launch, Task, WorkerExited, WorkerStarted, ZygoteLost
+from elastic_trainer.agent.workers import Workers
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 

@@ -1,0 +1,93 @@
+"""What workers are to do, and what becomes of them. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.heartbeat import Beat
+
+SCRIPT_PRELOAD = "elastic_trainer.script_preload"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What every worker runs."""
+
+    kind: str
+    """`main` (the trainer: its `main()` is called), `module`, `script` or `command`."""
+    target: str
+    args: tuple[str, ...] = ()
+    fresh: bool = False
+    """A script that must not be forked from the warm zygote."""
+    cwd: str = "."
+    count_steps: bool = True
+    """The optimizer's steps are a script's progress; False where it shows it otherwise."""
+
+    @property
+    def preload(self) -> str:
+        """Module the zygote imports: the trainer, or torch for scripts of others."""
+        if self.kind == "main":
+            return self.target
+        return "" if self.fresh or self.kind == "command" else SCRIPT_PRELOAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One worker to start."""
+
+    local_rank: int
+    rank: int
+    env: Mapping[str, str]
+    log: Path
+    heartbeat: Path
+    error_file: Path
+    error_log: Path | None = None
+    """Of stderr; None: it goes to `log` too."""
+    args: tuple[str, ...] | None = None
+    """Those of this epoch; None: the task's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStarted:
+    """A worker is running."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    how: str
+    """`zygote` or `fresh`."""
+    why: str | None
+    """Why fresh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    """A worker ended. Exactly one of `code` and `signal` is set."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    code: int | None
+    signal: int | None
+    record: dict[str, Any] | None
+    """The error file's content."""
+    log_tail: str
+    """What it last wrote, of this epoch alone. Empty where a record says more."""
+    beat: Beat
+    """Its last sign of progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteLost:
+    """The zygote died, and every worker with it. `workers` were running."""
+
+    detail: str
+    workers: int
+    unreapable: tuple[int, ...]
+    """Process ids of those that even the kernel could not end."""
+
+
+Happening = WorkerStarted | WorkerExited | ZygoteLost
