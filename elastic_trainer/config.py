@@ -155,6 +155,18 @@ class NetworkSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodeSection:
+    """The code that was frozen when the job was submitted. Paths are absolute."""
+
+    dir: str
+    """The copy in the run directory, read-only; every start runs it."""
+    source: str
+    """Where it was copied from."""
+    digest: str
+    """SHA-256 over its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StartFrom:
     """The checkpoint of another run that this one starts from, as that run's board has it."""
 
@@ -203,6 +215,8 @@ class TrainConfig:
     """What workers run, with placeholders (command.py); None: the built-in trainer."""
     command_dir: str | None = None
     """Absolute working directory of `command`."""
+    code: CodeSection | None = None
+    """None: nothing was frozen, as by `holdfast run`."""
     version: int = JOB_JSON_VERSION
 
     def rung_of(self, num_nodes: int) -> Rung:
@@ -250,5 +264,6 @@ class TrainConfig:
                 "command": tuple(words) if (words := raw.get("command")) else None,
                 "numbers": NumbersSection(**raw.get("numbers", {})),
                 "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
+                "code": CodeSection(**code) if (code := raw.get("code")) else None,
             }
         )

@@ -71,6 +71,13 @@ EVENTS: Final[dict[str, str]] = {
     "trainer.finished": "The last step is done. loss",
     # whoever injects faults
     "fault.injected": "A fault was injected on purpose. action, target",
+    "code.frozen": (
+        "The working directory was copied into the run. digest, revision, dirty, files, bytes, "
+        "source"
+    ),
+    "code.upgraded": (
+        "Later starts run other code. was, digest, revision, dirty, files, bytes, source"
+    ),
     "run.started": "The launcher started agents. attempt, nodes",
     "run.ended": "All agents are gone. code",
 }

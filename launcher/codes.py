@@ -142,6 +142,9 @@ CODES: Final[dict[str, Code]] = {
     "HF631": Code("A checkpoint is damaged.", "Bring the files back, or use another step."),
     "HF632": Code("A package is missing that this command needs.", "Install the extra named."),
     "HF633": Code("A run cannot start from that checkpoint.", "Set the key back, or start anew."),
+    "HF640": Code("The code is too large to be frozen.", "Leave data out with code.exclude."),
+    "HF641": Code("A file of the code cannot be copied.", "Grant the permission, or exclude it."),
+    "HF642": Code("The run has no frozen code to upgrade.", "Leave --upgrade out."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
     # Platforms: submitting, watching, cancelling.
     "HF650": Code("A program that the platform's commands need is missing.", "Install it."),

@@ -216,7 +216,13 @@ class Code(Section):
     """The code that is frozen at submission."""
 
     dir: Text = Field(".", description="Folder, relative to the job file's.")
-    exclude: Texts = Field((), description="Names left out, as .git.")
+    exclude: Texts = Field((), description="Names or patterns left out, as data or *.ckpt.")
+    include: Texts = Field(
+        (), description="Patterns of files that are frozen although git ignores them, as *.so."
+    )
+    max_mib: Annotated[int, Field(ge=1, le=10**6)] = Field(
+        256, description="Most that is frozen, in MiB; what is more is refused."
+    )
 
 
 class Env(Section):

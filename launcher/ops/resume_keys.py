@@ -52,6 +52,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "numbers": Key(True, "the new run's own"),
     "network": Key(True, "the new run's own"),
     "command": Key(True, "the script decides what it reads"),
+    "code": Key(True, "the new run's own; its script decides what it reads"),
 }
 """Key -> may it change. The longest key that fits counts."""
 

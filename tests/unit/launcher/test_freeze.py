@@ -1,0 +1,396 @@
+"""What is frozen, how it is recorded, and that the run points at it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.config import TrainConfig
+from launcher.errors import UserError
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.code_files import ALWAYS_OUT, list_code
+from launcher.ops.freeze import _freeze, freeze_run, load_frozen, remove_frozen, survey, upgrade
+from launcher.ops.record import RunRecord
+from launcher.planning.search import plan
+from launcher.render.local import render_local
+
+AUTHOR = {
+    "GIT_AUTHOR_NAME": "a",
+    "GIT_AUTHOR_EMAIL": "a@example.org",
+    "GIT_COMMITTER_NAME": "a",
+    "GIT_COMMITTER_EMAIL": "a@example.org",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+}
+SCRIPT = ("command=train.py --lr 0.1",)
+
+
+def git(folder, *args):
+    env = {**os.environ, **AUTHOR}
+    done = subprocess.run(["git", "-C", folder, *args], check=True, capture_output=True, env=env)
+    return done.stdout.decode()
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "my code"
+    (folder / "pkg").mkdir(parents=True)
+    (folder / "train.py").write_text("print('old')\n")
+    (folder / "pkg" / "model.py").write_text("x = 1\n")
+    return folder
+
+
+@pytest.fixture
+def repository(source):
+    (source / ".gitignore").write_text("*.so\nruns/\n")
+    git(source, "init", "-q", "-b", "main")
+    git(source, "add", "-A")
+    git(source, "commit", "-q", "-m", "first")
+    return source
+
+
+@pytest.fixture
+def make_run(make_spec, tmp_path):
+    """Return a function that makes a rendered run of a job beside some code."""
+
+    def make(source, *sets, name="run"):
+        spec = make_spec(*(sets or SCRIPT))
+        run_dir = tmp_path / name
+        files = survey(spec, base_dir=source, run_dir=run_dir)
+        bundle = render_local(spec, plan(spec), run_id=name, run_dir=run_dir, base_dir=source)
+        run_dirs.create(run_dir, bundle)
+        return run_dir, files
+
+    return make
+
+
+def job(run_dir):
+    return TrainConfig.from_json((run_dir / "job.json").read_text())
+
+
+def events(run_dir):
+    record = RunRecord(run_dir)
+    record.poll()
+    return [(event.event, event.fields) for event in record.events]
+
+
+def code_of(error):
+    return error.value.problems[0].code
+
+
+def test_a_run_points_at_a_read_only_copy(source, make_run):
+    run_dir, files = make_run(source)
+    frozen = freeze_run(run_dir, files, wall=lambda: 5.0)
+    copy = run_dir / "code" / frozen.digest[:16]
+    assert (copy / "train.py").read_text() == "print('old')\n"
+    assert job(run_dir).command_dir == str(copy) == frozen.dir == job(run_dir).code.dir
+    assert job(run_dir).code.source == str(source)
+    assert [path for path in (copy, *copy.rglob("*")) if path.lstat().st_mode & 0o222] == []
+    assert (frozen.num_files, frozen.size_bytes) == (2, 19)
+    assert (frozen.revision, frozen.dirty, frozen.frozen_unix) == (None, None, 5.0)
+    ((name, fields),) = events(run_dir)
+    assert name == "code.frozen"
+    assert fields["digest"] == frozen.digest
+    assert fields["files"] == 2
+    assert fields["bytes"] == 19
+    assert load_frozen(run_dir) == (frozen, ())
+
+
+def test_later_edits_change_nothing_until_an_upgrade(source, make_run):
+    run_dir, files = make_run(source)
+    before = freeze_run(run_dir, files)
+    (source / "train.py").write_text("print('new')\n")
+    assert Path(job(run_dir).command_dir, "train.py").read_text() == "print('old')\n"
+    was, now = upgrade(run_dir)
+    assert was == before
+    assert now.digest != before.digest
+    assert Path(job(run_dir).command_dir, "train.py").read_text() == "print('new')\n"
+    assert Path(before.dir, "train.py").read_text() == "print('old')\n"
+    assert load_frozen(run_dir) == (now, (before,))
+    name, fields = events(run_dir)[-1]
+    assert name == "code.upgraded"
+    assert (fields["was"], fields["digest"]) == (before.digest, now.digest)
+
+
+def test_an_upgrade_without_changes_does_nothing(source, make_run):
+    run_dir, files = make_run(source)
+    before = freeze_run(run_dir, files)
+    assert upgrade(run_dir) == (before, before)
+    assert [name for name, _ in events(run_dir)] == ["code.frozen"]
+    assert len(list((run_dir / "code").iterdir())) == 1
+
+
+def test_the_job_as_rendered_is_pointed_there_too(source, make_run):
+    run_dir, files = make_run(source)
+    rendered = run_dirs.load(run_dir)
+    run_dirs.write_attempt(run_dir, rendered, rendered)
+    frozen = freeze_run(run_dir, files)
+    assert run_dirs.load(run_dir).command_dir == job(run_dir).command_dir == frozen.dir
+
+
+def test_an_absolute_script_of_the_folder_is_run_from_the_copy(source, make_run):
+    data = f"{source}/data.bin"
+    run_dir, files = make_run(
+        source, f"command=['{source}/train.py','{data}']", f"code.dir={source}"
+    )
+    frozen = freeze_run(run_dir, files)
+    assert job(run_dir).command == ("train.py", data)
+    assert job(run_dir).command_dir == frozen.dir
+
+
+def test_the_built_in_trainer_needs_no_code(source, make_spec):
+    assert survey(make_spec(), base_dir=source, run_dir=source / "r") is None
+    files = survey(make_spec("code.dir=."), base_dir=source, run_dir=source / "r")
+    assert files.names == ("pkg/model.py", "train.py")
+
+
+def test_a_run_without_frozen_code_cannot_be_upgraded(tmp_path):
+    with pytest.raises(UserError) as error:
+        upgrade(tmp_path)
+    assert code_of(error) == "HF642"
+
+
+def test_the_patch_makes_the_copy_from_the_revision(repository, make_run, tmp_path):
+    (repository / "train.py").write_text("print('edited')\n")
+    (repository / "new é.bin").write_bytes(bytes(range(256)))
+    (repository / "pkg" / "model.py").unlink()
+    run_dir, files = make_run(repository)
+    frozen = freeze_run(run_dir, files)
+    assert (frozen.dirty, frozen.branch, frozen.num_untracked) == (True, "main", 1)
+    assert frozen.revision == git(repository, "rev-parse", "HEAD").strip()
+    again = tmp_path / "again"
+    git(tmp_path, "clone", "-q", str(repository), str(again))
+    git(again, "apply", str(run_dir / "code" / frozen.patch))
+    listed = {path.name: path.read_bytes() for path in again.iterdir() if path.is_file()}
+    copied = {path.name: path.read_bytes() for path in Path(frozen.dir).iterdir() if path.is_file()}
+    assert listed == copied
+    assert "new é.bin" in copied
+    assert stat.S_IMODE((run_dir / "code" / frozen.patch).stat().st_mode) == 0o400
+
+
+def test_freezing_leaves_the_repository_as_it_was(repository, make_run):
+    (repository / "untracked.py").write_text("y = 2\n")
+
+    def state():
+        return {
+            str(path): (path.stat().st_mtime_ns, path.read_bytes())
+            for path in (repository / ".git").rglob("*")
+            if path.is_file()
+        }
+
+    before = state()
+    run_dir, files = make_run(repository)
+    assert freeze_run(run_dir, files).num_untracked == 1
+    assert state() == before
+
+
+def test_a_clean_repository_has_no_patch(repository, make_run):
+    run_dir, files = make_run(repository)
+    frozen = freeze_run(run_dir, files)
+    assert (frozen.dirty, frozen.patch) == (False, None)
+    assert [path.name for path in (run_dir / "code").iterdir()] == [frozen.digest[:16]]
+
+
+def test_git_ignores_and_includes(repository):
+    (repository / "ext.so").write_bytes(b"elf")
+    (repository / "runs").mkdir()
+    (repository / "runs" / "big").write_bytes(b"0" * 4096)
+    assert list_code(repository).names == (".gitignore", "pkg/model.py", "train.py")
+    assert "ext.so" in list_code(repository, include=["*.so"]).names
+
+
+def test_a_folder_of_a_repository_is_frozen_alone(repository, make_run):
+    (repository / "pkg" / "model.py").write_text("x = 2\n")
+    run_dir, files = make_run(repository / "pkg", "command=model.py")
+    frozen = freeze_run(run_dir, files)
+    assert files.names == ("model.py",)
+    assert frozen.dirty is True
+    patch = (run_dir / "code" / frozen.patch).read_text()
+    assert "a/model.py" in patch
+    assert "+x = 2" in patch
+
+
+def test_a_folder_that_its_repository_ignores_is_walked(repository):
+    inner = repository / "runs" / "mine"
+    inner.mkdir(parents=True)
+    (inner / "train.py").write_text("z = 3\n")
+    files = list_code(inner)
+    assert (files.names, files.tree) == (("train.py",), None)
+
+
+def test_files_of_a_submodule_are_code(repository, tmp_path):
+    other = tmp_path / "lib"
+    other.mkdir()
+    (other / "lib.py").write_text("l = 1\n")
+    git(other, "init", "-q", "-b", "main")
+    git(other, "add", "-A")
+    git(other, "commit", "-q", "-m", "lib")
+    git(repository, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(other), "lib")
+    files = list_code(repository)
+    assert "lib/lib.py" in files.names
+    assert not any(".git/" in name for name in files.names)
+
+
+def test_a_repository_without_a_commit(source, make_run):
+    git(source, "init", "-q", "-b", "main")
+    run_dir, files = make_run(source)
+    frozen = freeze_run(run_dir, files)
+    assert (frozen.revision, frozen.dirty, frozen.num_untracked) == (None, True, 2)
+
+
+def test_it_works_without_git(repository, make_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    (repository / "ext.so").write_bytes(b"elf")
+    run_dir, files = make_run(repository)
+    frozen = freeze_run(run_dir, files)
+    assert (frozen.revision, frozen.dirty, frozen.patch) == (None, None, None)
+    # Nobody reads .gitignore then.
+    assert files.names == (".gitignore", "ext.so", "pkg/model.py", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("exclude", "names"),
+    [
+        ((), ("pkg/data/x.bin", "pkg/model.py", "train.py")),
+        (("data",), ("pkg/model.py", "train.py")),
+        (("data/",), ("pkg/model.py", "train.py")),
+        (("./pkg/data",), ("pkg/model.py", "train.py")),
+        (("pkg",), ("train.py",)),
+        (("*.bin", "train.*"), ("pkg/model.py",)),
+        (("pkg/*.py",), ("pkg/data/x.bin", "train.py")),
+        (("[",), ("pkg/data/x.bin", "pkg/model.py", "train.py")),
+    ],
+)
+@pytest.mark.parametrize("under_git", [False, True])
+def test_excludes(source, exclude, names, under_git):
+    (source / "pkg" / "data").mkdir()
+    (source / "pkg" / "data" / "x.bin").write_bytes(b"1")
+    if under_git:
+        git(source, "init", "-q", "-b", "main")
+        git(source, "add", "-A")
+    assert list_code(source, exclude=exclude).names == names
+
+
+def test_caches_environments_and_runs_are_never_code(source, tmp_path):
+    for name in ("__pycache__", ".git", "node_modules", "venv", "runs/r1", "here"):
+        (source / name).mkdir(parents=True)
+        (source / name / "file").write_text("x")
+    (source / "venv" / "pyvenv.cfg").write_text("")
+    (source / "runs" / "r1" / "job.json").write_text("{}")
+    (source / "runs" / "r1" / "events").mkdir()
+    (source / "pkg" / "m.pyc").write_text("")
+    files = list_code(source, skip=[source / "here", tmp_path / "elsewhere", source])
+    assert files.names == ("pkg/model.py", "train.py")
+
+
+def test_links(source, make_run, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (source / "pkg" / "main").symlink_to("../train.py")
+    (source / "absolute").symlink_to(source / "train.py")
+    (source / "data").symlink_to("../corpus")
+    (source / "loop").symlink_to("loop")
+    run_dir, files = make_run(source)
+    copy = Path(freeze_run(run_dir, files).dir)
+    assert str((copy / "pkg" / "main").readlink()) == "../train.py"
+    assert str((copy / "absolute").readlink()) == "train.py"
+    assert str((copy / "data").readlink()) == str(tmp_path / "corpus")
+    assert str((copy / "loop").readlink()) == "loop"
+
+
+def test_rights_are_kept_but_for_writing(source, make_run):
+    (source / "run.sh").write_text("#!/bin/sh\n")
+    (source / "run.sh").chmod(0o755)
+    (source / "key").write_text("secret")
+    (source / "key").chmod(0o600)
+    run_dir, files = make_run(source)
+    copy = Path(freeze_run(run_dir, files).dir)
+    assert stat.S_IMODE((copy / "run.sh").stat().st_mode) == 0o555
+    assert stat.S_IMODE((copy / "key").stat().st_mode) == 0o400
+
+
+def test_what_is_no_file_is_left_out_and_told(source, make_run):
+    os.mkfifo(source / "pipe")
+    run_dir, files = make_run(source)
+    assert freeze_run(run_dir, files).skipped == ("pipe",)
+
+
+def test_too_much_is_refused_and_the_largest_named(source, make_spec):
+    (source / "corpus.bin").write_bytes(b"\0" * (3 << 20))
+    spec = make_spec(*SCRIPT, "code.max_mib=2")
+    with pytest.raises(UserError) as error:
+        survey(spec, base_dir=source, run_dir=source / "r")
+    assert code_of(error) == "HF640"
+    assert "3 MiB" in str(error.value)
+    assert "corpus.bin" in str(error.value)
+    assert "code.exclude" in str(error.value)
+
+
+def test_too_many_files_are_refused(source, monkeypatch):
+    monkeypatch.setattr("launcher.ops.code_files.MAX_FILES", 1)
+    with pytest.raises(UserError, match="2 files") as error:
+        list_code(source)
+    assert code_of(error) == "HF640"
+
+
+def test_a_missing_folder_is_told(source, make_spec):
+    with pytest.raises(UserError) as error:
+        survey(make_spec(*SCRIPT, "code.dir=gone"), base_dir=source, run_dir=source / "r")
+    assert code_of(error) == "HF201"
+
+
+def test_a_file_that_vanishes_leaves_nothing_half_copied(source, make_run):
+    run_dir, files = make_run(source)
+    before = (run_dir / "job.json").read_text()
+    (source / "train.py").unlink()
+    with pytest.raises(UserError) as error:
+        freeze_run(run_dir, files)
+    assert code_of(error) == "HF641"
+    assert list((run_dir / "code").iterdir()) == []
+    assert (run_dir / "job.json").read_text() == before
+
+
+def test_a_damaged_record_is_told(source, make_run):
+    run_dir, files = make_run(source)
+    freeze_run(run_dir, files)
+    (run_dir / "code.json").write_text(json.dumps({"digest": 1}))
+    with pytest.raises(UserError) as error:
+        load_frozen(run_dir)
+    assert code_of(error) == "HF613"
+
+
+NAMES = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"]), min_size=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    names=st.sets(
+        NAMES.filter(
+            lambda name: name not in {".", "..", ".git", ".gitignore"} and len(name.encode()) < 200
+        ),
+        max_size=5,
+    ),
+    under_git=st.booleans(),
+)
+def test_any_file_name_is_copied(tmp_path_factory, names, under_git):
+    base = tmp_path_factory.mktemp("names")
+    source, run_dir = base / "code", base / "run"
+    source.mkdir()
+    for name in names:
+        (source / name).write_bytes(name.encode())
+    if under_git:
+        git(source, "init", "-q", "-b", "main")
+    files = list_code(source)
+    for name in names - set(files.names):
+        assert any(fnmatch.fnmatchcase(name, pattern) for pattern in ALWAYS_OUT)
+    frozen = _freeze(run_dir, files, lambda: 0.0)
+    copied = {path.name: path.read_bytes() for path in Path(frozen.dir).iterdir()}
+    assert copied == {name: name.encode() for name in files.names}
+    remove_frozen(Path(frozen.dir))
+    assert not Path(frozen.dir).exists()
