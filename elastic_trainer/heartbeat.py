@@ -50,6 +50,8 @@ class Part(enum.IntEnum):
     OPTIMIZER = 7
     SNAPSHOT = 8
     """Copies its state to the agent's memory."""
+    SUMS = 9
+    """Adds up its own losses and norms, and enters the all-reduce: not yet a wait for others."""
 
 
 WAITING = frozenset({Part.GATHER, Part.PIPELINE, Part.REDUCE})

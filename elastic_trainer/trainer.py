@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastic_trainer import injected
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.anomalies import Action, Verdict
 from elastic_trainer.checkpoint.load import TrainingState
@@ -99,6 +100,7 @@ class Trainer:
         with self._phase("restore"):
             self._restore()
         self._open_data()
+        injected.listen(self, os.environ)
         try:
             return self._loop()
         finally:
@@ -245,7 +247,7 @@ class Trainer:
         loss_sum = self.engine.forward_backward(
             marked_data(self.feed.micro_batches(step), self.heartbeat.mark)
         )
-        self.heartbeat.mark(Part.REDUCE)
+        self.heartbeat.mark(Part.SUMS)
         result = self._agree(loss_sum, step)
         self.heartbeat.mark(Part.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
@@ -267,7 +269,7 @@ class Trainer:
         flags = [float(bool(asked & flag)) for flag in Request]
         sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
         everything = torch.cat([sums, sums.new_tensor([*self.checkpoints.votes(), *flags])])
-        dist.all_reduce(everything)
+        self.sum_over_ranks(everything)
         loss, square_sum, copied, failed, *votes = everything.tolist()
         committed = self.checkpoints.agreed(copied, failed)
         agreed = Request.NONE
@@ -277,6 +279,12 @@ class Trainer:
         loss, norm = loss / tokens, square_sum**0.5
         verdict = self.guard.judge(step, loss, norm)
         return StepResult(loss, norm, agreed, committed, verdict)
+
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Add up `values` over all ranks, in place; the heartbeat tells who has not come yet."""
+        entered = dist.all_reduce(values, async_op=True)
+        self.heartbeat.mark(Part.REDUCE)  # from here on it may wait for others
+        entered.wait()
 
     def _report_step(self, result: StepResult, lr: float, seconds: float, *, first: bool) -> None:
         train = self.config.train

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from elastic_trainer.injected import VARIABLE as FAULTS
+from elastic_trainer.injected import Inside
 from launcher.backends.base import JobId
 from launcher.backends.processes import (
     MARKER,
+    catches,
     child_running,
     die_with_parent,
     node_pids,
@@ -211,7 +214,17 @@ class LocalCluster:
         """
         self._signal_worker(pid, signal.SIGSTOP)
 
-    def _signal_worker(self, pid: int, number: signal.Signals) -> None:
+    def ask_worker(self, number: Inside, pid: int) -> None:
+        """Have one worker suffer a fault that only it can bring about.
+
+        Raises:
+            PermanentError: it does not listen, as scripts and workers that just start.
+        """
+        if not catches(pid, number):
+            raise PermanentError(f"process {pid} takes no such fault: it is no trainer, or starts")
+        self._signal_worker(pid, number)
+
+    def _signal_worker(self, pid: int, number: int) -> None:
         if not any(pid in self.pids(name) for name in self.nodes):
             raise PermanentError(f"process {pid} is no live worker of this run")
         signal_all({pid}, number)
@@ -302,6 +315,7 @@ class LocalCluster:
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
             MARKER: self._marker(name),
+            FAULTS: "emulated",
         }
 
     def _agent_command(self, node: LocalNode) -> list[str]:

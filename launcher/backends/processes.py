@@ -85,7 +85,17 @@ def _has_marker(proc: Path, pid: int, marker: str) -> bool:
     return f"{MARKER}={marker}".encode() in environ.split(b"\0")
 
 
-def signal_all(pids: set[int], number: signal.Signals) -> None:
+def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether process `pid` has a handler for signal `number`; else it might kill it."""
+    try:
+        lines = (proc / str(pid) / "status").read_text(encoding="utf-8").splitlines()
+    except OSError:  # ended meanwhile
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)
+
+
+def signal_all(pids: set[int], number: int) -> None:
     """Send `number` to each; one that is gone already is no error."""
     for pid in pids:
         try:

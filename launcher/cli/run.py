@@ -40,7 +40,8 @@ Examples:
     metavar="ACTION[:TARGET]@STEP[/PHASE]",
     help="Inject a fault after a step: kill-node:2@30, kill-agent:2@30, kill-zygote:2@30, "
     "kill-worker:1@30, kill-coordinator@60, return-node@90, pause-node:2@30, resume-node:2@40, "
-    "pause-worker:1@30. With a phase (@30/save; also rendezvous, restore, growth) in the middle "
+    "pause-worker:1@30, spin-worker:1@30, wedge-worker:1@30, starve-worker:1@30, "
+    "slow-worker:1@30. With a phase (@30/save; also rendezvous, restore, growth) in the middle "
     "of the first one after that step.",
 )
 @click.option(

@@ -98,6 +98,9 @@ _MAKES_FAILURE = {
     "kill-worker": Kind.KILLED,
     "pause-node": "",  # one only if somebody notices
     "pause-worker": "",
+    "spin-worker": "",
+    "wedge-worker": "",
+    "starve-worker": "",
 }
 _WEIGHT = {
     Kind.NODE_LOST: 3,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.events import Event
+from elastic_trainer.injected import Inside
 from launcher.errors import Problem, UserError
 
 
@@ -38,6 +39,14 @@ class FaultAction(enum.StrEnum):
     """SIGCONT of a paused node."""
     PAUSE_WORKER = "pause-worker"
     """SIGSTOP of one worker, named by its global rank: it hangs."""
+    SPIN_WORKER = "spin-worker"
+    """One worker computes for ever, at 100 % of a processor, and gets nowhere."""
+    WEDGE_WORKER = "wedge-worker"
+    """One worker never enters the next step's all-reduce; all others wait in it."""
+    STARVE_WORKER = "starve-worker"
+    """The data loader of one worker delivers nothing any more."""
+    SLOW_WORKER = "slow-worker"
+    """One worker's forward takes longer from now on, until it ends: a straggler."""
 
 
 class Phase(enum.StrEnum):
@@ -62,8 +71,20 @@ _NEEDS_TARGET = {
     FaultAction.KILL_WORKER,
     FaultAction.PAUSE_NODE,
     FaultAction.PAUSE_WORKER,
+    FaultAction.SPIN_WORKER,
+    FaultAction.WEDGE_WORKER,
+    FaultAction.STARVE_WORKER,
+    FaultAction.SLOW_WORKER,
 }
 _NO_TARGET = {FaultAction.KILL_COORDINATOR}
+INSIDE = {
+    FaultAction.SPIN_WORKER: Inside.SPIN,
+    FaultAction.WEDGE_WORKER: Inside.WEDGE,
+    FaultAction.STARVE_WORKER: Inside.STARVE,
+    FaultAction.SLOW_WORKER: Inside.SLOW,
+}
+"""What a worker does to itself when it is asked to; of the trainer only."""
+_ON_WORKER = {FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER, *INSIDE}
 _FORM = re.compile(
     r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)(?:/(?P<phase>[a-z]+))?"
 )
@@ -78,7 +99,8 @@ VALID_FORMS = (
     "kill-node:2@30 (node2 after step 30), kill-agent:2@30, kill-zygote:2@30, "
     "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
     "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
-    "pause-worker:1@30; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
+    "pause-worker:1@30, spin-worker:1@30, wedge-worker:1@30, starve-worker:1@30, "
+    "slow-worker:1@30; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
     "first one after step 30"
 )
 
@@ -104,7 +126,7 @@ class Fault:
     @property
     def on_worker(self) -> bool:
         """Whether it strikes one worker, and `target` is its rank."""
-        return self.action in (FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER)
+        return self.action in _ON_WORKER
 
     def __str__(self) -> str:
         """Return the text form, `kill-node:2@30` or `kill-node:2@30/save`."""
@@ -217,8 +239,7 @@ def _check_target(
             "HF602",
             f"--fault {text}: {action} takes no target; write {action}@{text.split('@')[1]}",
         )
-    on_worker = action in (FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER)
-    limit, word = (num_workers, "rank") if on_worker else (num_nodes, "node")
+    limit, word = (num_workers, "rank") if action in _ON_WORKER else (num_nodes, "node")
     if target >= limit:
         raise UserError(
             "HF602",

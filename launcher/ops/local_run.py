@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from elastic_trainer.events import Event
 from launcher.backends.local import LocalCluster
 from launcher.errors import PermanentError
 from launcher.ops.chaos import Chaos, ChaosSchedule
-from launcher.ops.faults import Fault, FaultAction, Phase, phases_begun
+from launcher.ops.faults import INSIDE, Fault, FaultAction, Phase, phases_begun
 from launcher.ops.progress import Progress, View
 from launcher.ops.record import LauncherLog, RunRecord
 from launcher.ops.timeline import worker_rank
@@ -201,6 +202,13 @@ class LocalRun:
                 self._at_hand(cluster.kill_worker, pid)
             case FaultAction.PAUSE_WORKER:
                 self._at_hand(cluster.pause_worker, pid)
+            case (
+                FaultAction.SPIN_WORKER
+                | FaultAction.WEDGE_WORKER
+                | FaultAction.STARVE_WORKER
+                | FaultAction.SLOW_WORKER
+            ):
+                self._at_hand(partial(cluster.ask_worker, INSIDE[action]), pid)
             case FaultAction.RETURN_NODE:
                 cluster.return_node(node)
             case FaultAction.PAUSE_NODE:

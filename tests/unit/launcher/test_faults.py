@@ -32,6 +32,10 @@ RUN = {"num_nodes": 4, "num_workers": 8, "steps": 100}
         ("kill-agent:2@30", Fault(FaultAction.KILL_AGENT, 2, 30)),
         ("kill-zygote:2@30", Fault(FaultAction.KILL_ZYGOTE, 2, 30)),
         ("pause-worker:7@30", Fault(FaultAction.PAUSE_WORKER, 7, 30)),
+        ("spin-worker:7@30", Fault(FaultAction.SPIN_WORKER, 7, 30)),
+        ("wedge-worker:0@30", Fault(FaultAction.WEDGE_WORKER, 0, 30)),
+        ("starve-worker:0@30", Fault(FaultAction.STARVE_WORKER, 0, 30)),
+        ("slow-worker:0@30", Fault(FaultAction.SLOW_WORKER, 0, 30)),
         ("kill-node:2@30/save", Fault(FaultAction.KILL_NODE, 2, 30, Phase.SAVE)),
         ("kill-node:2@0/rendezvous", Fault(FaultAction.KILL_NODE, 2, 0, Phase.RENDEZVOUS)),
         ("kill-coordinator@9/growth", Fault(FaultAction.KILL_COORDINATOR, None, 9, Phase.GROWTH)),
@@ -58,6 +62,8 @@ def test_valid_forms(text, fault):
         ("kill-node:1@/save", "HF601", "ACTION[:TARGET]@STEP"),
         ("kill-agent@3", "HF602", "needs a target"),
         ("pause-worker:8@3", "HF602", "use 0 to 7"),
+        ("spin-worker@3", "HF602", "needs a target"),
+        ("spin-worker:8@3", "HF602", "use 0 to 7"),
     ],
 )
 def test_mistakes_name_the_way_out(text, code, says):

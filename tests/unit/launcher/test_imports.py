@@ -20,6 +20,7 @@ PURE = {
     "events",
     "ledger_audit",
     "hf_config",
+    "injected",
     "command",
     "templates",
 }
