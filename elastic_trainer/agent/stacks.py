@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,7 @@ def gather_stacks(
 ) -> Dump:
     """Ask all workers at once and return what they said within `deadline_s`."""
     begin = clock()
-    spy = shutil.which("py-spy")
+    spy = find_py_spy()
     asked = [_ask(target, spy) for target in targets]
     while clock() - begin < deadline_s and not all(one.done() for one in asked):
         time.sleep(_POLL_S)
@@ -104,6 +105,11 @@ def gather_stacks(
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
     dump.seconds = clock() - begin
     return dump
+
+
+def find_py_spy() -> str | None:
+    """Return where py-spy is: on PATH, or beside this interpreter, whose folder may not be."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
 def dump_stacks(
@@ -166,7 +172,7 @@ def _ask(target: Target, spy: str | None) -> _Asked:
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,  # why it may not look, for one
         )
     if runs and masks.get("SigBlk", 0) >> (FLIGHT_SIGNAL - 1) & 1:
         flight_path(target.heartbeat).unlink(missing_ok=True)
