@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.inquest import ANSWER_S, SILENT_BEATS
+from elastic_trainer.agent.inquest import ANSWER_S, FORGET_S, RECHECK_S, SILENT_BEATS
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import (
     Abort,
@@ -211,6 +211,8 @@ class Follower(Role):
         self._heard = ctx.now
         self._asked = ctx.now
         """When this node last said that its workers stand still."""
+        self._hangs = False
+        """Whether one was past its limit then, and not only near it."""
         ctx.term = term
 
     def start(self) -> Turn | None:
@@ -304,6 +306,8 @@ class Follower(Role):
         if self._link is not None:
             self.ctx.send(self._link, tell(report))
             stalled = isinstance(report, WorkersSeen) and report.stalled
+            if isinstance(report, WorkersSeen):
+                self._hangs = report.hangs
             if stalled and "answer" not in self.ctx.timers:
                 self._asked = self.ctx.now
                 self.ctx.after("answer", ANSWER_S)
@@ -360,6 +364,10 @@ class Follower(Role):
         ctx = self.ctx
         left_s = SILENT_BEATS * ctx.settings.heartbeat_s - (ctx.now - self._heard)
         if self._link is None or self._heard > self._asked:
+            return None
+        if not self._hangs:
+            if ctx.now - self._asked < FORGET_S:
+                ctx.after("answer", RECHECK_S)
             return None
         if left_s > 0:
             ctx.after("answer", left_s + 0.01)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from elastic_trainer.agent.inquest import ANSWER_S
 from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, edge_s
 
 P99_FACTOR: Final = 4.0
@@ -43,6 +44,11 @@ class Standing:
     def hangs(self) -> bool:
         """Whether it stands still for too long."""
         return self.idle_s > self.limit_s
+
+    @property
+    def nearly(self) -> bool:
+        """Whether it soon will: time to ask who else does not answer."""
+        return self.idle_s > max(self.limit_s - ANSWER_S, self.limit_s / 2)
 
 
 @dataclass(slots=True)

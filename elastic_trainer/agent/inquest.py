@@ -9,7 +9,12 @@ from elastic_trainer.agent.notices import WorkersFailed, WorkersSeen, WorkerView
 from elastic_trainer.failures import Action, Failure, Kind
 
 ANSWER_S = 0.5
-"""How long an agent may take to say where its workers stand, and a coordinator to ask."""
+"""How long an agent may take to say where its workers stand, and a coordinator to ask. The
+question comes that long before a limit, so that who is silent is known when it is reached."""
+FORGET_S = 1.0
+"""A question is dropped when no limit has been reached by then: the workers have gone on."""
+RECHECK_S = 0.05
+"""Between two looks whether the limit has been reached."""
 SILENT_BEATS = 1.5
 """An agent that was not heard for so many heartbeats either, while the job stands still, is
 dead: what `dead_after_s` grants is for jobs that go on."""
@@ -45,6 +50,11 @@ class Inquest:
     def num_heard(self) -> int:
         """How many have answered."""
         return len(self._seen)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a worker that was seen is past its limit."""
+        return any(seen.hangs for _, seen in self._seen.values())
 
     def missing(self, members: Collection[str]) -> list[str]:
         """Return the agent ids of `members` that have not answered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.inquest import ANSWER_S, SILENT_BEATS, Inquest
+from elastic_trainer.agent.inquest import ANSWER_S, FORGET_S, RECHECK_S, SILENT_BEATS, Inquest
 from elastic_trainer.agent.judge import BUSY, Judge
 from elastic_trainer.agent.messages import Message, Show
 from elastic_trainer.agent.notices import ShowWorkers, WorkersPaced, WorkersSeen
@@ -126,6 +126,12 @@ class Inquiry(Judge, ABC):
         """Count an agent that neither answers nor beats as dead; judge when all others have."""
         ctx, inquest = self.ctx, self.inquest
         if inquest.asked is None or self.phase not in BUSY:
+            return None
+        if not inquest.hangs:  # it was early to ask: nobody is lost before the limit
+            if ctx.now - inquest.asked < FORGET_S:
+                ctx.after("inquest", RECHECK_S)
+            else:
+                inquest.close(ctx.now)
             return None
         patience_s = SILENT_BEATS * ctx.settings.heartbeat_s
         missing = (self.peers.get(agent_id) for agent_id in inquest.missing(self.members))

@@ -45,6 +45,7 @@ class Lookout:
         self._paused_s = 0.0
         self._learned = self._told = float("-inf")
         self._standing: list[Standing] = []
+        self._hangs = False
         self._hung: dict[int, int] = {}
         self._paced = clock()
         self._paces: dict[int, tuple[int, tuple[float, ...]]] = {}
@@ -76,11 +77,13 @@ class Lookout:
         return self._standing
 
     def stalled(self) -> bool:
-        """Whether a worker hangs, or waits for one that does; true once in a while only."""
-        if not any(standing.hangs for standing in self._standing):
+        """Whether a worker hangs or nearly does, or waits for one; true once in a while only."""
+        hangs = any(standing.hangs for standing in self._standing)
+        newly, self._hangs = hangs and not self._hangs, hangs
+        if not any(standing.nearly for standing in self._standing):
             return False
         now = self._clock()
-        if now - self._told < AGAIN_S:
+        if now - self._told < AGAIN_S and not newly:
             return False
         self._told = now
         return True

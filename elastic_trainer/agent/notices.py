@@ -174,8 +174,8 @@ class WorkerView:
 class WorkersSeen:
     """Agent: where the workers of this node stand in `epoch`.
 
-    `stalled`: one of them has stood still for too long, though perhaps only because it
-    waits for another node's; else it is the answer to `ShowWorkers`.
+    `stalled`: one of them has stood still for too long, or nearly, though perhaps only
+    because it waits for another node's; else it is the answer to `ShowWorkers`.
     """
 
     epoch: int
@@ -183,6 +183,11 @@ class WorkersSeen:
     workers: tuple[WorkerView, ...]
     committed: int | None = None
     """Newest step this node knows to be committed; None: its workers tell nothing of that."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether one of them is past its limit, and not only near it."""
+        return any(worker.idle_s > worker.limit_s for worker in self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

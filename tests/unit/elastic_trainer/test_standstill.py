@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from membership_sim import Cluster, Node
 from test_membership import coordinator, others, started
 
@@ -137,3 +140,49 @@ def test_a_coordinator_cut_off_leaves_the_job_to_the_others(nodes: int, earlier_
     assert old.formed.epoch == 1
     cluster.heal()
     cluster.run_until(cluster.settled, within=60.0)
+
+
+def watch_standstill(cluster: Cluster, since: float, until: float) -> None:
+    """Have agents tell as they do: half a second before the limit of 2 s, then at it, then on."""
+    told = {}
+    while cluster.now < until:
+        idle_s = cluster.now - since
+        for node in cluster.up:
+            node.view = {"idle_s": idle_s}
+            last = told.get(node, 0.0)
+            if idle_s > 1.5 and (idle_s - last >= 0.5 or idle_s > 2.0 >= last):
+                told[node] = idle_s
+                if node.working is not None and not node.paused:
+                    cluster.report(node, cluster.seen(node, node.working, stalled=True))
+        cluster.run(cluster.now + 0.1)
+
+
+@pytest.mark.parametrize("which", ["coordinator", "member"])
+@pytest.mark.parametrize("nodes", [3, 4, 16])
+def test_a_silent_node_is_lost_as_soon_as_the_limit_is_reached(nodes: int, which: str) -> None:
+    cluster = started(nodes)
+    stopped = coordinator(cluster) if which == "coordinator" else others(cluster)[-1]
+    since = cluster.now
+    cluster.pause(stopped)
+    watch_standstill(cluster, since, since + 3.0)
+    lost = [t for n in cluster.up for t, e, f in n.events if e == "member.lost"]
+    assert since + 2.0 < min(lost) < since + 2.2 + (which == "coordinator") * 0.1
+    left = [n for n in cluster.up if n is not stopped]
+    cluster.run(since + 3.5)
+    assert all(n.formed and len(n.formed.members) == nodes - 1 for n in left)
+
+
+@examples(max_examples=40, deadline=None)
+@given(st.floats(0.1, 1.9), st.integers(0, 3), st.integers(0, 10))
+def test_nobody_is_lost_before_the_limit(paused_s: float, which: int, again: int) -> None:
+    """A node that everybody waits for, silent too, but that goes on in time."""
+    cluster = started(4)
+    for _ in range(1 + again % 3):
+        node, since = cluster.up[which], cluster.now
+        cluster.pause(node)
+        watch_standstill(cluster, since, since + paused_s)
+        cluster.resume(node)
+        cluster.run(cluster.now + 0.1 * again)
+    cluster.run(cluster.now + 5.0)
+    assert max(cluster.published) == 1
+    assert not [e for n in cluster.up for _, e, f in n.events if e == "member.lost"]

@@ -1,0 +1,58 @@
+"""Nobody is taken to hang while processors are scarce."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from live_run import live_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+STEPS = 10_000
+SMALL = (
+    "cluster.nodes=2",
+    f"train.steps={STEPS}",
+    "train.seq_len=8",
+    "train.global_batch=2",
+    "model.num_layers=1",
+    "model.dim=16",
+    "model.ffn_dim=16",
+    "elastic.hang_ceiling_s=300",
+    "elastic.start_ceiling_s=300",
+    "checkpoint.every_steps=2000",
+)
+BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(100_000))"
+
+
+@contextmanager
+def busy_loops(number: int) -> Iterator[None]:
+    """Keep processors busy, at the same priority as whoever calls."""
+    command = [sys.executable, "-c", BUSY.format(parent=os.getpid())]
+    loops = [subprocess.Popen(command) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_no_false_alarm_in_10_000_real_steps_with_all_cores_oversubscribed(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with busy_loops(6), live_run(tmp_path, sets=SMALL) as run:
+        begin = time.monotonic()
+        run.process.wait(3500)
+        record_property("seconds", round(time.monotonic() - begin))
+        record_property("nearly", len(run.events("worker.stalled")))
+        assert run.process.returncode == 0
+        assert len(run.events("step.completed")) == STEPS
+        for name in ("worker.hung", "member.lost", "epoch.aborted"):
+            assert not run.events(name), name
+        assert len(run.events("epoch.formed")) == 1
