@@ -23,9 +23,11 @@ from launcher import spec_values as values
 from launcher.errors import Problem, UserError, Where
 from launcher.hardware import tight_domain
 from launcher.spec_check import cross_check
+from launcher.spec_env import Env
 from launcher.spec_errors import MODEL_TAGS, problems_of
 from launcher.spec_numbers import Numbers
 from launcher.spec_rules import Facts
+from launcher.spec_slurm import Slurm
 from launcher.spec_source import Source, read_source
 
 ReadText = Callable[[str], str]
@@ -59,14 +61,14 @@ class JobSpec(values.Section):
         default_factory=Numbers, description="What follows from wrong numbers."
     )
     code: sections.Code = Field(default_factory=sections.Code, description="The code frozen.")
-    env: sections.Env = Field(default_factory=sections.Env, description="What workers run in.")
+    env: Env = Field(default_factory=Env, description="What workers run in.")
     network: sections.Network = Field(
         default_factory=sections.Network, description="Addresses and ports."
     )
     command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
-    slurm: sections.Slurm = Field(default_factory=sections.Slurm, description="sbatch's options.")
+    slurm: Slurm = Field(default_factory=Slurm, description="sbatch's options.")
     kubernetes: sections.Kubernetes = Field(
         default_factory=sections.Kubernetes, description="Where pods run."
     )
@@ -218,9 +220,9 @@ SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "elastic": sections.Elastic,
     "numbers": Numbers,
     "code": sections.Code,
-    "env": sections.Env,
+    "env": Env,
     "network": sections.Network,
-    "slurm": sections.Slurm,
+    "slurm": Slurm,
     "kubernetes": sections.Kubernetes,
 }
 """Dotted path -> model of every section."""

@@ -26,7 +26,6 @@ from launcher.spec_values import (
     Schedule,
     Seconds,
     Section,
-    SlurmTime,
     Steps,
     Straggler,
     Text,
@@ -225,13 +224,6 @@ class Code(Section):
     )
 
 
-class Env(Section):
-    """What the workers run in: one of the two, or the launcher's own environment."""
-
-    venv: Text | None = Field(None, description="A virtual environment on shared storage.")
-    image: Text | None = Field(None, description="A container image.")
-
-
 class Network(Section):
     """Which addresses and ports agents and workers use."""
 
@@ -240,17 +232,6 @@ class Network(Section):
         None, description="Network the addresses are taken from, as 10.0.0.0/8."
     )
     ports: Ports | None = Field(None, description="low-high; null: the system picks.")
-
-
-class Slurm(Section):
-    """Options of sbatch."""
-
-    partition: Text | None = Field(None, description="--partition")
-    account: Text | None = Field(None, description="--account")
-    qos: Text | None = Field(None, description="--qos")
-    time: SlurmTime = Field(None, description="--time, as 2-00:00:00; a bare number is minutes.")
-    constraint: Text | None = Field(None, description="--constraint")
-    reservation: Text | None = Field(None, description="--reservation")
 
 
 class Kubernetes(Section):

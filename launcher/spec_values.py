@@ -32,11 +32,18 @@ def refuse(code: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(code, "{message}", {"message": message})
 
 
-def _plain_text(value: str) -> str:
+def plain_text(value: str) -> str:
+    """Check a text of one line.
+
+    Raises:
+        PydanticCustomError: HF015, there is none, or something in it is no character.
+    """
     if not value.strip():
         raise refuse("HF015", "expected some text, found none")
     if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise refuse("HF015", "line breaks and control characters are not allowed")
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
+        raise refuse("HF015", "half a surrogate pair is no character; write it out")
     return value
 
 
@@ -140,17 +147,6 @@ def _pattern(value: str) -> str:
     return value
 
 
-_SLURM_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-
-
-def _slurm_time(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return str(value)  # minutes
-    if isinstance(value, str) and _SLURM_TIME.fullmatch(value):
-        return value
-    raise refuse("HF015", f"expected sbatch's days-hours:minutes:seconds, found {describe(value)}")
-
-
 def _off(value: object) -> object:
     return "off" if value is False else value  # YAML 1.1 reads a bare off as false
 
@@ -163,7 +159,7 @@ Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
-Text = Annotated[str, AfterValidator(_plain_text), Field(max_length=4096)]
+Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
 JobName = Annotated[str, AfterValidator(_job_name)]
 DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
@@ -173,11 +169,6 @@ Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]
-SlurmTime = Annotated[
-    Text | None,
-    BeforeValidator(_slurm_time),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
-]
 
 
 Command = Annotated[

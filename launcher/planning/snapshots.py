@@ -72,7 +72,7 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
             "(checkpoint.every_s), or use more nodes"
         )
         problems.append(spec.problem("HF155", "checkpoint.memory_every_steps", text))
-    step_s = _shortest_step_s(spec)
+    step_s = shortest_step_s(spec)
     if every and step_s is not None and copy_s > every * step_s:
         every = math.ceil(copy_s / step_s)
         text = (
@@ -103,7 +103,7 @@ def _copied(layout: ParallelLayout, workers: int) -> bool:
     return layout.dp_replicate == 1 and layout.world_size > workers
 
 
-def _shortest_step_s(spec: JobSpec) -> float | None:
+def shortest_step_s(spec: JobSpec) -> float | None:
     """Return the least time of a step: 6 FLOPs per parameter and token at measured speed.
 
     None on the emulated cluster and for GPUs whose speed is not known.

@@ -1,0 +1,162 @@
+"""The clock chain of a job with a time limit: save < shut-down < signal lead < limit. Pure.
+
+At `lead` seconds before the limit the scheduler signals the job. The agents then ask for a save
+at the next step's end and give the workers `shutdown` seconds; who is still there after that is
+killed. So a save must fit into the shut-down, the shut-down into the lead, with room for a signal
+that comes late and for the job to requeue itself.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from elastic_trainer.ladder import Ladder
+from launcher.errors import Problem, UserError
+from launcher.planning.snapshots import BYTES_PER_PARAM, shortest_step_s
+from launcher.spec import JobSpec
+
+NODE_WRITE_BYTES_S: Final = 0.5e9
+"""What a node is taken to write to storage: half of what torch's DCP was measured to do."""
+STORAGE_BYTES_S: Final = 50e9
+"""What storage is taken to take from all nodes together."""
+SLOW_STEP: Final = 2.5
+"""A real step against the shortest possible one: 40 % of the measured matmul speed."""
+SETTLE_S: Final = 10.0
+"""Digests, manifest, the board's swap."""
+LATE_SIGNAL_S: Final = 60.0
+"""Slurm looks at time limits once a minute (man sbatch, --signal)."""
+REQUEUE_S: Final = 30.0
+"""For srun to end, the verdict and `scontrol requeue`."""
+MAX_LEAD_S: Final = 65535
+"""sbatch's largest --signal time."""
+
+_FORMS: Final = (
+    (r"(\d+)", (60,)),
+    (r"(\d+):(\d+)", (60, 1)),
+    (r"(\d+):(\d+):(\d+)", (3600, 60, 1)),
+    (r"(\d+)-(\d+)", (86400, 3600)),
+    (r"(\d+)-(\d+):(\d+)", (86400, 3600, 60)),
+    (r"(\d+)-(\d+):(\d+):(\d+)", (86400, 3600, 60, 1)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """The four times, whole seconds."""
+
+    save_s: int
+    """From the request until the state is on storage: a step's end, then the writing."""
+    shutdown_s: int
+    """From the request until workers are killed."""
+    lead_s: int
+    """From the signal to the limit."""
+    limit_s: int | None
+    """Of the job; None: none, or only the partition's."""
+
+    def __str__(self) -> str:
+        """Return the chain as people read it."""
+        limit = "no time limit" if self.limit_s is None else f"limit {self.limit_s} s"
+        return (
+            f"save {self.save_s} s < shut-down {self.shutdown_s} s < signal lead "
+            f"{self.lead_s} s < {limit}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return asdict(self)
+
+
+def limit_seconds(text: str | None) -> int | None:
+    """Return sbatch's --time in seconds; None for none, 0, UNLIMITED and INFINITE."""
+    for pattern, units in _FORMS:
+        match = re.fullmatch(pattern, text or "")
+        if match:
+            found = sum(int(n) * unit for n, unit in zip(match.groups(), units, strict=True))
+            return found or None
+    return None
+
+
+def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
+    """Return how long a save is taken to last, from the request on, in seconds.
+
+    A step must end first, on the lowest rung the longest; then fp32 parameters and Adam's two
+    moments are written by the fewest nodes. A script that takes no requests has what
+    `elastic.stop_grace_s` gives it.
+    """
+    if spec.command is not None:
+        return spec.elastic.stop_grace_s
+    size = spec.shape.num_params() * BYTES_PER_PARAM
+    write_s = size / min(ladder.min_nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
+    step_s = (shortest_step_s(spec) or 0.0) * SLOW_STEP * ladder.max_nodes / ladder.min_nodes
+    return SETTLE_S + step_s + write_s
+
+
+def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
+    """Return the chain, what the job file leaves open filled in.
+
+    Raises:
+        UserError: HF160, the times do not fit into each other; with all of them.
+    """
+    slurm = spec.slurm
+    save_s = predicted_save_s(spec, ladder) if slurm.save_s is None else slurm.save_s
+    shutdown_s = _round(1.5 * save_s + 30) if slurm.shutdown_s is None else slurm.shutdown_s
+    lead_s = (
+        _round(shutdown_s + LATE_SIGNAL_S + REQUEUE_S)
+        if slurm.signal_lead_s is None
+        else slurm.signal_lead_s
+    )
+    clock = Clock(
+        save_s=math.ceil(save_s),
+        shutdown_s=math.ceil(shutdown_s),
+        lead_s=math.ceil(lead_s),
+        limit_s=limit_seconds(slurm.time),
+    )
+    problems = _misfits(spec, clock)
+    if problems:
+        raise UserError.many(problems)
+    return clock
+
+
+def _round(seconds: float) -> int:
+    return math.ceil(seconds / 10) * 10
+
+
+def _misfits(spec: JobSpec, clock: Clock) -> list[Problem]:
+    """Return every link of the chain that does not hold."""
+    found = []
+
+    def misfit(key: str, message: str) -> None:
+        found.append(spec.problem("HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})"))
+
+    if clock.save_s >= clock.shutdown_s:
+        message = f"a save takes {clock.save_s} s, workers are killed after {clock.shutdown_s} s"
+        misfit("shutdown_s", f"{message}: use shutdown_s {_round(1.5 * clock.save_s + 30)} or so")
+    grace_s = spec.elastic.stop_grace_s
+    if spec.command is not None and clock.save_s > math.ceil(grace_s):
+        message = f"a save takes {clock.save_s} s, a script that takes no requests is killed after"
+        misfit("save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {clock.save_s}")
+    if clock.shutdown_s >= clock.lead_s:
+        message = f"the signal comes {clock.lead_s} s before the limit, a shut-down may take"
+        way_out = f"use signal_lead_s {_round(clock.shutdown_s + LATE_SIGNAL_S + REQUEUE_S)} or so"
+        misfit("signal_lead_s", f"{message} {clock.shutdown_s} s: {way_out}")
+    if clock.lead_s > MAX_LEAD_S:
+        message = f"sbatch takes at most {MAX_LEAD_S} s, {clock.lead_s} s are needed"
+        misfit("signal_lead_s", f"{message}: lower save_s, if storage is faster than predicted")
+    if clock.limit_s is not None and clock.lead_s >= clock.limit_s:
+        message = f"the limit is {clock.limit_s} s, but {clock.lead_s} s before it the job must"
+        least = math.ceil((clock.lead_s + 60) / 60)
+        way_out = f"use {least} minutes or more"
+        if spec.slurm.save_s is None:
+            way_out += ", or say in slurm.save_s how long a save really takes"
+        misfit("time", f"{message} save already: {way_out}")
+    return found
+
+
+def _origin(spec: JobSpec, clock: Clock) -> str:
+    """Return the chain, and which of its times were predicted."""
+    names = ("save_s", "shutdown_s", "signal_lead_s")
+    computed = [name for name in names if getattr(spec.slurm, name) is None]
+    return f"{clock}; " + (f"computed: {', '.join(computed)}" if computed else "all as given")

@@ -1,0 +1,108 @@
+"""The section `env:` of a job file: what the workers run in. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from launcher.spec_values import Section, Text, plain_text, refuse
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OURS: Final = re.compile(
+    r"(hf_.*|SLURM_.*|SRUN_.*|SBATCH_.*|HOLDFAST_.*|TORCHELASTIC_.*|PET_.*|BASH.*"
+    r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|UID|EUID|PPID|PWD|OLDPWD|_|GROUPS|FUNCNAME|DIRSTACK"
+    r"|RANDOM|SRANDOM|SECONDS|LINENO|HISTCMD|EPOCHSECONDS|EPOCHREALTIME|PIPESTATUS|OPT(ARG|IND|ERR)"
+    r"|PS[0-4]|PROMPT_COMMAND|EXECIGNORE|GLOBIGNORE|TMOUT|COMP_.*|READLINE_.*|REPLY|MAPFILE|COPROC)"
+)
+"""What Slurm, the agents or the shell set themselves."""
+_SECRET_NAME: Final = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY"
+    r"|SECRET_ACCESS_KEY|AUTH)$",
+    re.IGNORECASE,
+)
+_SECRET_TEXT: Final = re.compile(
+    r"\b(hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
+    r"|sk-[\w-]{24,}|xox[abprs]-[\w-]{16,}|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+
+
+def variable_name(value: str) -> str:
+    """Check the name of an environment variable.
+
+    Raises:
+        PydanticCustomError: HF165, it is none, or one that is not the user's to set.
+    """
+    if not _NAME.fullmatch(value):
+        raise refuse("HF165", f"{value!r} is no name of a variable: letters, digits and _ only")
+    if _OURS.fullmatch(value):
+        raise refuse("HF165", f"{value} is set by Slurm, the shell or the agents; leave it out")
+    return value
+
+
+def no_secret(value: str) -> str:
+    """Refuse a text that holds a well-known kind of token or key.
+
+    Raises:
+        PydanticCustomError: HF163; the message does not repeat it.
+    """
+    if _SECRET_TEXT.search(value):
+        raise refuse(
+            "HF163",
+            "holds what looks like a token or a private key; job files and scripts are kept and "
+            "shown: put it into a file and name it in env.secrets",
+        )
+    return value
+
+
+VariableName = Annotated[str, Field(max_length=256), AfterValidator(variable_name)]
+OpenText = Annotated[Text, AfterValidator(no_secret)]
+"""A text that is printed into scripts: one line, and no secret."""
+
+
+def _value(value: str) -> str:
+    return no_secret(plain_text(value)) if value else value
+
+
+class Secret(Section):
+    """Where a secret is read when the job starts: one of the two."""
+
+    file: Text | None = Field(None, description="A file that the job's user can read on the nodes.")
+    env: VariableName | None = Field(
+        None, description="A variable of the environment that the job is submitted from."
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.file is None) == (self.env is None):
+            raise refuse("HF163", "expected {file: PATH} or {env: NAME}, one of the two")
+        return self
+
+
+class Env(Section):
+    """What the workers run in: a venv or an image, or else the launcher's own environment."""
+
+    venv: Text | None = Field(None, description="A virtual environment on shared storage.")
+    image: Text | None = Field(None, description="A container image.")
+    variables: dict[
+        VariableName, Annotated[str, Field(max_length=32768), AfterValidator(_value)]
+    ] = Field(default_factory=dict, description="Environment variables: name -> value.")
+    secrets: dict[VariableName, Secret] = Field(
+        default_factory=dict,
+        description="Variable -> {file: PATH} or {env: NAME}; never the value itself.",
+    )
+
+    @model_validator(mode="after")
+    def _named_like_secrets(self) -> Self:
+        for name in self.variables:
+            if _SECRET_NAME.search(name):
+                raise refuse(
+                    "HF163",
+                    f"variables.{name} is named like a secret, and job files and scripts are kept "
+                    f"and shown: use env.secrets.{name}: {{file: PATH}} or {{env: {name}}}",
+                )
+            if name in self.secrets:
+                raise refuse("HF016", f"{name} is in variables and in secrets; keep one")
+        return self
