@@ -83,6 +83,17 @@ CODES: Final[dict[str, Code]] = {
     "HF157": Code(
         "Replicas are to be compared, but there are too few.", "Use dp_replicate: 3 or more."
     ),
+    # Slurm.
+    "HF160": Code(
+        "Save, shut-down, signal and time limit do not fit into each other.",
+        "Use the numbers named.",
+    ),
+    "HF161": Code("The cluster's Slurm is too old for an option.", "State slurm.version."),
+    "HF162": Code("An option of sbatch that slurm.extra cannot give.", "Use its own key."),
+    "HF163": Code("A secret in the job file.", "Name a file or a variable in env.secrets."),
+    "HF164": Code("Image and container runtime do not go together.", "Set slurm.container."),
+    "HF165": Code("An environment variable that cannot be set.", "Leave it out."),
+    "HF166": Code("A path that a Slurm script cannot carry.", "Use another place."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or mend the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from launcher.spec import JobSpec
 
 BYTES_VOCABULARY = 256
+SEGMENT_SINCE = "24.05"
+"""sbatch --segment: topology/block of that version (man sbatch)."""
 
 
 def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
@@ -33,7 +35,12 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     `bad` are keys whose value was wrong and has been replaced to get this far:
     what depends on them is left out, since it would blame values nobody wrote.
     """
-    findings: list[Finding] = [*_layout(spec, bad), *_sections(spec), *_numbers(spec)]
+    findings: list[Finding] = [
+        *_layout(spec, bad),
+        *_sections(spec),
+        *_numbers(spec),
+        *_slurm(spec),
+    ]
     if not _touches(bad, {"model"}):
         findings += _model(spec)
     return [
@@ -138,6 +145,41 @@ def _numbers(spec: JobSpec) -> Iterator[Finding]:
         held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
         message = f"FSDP shards every parameter, so {held} replicas to compare; {way_out}"
     yield Finding("HF157", key, message, frozenset({key, "layout"}))
+
+
+def _slurm(spec: JobSpec) -> Iterator[Finding]:
+    """What contradicts itself in `slurm:`, whatever the job is run on."""
+    slurm = spec.slurm
+
+    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
+        keys = {f"slurm.{name}" for name in (key, *needs)}
+        return Finding(code, f"slurm.{key}", message, frozenset(keys))
+
+    if slurm.gres is not None and slurm.gpu_type is not None:
+        yield finding("HF016", "gres", "gres and gpu_type exclude each other; keep one", "gpu_type")
+    if slurm.switches is not None and slurm.segment is not None:
+        message = "switches are for topology/tree, segment for topology/block; keep one"
+        yield finding("HF016", "segment", message, "switches")
+    if slurm.array is not None and slurm.restart == "chain":
+        message = "tasks of an array have one name, a successor would wait for all; use requeue"
+        yield finding("HF016", "restart", message, "array")
+    if slurm.fabric_devices is not None and slurm.fabric not in ("infiniband", "roce"):
+        message = f"fabric: {slurm.fabric} has no such devices; use infiniband or roce"
+        yield finding("HF016", "fabric_devices", message, "fabric")
+    if slurm.segment is not None and (slurm.version or "0") < SEGMENT_SINCE:
+        stated = f"says {slurm.version}" if slurm.version else "is not given"
+        message = (
+            f"sbatch has --segment since {SEGMENT_SINCE}, and slurm.version {stated}: state the "
+            "cluster's (sbatch --version), or leave segment out"
+        )
+        yield finding("HF161", "segment", message, "version")
+    if slurm.container is not None and spec.env.image is None:
+        message = f"{slurm.container} runs an image, and env.image has none; name one"
+        yield finding("HF164", "container", message)
+    for index, mount in enumerate(slurm.container_mounts):
+        if "," in mount or not mount.startswith("/") or mount.count(":") > 2:
+            message = f"expected /path, /path:/there or /path:/there:ro, found {mount}"
+            yield finding("HF015", f"container_mounts.{index}", message, "container_mounts")
 
 
 def _model(spec: JobSpec) -> Iterator[Finding]:

@@ -32,6 +32,7 @@ class Target:
 
 TARGETS: Final[dict[str, Target]] = {
     "local": Target("launcher.render.local:render_local", "launcher.backends.local"),
+    "slurm": Target("launcher.render.sbatch:render_slurm", "launcher.backends.slurm:SlurmBackend"),
 }
 """Platforms by name."""
 

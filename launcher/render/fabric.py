@@ -1,0 +1,74 @@
+"""What NCCL, gloo and torch are told about a cluster's network and themselves. Pure.
+
+For torch 2.9 and later. What NCCL finds out by itself is left out: since 2.21 it picks the
+RoCE v2 GID, and heartbeats, asynchronous error handling and dumps at a time-out are torch's
+defaults. `env.variables` come later and win.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from launcher.spec import JobSpec
+
+
+class Variable(NamedTuple):
+    """One environment variable, and why it is set."""
+
+    name: str
+    value: str
+    why: str
+
+
+_FABRICS: Final[dict[str, tuple[Variable, ...]]] = {
+    "none": (),
+    "infiniband": (
+        Variable("NCCL_NET", "IB", "fail rather than crawl over TCP"),
+        Variable("NCCL_IB_HCA", "mlx5", "the adapters to use"),
+        Variable("NCCL_IB_TIMEOUT", "22", "live through a link that flaps: 17 s a try"),
+    ),
+    "roce": (
+        Variable("NCCL_NET", "IB", "fail rather than crawl over TCP"),
+        Variable("NCCL_IB_HCA", "mlx5", "the adapters to use"),
+        Variable("NCCL_IB_ROCE_VERSION_NUM", "2", "routable addresses only"),
+        Variable("NCCL_IB_TIMEOUT", "22", "live through a link that flaps: 17 s a try"),
+    ),
+    "efa": (
+        Variable("FI_PROVIDER", "efa", "libfabric must not take TCP"),
+        Variable("FI_EFA_FORK_SAFE", "1", "workers are forked, and may fork"),
+        Variable("FI_EFA_USE_HUGE_PAGE", "0", "huge pages do not survive a fork"),
+        Variable("NCCL_BUFFSIZE", "8388608", "EFA wants larger messages"),
+        Variable("NCCL_P2P_NET_CHUNKSIZE", "524288", "the same between pipeline stages"),
+    ),
+}
+_GPU: Final = (
+    Variable("NCCL_DEBUG", "WARN", "say why a communicator failed"),
+    Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "less fragmentation"),
+    Variable("TORCH_FR_BUFFER_SIZE", "2000", "collectives kept for the inquest after a hang"),
+    Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "the same by its former name"),
+)
+
+
+def fabric_variables(spec: JobSpec) -> list[Variable]:
+    """Return what to set before the agents start, in order."""
+    found = [Variable("PYTHONFAULTHANDLER", "1", "a crash shows its stack")]
+    if spec.slurm.cpus is not None:
+        threads = max(1, spec.slurm.cpus // spec.cluster.gpus_per_node)
+        found.append(Variable("OMP_NUM_THREADS", str(threads), "a node's CPUs over its workers"))
+    if spec.network.interface != "auto":
+        # Both or none: gloo and NCCL on different networks meet nobody.
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            exact = "=" if name.startswith("NCCL") else ""
+            found.append(Variable(name, exact + spec.network.interface, "network.interface"))
+    if spec.device == "cpu":
+        return found
+    found += _GPU
+    if spec.layout.tp > 1:
+        found.append(
+            Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "FSDP2 and TP overlap on more queues")
+        )
+    devices = spec.slurm.fabric_devices
+    for variable in _FABRICS[spec.slurm.fabric]:
+        chosen = variable.name == "NCCL_IB_HCA" and devices is not None
+        found.append(variable._replace(value=str(devices)) if chosen else variable)
+    return found

@@ -1,0 +1,277 @@
+"""(spec, plan) -> the bundle of a Slurm job: job.sbatch, job.json, spec.yaml. Pure.
+
+The script is slurm/job.sbatch.j2. sbatch lets variables SBATCH_... of the environment it is
+called from override the lines of the script: who submits it takes them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+from launcher.errors import UserError
+from launcher.planning.clock import Clock, clock_chain
+from launcher.planning.search import Plan
+from launcher.render.bundle import Bundle
+from launcher.render.fabric import fabric_variables
+from launcher.render.local import checkpoint_dir, render_local, resolve
+from launcher.render.shell import (
+    Quoted,
+    check_path,
+    file_pattern,
+    sbatch_option,
+    template,
+    words,
+)
+from launcher.spec import JobSpec
+from launcher.spec_slurm import array_indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What a script is told of the machine it was rendered on."""
+
+    run_id: str
+    run_dir: Path
+    base_dir: str | Path
+    python: str
+
+
+SCRIPT: Final = "job.sbatch"
+CONTAINER_PYTHON: Final = "python3"
+
+
+def render_slurm(
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    python: str = "python3",
+) -> Bundle:
+    """Return the bundle of a job, or of an array of equal jobs where `slurm.array` asks for it.
+
+    Args:
+        spec: the checked job.
+        plan: its plan.
+        run_id: name of the run; the Slurm job is called so too.
+        run_dir: where the bundle will lie, absolute, on storage that all nodes share. Array
+            tasks have the folders `run_dir/INDEX`.
+        base_dir: folder that relative paths of the spec are relative to.
+        python: the interpreter that has holdfast on the nodes, where neither `slurm.python`
+            nor `env.venv` names one.
+
+    Raises:
+        UserError: HF160 the times do not fit, HF166 a path that a script cannot carry.
+    """
+    places = _Places(run_id, Path(run_dir), base_dir, python)
+    if spec.slurm.array is None:
+        bundle = render_local(spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+        return {SCRIPT: _script(spec, plan, places, array=None), **bundle}
+    tasks = dict.fromkeys(array_indices(spec.slurm.array), (spec, plan))
+    return _array(tasks, places, array=spec.slurm.array)
+
+
+def render_sweep(
+    tasks: Sequence[tuple[JobSpec, Plan]],
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    python: str = "python3",
+) -> Bundle:
+    """Return one array job whose task i trains `tasks[i]` in `run_dir/i`.
+
+    All ask Slurm for the same; the script is made from the first one.
+
+    Raises:
+        UserError: as `render_slurm`; HF016 the specs have an array of their own.
+    """
+    spec = tasks[0][0]
+    if spec.slurm.array is not None:
+        message = "an array and a sweep exclude each other; leave slurm.array out"
+        raise UserError.many([spec.problem("HF016", "slurm.array", message)])
+    places = _Places(run_id, Path(run_dir), base_dir, python)
+    return _array(dict(enumerate(tasks)), places, array=f"0-{len(tasks) - 1}")
+
+
+def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array: str) -> Bundle:
+    """Return one script, and what each task needs in the folder of its index."""
+    bundle = {SCRIPT: _script(*next(iter(tasks.values())), places, array=array)}
+    for index, (spec, plan) in tasks.items():
+        inner = render_local(
+            spec,
+            plan,
+            run_id=f"{places.run_id}-{index}",
+            run_dir=places.run_dir / str(index),
+            base_dir=places.base_dir,
+        )
+        bundle |= {f"{index}/{name}": text for name, text in inner.items()}
+    return bundle
+
+
+def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) -> str:
+    """Return the text of the batch script."""
+    slurm, env, base_dir = spec.slurm, spec.env, places.base_dir
+    run = check_path(places.run_dir, "run directory")
+    run_id = check_path(places.run_id, "run id")
+    venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
+    interpreter = slurm.python or (f"{venv}/bin/python" if venv else places.python)
+    clock = clock_chain(spec, plan.ladder)
+    values: dict[str, Any] = {
+        "name": spec.name,
+        "nodes": f"{plan.ladder.max_nodes:,}",
+        "spares": f"{spec.cluster.spares:,}",
+        "sections": _sbatch_sections(spec, plan, clock, run=run, run_id=run_id, array=array),
+        "run": run,
+        "array": array is not None,
+        "python": check_path(interpreter, "interpreter"),
+        "venv": venv,
+        "umask": slurm.umask,
+        "modules": slurm.modules,
+        "setup": slurm.setup,
+        "fabric": slurm.fabric,
+        "cuda": spec.device == "cuda",
+        "automatic": fabric_variables(spec),
+        "variables": env.variables,
+        "secrets": {
+            name: (None if each.file is None else resolve(each.file, base_dir), each.env)
+            for name, each in env.secrets.items()
+        },
+        "clock": clock,
+        "chain": str(clock),
+        "restart": slurm.restart,
+        "max_requeues": slurm.max_requeues,
+        "cpus": slurm.cpus is not None,
+        "script": f"{run}/{SCRIPT}",
+        "log_pattern": f"{file_pattern(run)}/logs",
+        "container_python": CONTAINER_PYTHON,
+        **_container(spec, run=run, base_dir=base_dir),
+    }
+    return template("job.sbatch.j2").render(values)
+
+
+def _sbatch_sections(
+    spec: JobSpec, plan: Plan, clock: Clock, *, run: str, run_id: str, array: str | None
+) -> list[tuple[str, list[Quoted]]]:
+    """Return the #SBATCH lines, by what they are for."""
+    slurm = spec.slurm
+    logs = f"{file_pattern(run)}/logs/slurm-" + ("%j" if array is None else "%A_%a") + ".out"
+    requeue = "requeue" if slurm.restart == "requeue" else "no-requeue"
+    return [
+        (
+            "What it runs on: nodes that train, then spares; one agent on each node.",
+            _resources(spec, plan, run_id=run_id),
+        ),
+        (
+            "Where and when.",
+            _options(
+                ("partition", slurm.partition),
+                ("account", slurm.account),
+                ("qos", slurm.qos),
+                ("time", slurm.time),
+                ("constraint", slurm.constraint),
+                ("reservation", slurm.reservation),
+                ("switches", slurm.switches),
+                ("segment", slurm.segment),
+                ("exclude", ",".join(slurm.exclude) or None),
+                ("array", array),
+                ("dependency", slurm.dependency),
+            ),
+        ),
+        (
+            "One log of this script for all its restarts; run from the run directory.",
+            [
+                sbatch_option("chdir", run),
+                sbatch_option("output", logs),
+                sbatch_option("open-mode", "append"),
+            ],
+        ),
+        (
+            "A lost node must not end the job: the others go on without it.",
+            [sbatch_option("no-kill"), sbatch_option(requeue)],
+        ),
+        (
+            f"Signal this script in time: {clock}.",
+            [sbatch_option("signal", f"B:USR2@{clock.lead_s}")],
+        ),
+        (
+            "For people, and what the site asks for.",
+            [
+                *_options(
+                    ("comment", slurm.comment),
+                    ("mail-user", slurm.mail_user),
+                    ("mail-type", slurm.mail_type),
+                ),
+                *(_extra(text) for text in slurm.extra),
+            ],
+        ),
+    ]
+
+
+def _resources(spec: JobSpec, plan: Plan, *, run_id: str) -> list[Quoted]:
+    slurm, gpus = spec.slurm, spec.cluster.gpus_per_node
+    by_type = f"{slurm.gpu_type}:{gpus}" if slurm.gpu_type else f"{gpus}"
+    wants_gpus = slurm.gres is None and (spec.device == "cuda" or slurm.gpu_type is not None)
+    return [
+        sbatch_option("job-name", run_id),
+        sbatch_option("nodes", plan.ladder.max_nodes + spec.cluster.spares),
+        sbatch_option("ntasks-per-node", 1),
+        *_options(
+            ("gpus-per-node", by_type if wants_gpus else None),
+            ("gres", slurm.gres),
+            ("cpus-per-task", slurm.cpus),
+            ("mem", slurm.mem or ("0" if slurm.exclusive else None)),
+        ),
+        *([sbatch_option("exclusive")] if slurm.exclusive else []),
+    ]
+
+
+def _options(*pairs: tuple[str, object]) -> list[Quoted]:
+    """Return an option for each value there is."""
+    return [sbatch_option(name, value) for name, value in pairs if value is not None]
+
+
+def _extra(text: str) -> Quoted:
+    name, equals, value = text.removeprefix("--").partition("=")
+    return sbatch_option(name, value if equals else None)
+
+
+def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, Any]:
+    """Return what srun and the agent's command need to run in the image."""
+    image, runtime = spec.env.image, spec.slurm.container
+    if image is None:
+        return {"srun_container": (), "inside": None}
+    if runtime is None:
+        message = "say in slurm.container what runs it: pyxis or apptainer"
+        raise UserError.many([spec.problem("HF164", "env.image", message)])
+    mounts = ",".join(_mounts(spec, run=run, base_dir=base_dir))
+    if runtime == "pyxis":
+        options = (f"--container-image={image}", f"--container-mounts={mounts}")
+        return {"srun_container": (*options, "--no-container-mount-home"), "inside": None}
+    nv = ("--nv",) if spec.device == "cuda" else ()
+    inside = words("apptainer", "exec", *nv, "--bind", mounts, image, CONTAINER_PYTHON)
+    return {"srun_container": (), "inside": inside}
+
+
+def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
+    """Return SOURCE:TARGET for all that the nodes read and write; none within another."""
+    data = [resolve(spec.data.path, base_dir)] if spec.command is None else []
+    if spec.command is None and spec.data.tokenizer != "bytes":
+        data.append(resolve(spec.data.tokenizer, base_dir))
+    if spec.data.format == "megatron":
+        data = [str(PurePath(path).parent) for path in data]  # a prefix of two files
+    paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
+    if spec.command is not None:
+        paths.append(resolve(spec.code.dir, base_dir))
+    kept: list[str] = []
+    for path in dict.fromkeys(paths):
+        if not any(PurePath(path).is_relative_to(other) for other in paths if other != path):
+            if "," in path or ":" in path:
+                message = f"{path} cannot be mounted: , and : separate mounts; use another place"
+                raise UserError.many([spec.problem("HF166", "slurm.container", message)])
+            kept.append(f"{path}:{path}")
+    return [*kept, *spec.slurm.container_mounts]
