@@ -10,6 +10,7 @@ from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
+from launcher.spec_env import SECRET_NAME
 from launcher.spec_rules import (
     Finding,
     auto_finding,
@@ -39,6 +40,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
         *_layout(spec, bad),
         *_sections(spec),
         *_numbers(spec),
+        *_env(spec),
         *_slurm(spec),
     ]
     if not _touches(bad, {"model"}):
@@ -145,6 +147,20 @@ def _numbers(spec: JobSpec) -> Iterator[Finding]:
         held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
         message = f"FSDP shards every parameter, so {held} replicas to compare; {way_out}"
     yield Finding("HF157", key, message, frozenset({key, "layout"}))
+
+
+def _env(spec: JobSpec) -> Iterator[Finding]:
+    for name in spec.env.variables:
+        key = f"env.variables.{name}"
+        if SECRET_NAME.search(name):
+            message = (
+                "is named like a secret, and job files and scripts are kept and shown; use "
+                f"env.secrets.{name}: {{file: PATH}} or {{env: {name}}}"
+            )
+            yield Finding("HF163", key, message, frozenset({key}))
+        elif name in spec.env.secrets:
+            message = f"{name} is in env.secrets too; keep one"
+            yield Finding("HF016", key, message, frozenset({key, "env.secrets"}))
 
 
 def _slurm(spec: JobSpec) -> Iterator[Finding]:

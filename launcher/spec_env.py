@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Self
+from typing import Annotated, Any, Final, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from launcher.spec_values import Section, Text, plain_text, refuse
 
@@ -18,11 +18,12 @@ _OURS: Final = re.compile(
     r"|PS[0-4]|PROMPT_COMMAND|EXECIGNORE|GLOBIGNORE|TMOUT|COMP_.*|READLINE_.*|REPLY|MAPFILE|COPROC)"
 )
 """What Slurm, the agents or the shell set themselves."""
-_SECRET_NAME: Final = re.compile(
+SECRET_NAME: Final = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY"
     r"|SECRET_ACCESS_KEY|AUTH)$",
     re.IGNORECASE,
 )
+"""What no variable of a job file is called: its value would be in files that are shown."""
 _SECRET_TEXT: Final = re.compile(
     r"\b(hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
     r"|sk-[\w-]{24,}|xox[abprs]-[\w-]{16,}|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
@@ -62,8 +63,22 @@ OpenText = Annotated[Text, AfterValidator(no_secret)]
 """A text that is printed into scripts: one line, and no secret."""
 
 
+def _number(value: Any) -> Any:
+    # OMP_NUM_THREADS: 8 is plain enough; 1.10 or yes would lose how they were written.
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _value(value: str) -> str:
     return no_secret(plain_text(value)) if value else value
+
+
+Value = Annotated[
+    str,
+    Field(max_length=32768),
+    BeforeValidator(_number),
+    AfterValidator(_value),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+]
 
 
 class Secret(Section):
@@ -86,23 +101,10 @@ class Env(Section):
 
     venv: Text | None = Field(None, description="A virtual environment on shared storage.")
     image: Text | None = Field(None, description="A container image.")
-    variables: dict[
-        VariableName, Annotated[str, Field(max_length=32768), AfterValidator(_value)]
-    ] = Field(default_factory=dict, description="Environment variables: name -> value.")
+    variables: dict[VariableName, Value] = Field(
+        default_factory=dict, description="Environment variables: name -> value."
+    )
     secrets: dict[VariableName, Secret] = Field(
         default_factory=dict,
         description="Variable -> {file: PATH} or {env: NAME}; never the value itself.",
     )
-
-    @model_validator(mode="after")
-    def _named_like_secrets(self) -> Self:
-        for name in self.variables:
-            if _SECRET_NAME.search(name):
-                raise refuse(
-                    "HF163",
-                    f"variables.{name} is named like a secret, and job files and scripts are kept "
-                    f"and shown: use env.secrets.{name}: {{file: PATH}} or {{env: {name}}}",
-                )
-            if name in self.secrets:
-                raise refuse("HF016", f"{name} is in variables and in secrets; keep one")
-        return self

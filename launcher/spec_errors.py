@@ -49,6 +49,8 @@ def _problem(
     path: Path = tuple(detail["loc"])
     if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
         path = (path[0], *path[2:])
+    if path and path[-1] == "[key]":  # a wrong name in a mapping of names: it is its own place
+        path = path[:-1]
     kind = detail["type"]
     where = source.where(path)
     if kind == "extra_forbidden":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from launcher.spec_env import OpenText
 from launcher.spec_source import describe
@@ -78,7 +78,10 @@ def _form(pattern: re.Pattern[str], example: str) -> AfterValidator:
 
 
 def _memory(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if text is None or (isinstance(text, str) and _MEMORY.fullmatch(text)):
+        return text
+    raise refuse("HF015", f"expected memory per node as 0, 512G or 2T, found {describe(value)}")
 
 
 def _version(value: Any) -> Any:
@@ -129,6 +132,26 @@ def _extra(value: str) -> str:
     return value
 
 
+def _written(*kinds: str) -> WithJsonSchema:
+    """Say in the schema which types the value may be written in."""
+    return WithJsonSchema({"anyOf": [{"type": kind} for kind in kinds]})
+
+
+Time = Annotated[
+    Text | None,
+    BeforeValidator(lambda value: None if value is None else _time(value)),
+    _written("string", "integer", "null"),
+]
+Version = Annotated[
+    Text | None,
+    BeforeValidator(lambda value: None if value is None else _version(value)),
+    _written("string", "number", "null"),
+]
+Memory = Annotated[
+    Text | None,
+    BeforeValidator(_memory),
+    _written("string", "integer", "null"),
+]
 Word = Annotated[Text, AfterValidator(_word), AfterValidator(_not_a_separator)]
 Line = Annotated[OpenText, AfterValidator(_not_a_separator)]
 """Any one line that sbatch can be given."""
@@ -144,22 +167,20 @@ class Slurm(Section):
     partition: Word | None = Field(None, description="--partition; several with commas.")
     account: Word | None = Field(None, description="--account")
     qos: Word | None = Field(None, description="--qos")
-    time: Annotated[Text | None, BeforeValidator(lambda v: None if v is None else _time(v))] = (
-        Field(None, description="--time, as 2-00:00:00; a bare number is minutes.")
-    )
+    time: Time = Field(None, description="--time, as 2-00:00:00; a bare number is minutes.")
     constraint: Line | None = Field(None, description="--constraint")
     reservation: Word | None = Field(None, description="--reservation")
-    version: Annotated[
-        Text | None, BeforeValidator(lambda v: None if v is None else _version(v))
-    ] = Field(None, description="The cluster's Slurm, as 23.11; needed for what older ones lack.")
+    version: Version = Field(
+        None, description="The cluster's Slurm, as '23.11'; needed for what older ones lack."
+    )
     gpu_type: Word | None = Field(None, description="Asks for this type: --gpus-per-node=TYPE:8.")
     gres: Annotated[Text, _form(_GRES, "gres as gpu:h100:8")] | None = Field(
         None, description="--gres, as gpu:8, instead of --gpus-per-node."
     )
     cpus: Count | None = Field(None, description="--cpus-per-task: CPUs of a node; null: all.")
-    mem: Annotated[
-        Text, BeforeValidator(_memory), _form(_MEMORY, "memory per node as 0, 512G or 2T")
-    ] = Field("0", description="--mem of a node; 0: all of it.")
+    mem: Memory = Field(
+        None, description="--mem of a node, as 512G; null: all of an exclusive one."
+    )
     exclusive: bool = Field(True, description="--exclusive: no other job on the nodes.")
     switches: Annotated[Text, _form(_SWITCHES, "count[@time] as 2@2:00:00")] | None = Field(
         None, description="--switches, as 2@2:00:00 (topology/tree)."

@@ -21,7 +21,10 @@ class Target:
     backend: str
 
     def load_renderer(self) -> Callable[..., dict[str, str]]:
-        """Return the function (spec, plan, ...) -> Bundle."""
+        """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.
+
+        `python` is the interpreter with holdfast, for platforms where the job names none.
+        """
         renderer: Callable[..., dict[str, str]] = _load(self.renderer)
         return renderer
 

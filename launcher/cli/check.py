@@ -27,7 +27,7 @@ from launcher.errors import UserError
     "--to",
     "target",
     metavar="TARGET",
-    help="Also look at the machine it would run on: local. The default for gpu: cpu.",
+    help="Also check it for where it would run: local (the default for gpu: cpu) or slurm.",
 )
 @json_option
 @click.pass_context
@@ -55,6 +55,11 @@ def check(
             if found:
                 raise UserError.many(found)
         planned = plan(spec)
+        if name == "slurm" or (name is None and "slurm" in spec.source.data):
+            # What only the script shows: times that do not fit, paths it cannot carry.
+            renderer = target_named("slurm").load_renderer()
+            run_dir = folder_of(job) / "runs" / spec.name
+            renderer(spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=folder_of(job))
     except UserError as error:
         ctx.exit(exit_with_problems(error, as_json=as_json))
     if as_json:

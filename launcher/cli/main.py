@@ -15,6 +15,7 @@ from launcher.errors import HoldfastError, UserError
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "check": ("launcher.cli.check", "Check a job file; report every mistake at once."),
     "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
+    "render": ("launcher.cli.render", "Show what would be submitted: the script, and job.json."),
     "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),

@@ -79,9 +79,19 @@ def resolve(path: str, base_dir: str | Path) -> str:
 
 
 def render_local(
-    spec: JobSpec, plan: Plan, *, run_id: str, run_dir: str | Path, base_dir: str | Path
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    python: str = "",
 ) -> Bundle:
-    """Return job.json and spec.yaml, which are kept with the run."""
+    """Return job.json and spec.yaml, which are kept with the run.
+
+    `python` is for platforms whose nodes run a script; here nothing is made of it.
+    """
+    del python
     config = to_train_config(spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
     return {"job.json": config.to_json(), "spec.yaml": spec_yaml(spec, base_dir)}
 

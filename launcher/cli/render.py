@@ -1,0 +1,88 @@
+"""`holdfast render`: what would be submitted, as text; nothing is contacted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from launcher.cli.common import (
+    exit_with_problems,
+    folder_of,
+    job_argument,
+    json_option,
+    print_json,
+    print_problems,
+    set_option,
+)
+from launcher.errors import UserError
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  holdfast render examples/llama3-405b.yaml --to slurm
+  holdfast render examples/llama3-405b.yaml --to slurm -o runs/405b && sbatch runs/405b/job.sbatch
+""",
+)
+@job_argument
+@click.option("--to", "target", default="slurm", show_default=True, help="slurm or local.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write the bundle into DIR, which is then the run directory. Without it the script is "
+    "printed, for ./runs/NAME.",
+)
+@set_option
+@json_option
+@click.pass_context
+def render(
+    ctx: click.Context,
+    *,
+    job: str,
+    target: str,
+    output: Path | None,
+    sets: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show or write what would be submitted: the script, and job.json.
+
+    The same job file, options and folder give the same text. Exits with 2 when there are
+    mistakes in it; nothing is written then.
+    """
+    from launcher.ops.bundles import write_bundle
+    from launcher.planning.search import plan
+    from launcher.spec import load_spec
+    from launcher.targets import target_named
+
+    try:
+        renderer = target_named(target).load_renderer()
+        spec = load_spec(job, sets)
+        planned = plan(spec)
+        run_dir = Path(output or Path("runs") / spec.name).absolute()
+        bundle = renderer(
+            spec,
+            planned,
+            run_id=run_dir.name,
+            run_dir=run_dir,
+            base_dir=folder_of(job),
+            python=sys.executable,
+        )
+        if output is not None:
+            write_bundle(run_dir, bundle)
+    except UserError as error:
+        ctx.exit(exit_with_problems(error, as_json=as_json))
+    warnings = [warning.to_dict() for warning in planned.warnings]
+    if as_json:
+        answer = {"ok": True, "problems": [], "warnings": warnings, "run_dir": str(run_dir)}
+        print_json({**answer, "written": output is not None, "files": bundle})
+        return
+    print_problems(planned.warnings)
+    if output is not None:
+        for name in bundle:
+            click.echo(output / name)
+    else:
+        click.echo(next(iter(bundle.values())), nl=False)
