@@ -4,14 +4,16 @@ Every emulated agent has its own listening socket, its own connections and its o
 machine; all share one board directory. They are spread over two processes. Beside it
 torchelastic's c10d rendezvous, spread alike, as far as it gets within its deadline.
 
-    python benchmarks/membership.py [--sizes 64,256,2048] [--peer-sizes 16,32,64] [--out FILE]
+    python benchmarks/membership.py [--sizes 64,256,2048] [--peer-sizes 16,32,64]
+                                    [--repeats 3] [--out FILE]
 
 `form`: from the start of all agents until the last one has the first epoch; `cpu`: what that
 took of all processors together, which other work on the machine does not change much. A death is
 an agent that closes all its sockets, five members one after the other and then the coordinator.
 `learnt`: until the last survivor knows; `next`: until it has the next epoch; both for the worst of
 the deaths. torchelastic starts no round when a member dies: only its `form` can be measured.
-Prints a table, and last a JSON line with seconds (null: not by the deadline).
+Ours is the median of the repeats. Prints a table, and last a JSON line with seconds (null: not by
+the deadline).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from common import machine, say, table, write_out
+from common import machine, median, say, table, write_out
 
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
@@ -281,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="64,256,1024,2048")
     parser.add_argument("--peer-sizes", default="16,32,64,128")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every size of ours")
     parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -289,8 +292,9 @@ def main() -> None:
     rows: list[list[object]] = []
     results: dict[str, dict[str, float | None]] = {}
     for size in map(int, args.sizes.split(",")):
-        found = {name: round(s, 3) for name, s in ours(size).items()}
-        say(f"holdfast {size}: {found}")
+        runs = [ours(size) for _ in range(args.repeats)]
+        found = {name: median([run[name] for run in runs]) for name in runs[0]}
+        say(f"holdfast {size}: {found}, forming {[round(run['form'], 3) for run in runs]}")
         results[f"holdfast_{size}"] = {**found}
         rows.append(["holdfast", size, *found.values()])
     for size in map(int, filter(None, args.peer_sizes.split(","))):

@@ -33,7 +33,7 @@ PROGRAMS: dict[str, list[str]] = {
     "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
     "hang": ["--repeats", "1", "--only", "holdfast"],
     "snapshot": ["--small", "--only", "sizes,stall,reshard"],
-    "membership": ["--sizes", "16", "--peer-sizes", ""],
+    "membership": ["--repeats", "1", "--sizes", "16", "--peer-sizes", ""],
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
 }
 """In the order in which they run -> the arguments of a quick try."""
