@@ -48,6 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastic_trainer.code_path import frozen_path
 from elastic_trainer.stack_signal import answer_with_stacks
 
 DEFAULT_PRELOAD = "elastic_trainer.train"
@@ -302,6 +303,7 @@ def _exec(request: dict[str, Any]) -> NoReturn:
 
 def _run(request: dict[str, Any], *, called: str) -> int:
     target = request["target"]
+    sys.path[:] = frozen_path(sys.path, os.environ)
     sys.argv = [target, *request["args"]]
     if request["kind"] == "main":
         if target != called:

@@ -29,6 +29,7 @@ from elastic_trainer.agent.tail import LogFollower
 from elastic_trainer.agent.transport import Endpoint
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers
+from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.snapshots.peer import KEEPER_LABEL
@@ -84,6 +85,9 @@ def run(options: Options) -> int:
         env = base_environment(
             os.environ, workers=options.workers, address=address, run_dir=options.run_dir
         )
+        if options.code is not None:
+            env |= {CODE: options.code.dir, SOURCE: options.code.source}
+            env |= frozen_python_path(env)
         env["HOLDFAST_SINCE"] = str(time.monotonic())
         env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
         # First of all: it imports while this process does.

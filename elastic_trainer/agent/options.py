@@ -25,7 +25,7 @@ from elastic_trainer.agent.flags import (
 from elastic_trainer.agent.store import parse_ports
 from elastic_trainer.agent.tasks import Task
 from elastic_trainer.command import Command, split_command
-from elastic_trainer.config import ElasticSection, NetworkSection, TrainConfig
+from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.templates import explain, unknown_names
@@ -124,6 +124,8 @@ class Options:
     """Between SIGTERM and SIGKILL, for a script that takes no requests."""
     notes: tuple[str, ...] = ()
     """To be told at the start."""
+    code: CodeSection | None = None
+    """The frozen copy that workers run; None: none was made."""
 
     @property
     def shared_dir(self) -> Path:
@@ -221,6 +223,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         layouts={rung.num_nodes: rung.layout for rung in config.ladder.rungs},
         progress_pattern=pattern,
         stop_grace_s=config.elastic.stop_grace_s,
+        code=config.code,
     )
 
 
