@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,21 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
     return config.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW that computes on each rank's own part, past DTensor's dispatch.
+
+    Every operation is elementwise, so parts need nothing of each other. DTensor would derive
+    each operation's placement anew in every process: 70 ms of the first step after a recovery,
+    and 3 ms of every step of a tiny model. Parameters and state stay DTensors outside.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return has_complex
+
+
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Return AdamW over `model`'s parameters; weight decay on matrices only.
 
@@ -37,7 +53,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
         {"params": vectors, "weight_decay": 0.0},
     ]
     on_cuda = any(p.device.type == "cuda" for p in matrices)
-    return torch.optim.AdamW(
+    return ShardedAdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

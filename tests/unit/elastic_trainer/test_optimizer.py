@@ -5,7 +5,10 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_trainer.config import OptimizerConfig
 from elastic_trainer.optimizer import (
@@ -84,3 +87,45 @@ def test_zero_never_clips():
     before = [p.grad.clone() for p in model.parameters()]
     clip_gradients(model, 1e9, 0.0)
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+
+
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_sharded_parameters_take_torchs_own_step_bit_for_bit(alone):
+    def run(optimizer_of):
+        torch.manual_seed(0)
+        params = [nn.Parameter(distribute_tensor(torch.randn(6, 5), alone, [Shard(0)]))]
+        params.append(nn.Parameter(torch.randn(3)))
+        model = nn.ParameterList(params)
+        optimizer = optimizer_of(model)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1 + step)
+            optimizer.step()
+        moments = [optimizer.state[p]["exp_avg_sq"] for p in params]
+        return params, moments
+
+    def theirs(model):
+        groups = build_optimizer(model, ADAM).param_groups
+        return torch.optim.AdamW(
+            [{key: group[key] for key in ("params", "weight_decay")} for group in groups],
+            lr=ADAM.lr,
+            betas=(ADAM.beta1, ADAM.beta2),
+            eps=ADAM.eps,
+            foreach=False,
+        )
+
+    ours, expected = run(lambda model: build_optimizer(model, ADAM)), run(theirs)
+    for got, want in zip((*ours[0], *ours[1]), (*expected[0], *expected[1]), strict=True):
+        assert type(got) is type(want)
+        assert torch.equal(local(got), local(want))
