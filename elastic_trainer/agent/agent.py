@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import threading
 import time
 from collections.abc import Callable
 
@@ -37,19 +36,16 @@ from elastic_trainer.agent.notices import (
     WorkersReady,
     WorkersRunning,
 )
+from elastic_trainer.agent.reporter import Reporter
 from elastic_trainer.agent.running import Running
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
-from elastic_trainer.agent.stacks import dump_stacks
 from elastic_trainer.agent.stop_signals import StopSignals
 from elastic_trainer.agent.tasks import WorkerExited, WorkerStarted, ZygoteLost
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
-
-STACKS_JOIN_S = 1.0
-"""How long the agent's end waits for stacks that storage has yet to take."""
 
 
 class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed here
@@ -88,6 +84,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._free_snapshots = free_snapshots
         self._scripts = scripts or Scripts(workers.task, {}, log)
         self._group = WorkerGroup(spec)
+        self._reporter = Reporter(config, workers, membership, log, clock)
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
@@ -97,7 +94,6 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._error = ""
         self._result: JobStopped | None = None
         self._failures: dict[int, ProcessFailure] = {}
-        self._stack_writer: threading.Thread | None = None
 
     @property
     def exit_code(self) -> int:
@@ -128,8 +124,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._kill_workers("the agent ends")
                 self._workers.close()
                 self._scripts.close()
-                if self._stack_writer is not None:
-                    self._stack_writer.join(STACKS_JOIN_S)
+                self._reporter.close()
                 reason = self._result.reason if self._result else f"error: {self._error}"
                 self._log.emit("agent.exit", code=self.exit_code, reason=reason)
                 self._membership.close()
@@ -169,11 +164,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             case EpochAborted():
                 if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
                     if notice.stacks:
-                        self._dump_stacks(self._epoch)
+                        self._reporter.dump_stacks(self._epoch)
                     self._kill_workers(notice.reason)
             case ShowWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
-                    self._show(self._epoch, stalled=False)
+                    self._reporter.show(self._epoch, stalled=False)
             case AskWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
@@ -217,18 +212,11 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch = self._epoch
         if epoch is None:
             return
-        self._log.emit(
-            "worker.started",
-            pid=started.pid,
-            local_rank=started.local_rank,
-            worker_rank=started.rank,
-            how=started.how,
-            why=started.why,
-        )
+        self._reporter.started(started)
         self._group.workers[started.local_rank].id = started.pid
         epoch.started += 1
         if epoch.started == self._config.workers:
-            self._phase("fork", epoch.fork_begun)
+            self._reporter.phase("fork", epoch.fork_begun)
             if not self._config.watch_all:
                 self._now_running(epoch)  # a script tells nothing better
 
@@ -244,7 +232,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         self._failures[exited.rank] = process_failure(exited)
         epoch.committed = max(epoch.committed, exited.beat.committed_step)
-        report = self._failed(epoch, exited.local_rank, exited.beat.step, failure)
+        report = self._reporter.failed(epoch, exited.local_rank, exited.beat.step, failure)
         epoch.held, waits = gather(epoch.held, report)
         if not waits or not self._workers.alive:
             self._fail(epoch, epoch.held)
@@ -275,23 +263,6 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
 
-    def _failed(
-        self, epoch: Running, local_rank: int, step: int, failure: Failure
-    ) -> WorkersFailed:
-        first = group_rank_of(epoch.formed, self._config.me) * self._config.workers
-        return WorkersFailed(
-            epoch=epoch.formed.epoch,
-            local_rank=local_rank,
-            rank=first + local_rank,
-            step=step,
-            failure=failure,
-            of=self._config.workers,
-            committed=self._committed(epoch),
-        )
-
-    def _committed(self, epoch: Running) -> int | None:
-        return epoch.committed if self._config.watch_all else None
-
     def _fail(self, epoch: Running, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
         if epoch.failed:
@@ -300,7 +271,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._group.state = WorkerState.UNHEALTHY
         self._membership.report(report)  # first: the other nodes wait for it
         if report.failure.kind is Kind.HANG:
-            self._dump_stacks(epoch)
+            self._reporter.dump_stacks(epoch)
         self._kill_workers(f"rank {report.rank}: {report.failure.kind}")
 
     def _on_zygote_lost(self, lost: ZygoteLost) -> None:
@@ -308,7 +279,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if epoch is not None:
             detail = f"the zygote died ({lost.detail}) and its workers with it"
             failure = Failure(kind=Kind.KILLED, action=Action.RESTART, detail=detail)
-            self._fail(epoch, self._failed(epoch, 0, epoch.step, failure))
+            self._fail(epoch, self._reporter.failed(epoch, 0, epoch.step, failure))
         self._leave_if_unreapable(lost.unreapable)
         self._zygotes_lost += 1
         if self._zygotes_lost > 1:
@@ -326,7 +297,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
             log_exit(self._log, exited, failure, f"killed by the agent: {reason}" if killed else "")
         if had:
-            self._phase("kill_workers", begin)
+            self._reporter.phase("kill_workers", begin)
         self._leave_if_unreapable(tuple(unreapable))
 
     def _leave_if_unreapable(self, pids: tuple[int, ...]) -> None:
@@ -362,54 +333,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if (paced := epoch.lookout.paced(epoch.formed.epoch)) is not None:
             self._membership.report(paced)
         if epoch.lookout.stalled():
-            self._show(epoch, stalled=True)
+            self._reporter.show(epoch, stalled=True)
         if (worst := epoch.lookout.overdue()) is not None:  # nobody blames anybody
-            section, step = worst.beat.section.name.lower(), worst.beat.step
-            detail = (
-                f"no progress for {worst.idle_s:.1f} s in {section} "
-                f"after step {step}; the ceiling is {worst.ceiling_s:g} s"
-            )
-            failure = Failure(kind=Kind.HANG, action=Action.RESTART, detail=detail)
-            report = self._failed(epoch, worst.local_rank, step, failure)
-            self._log.emit(
-                "worker.hung",
-                step=step,
-                member=self._config.me.node,
-                local_rank=worst.local_rank,
-                worker_rank=report.rank,
-                section=section,
-                idle_s=round(worst.idle_s, 3),
-                detail=detail,
-            )
-            self._fail(epoch, report)
-
-    def _show(self, epoch: Running, *, stalled: bool) -> None:
-        """Tell the coordinator where the workers stand; also put those that hang on record."""
-        self._membership.report(
-            epoch.lookout.seen(
-                epoch.formed.epoch, stalled=stalled, committed=self._committed(epoch)
-            )
-        )
-        for worker in epoch.lookout.newly_hung():
-            self._log.emit(
-                "worker.stalled",
-                step=worker.beat.step,
-                local_rank=worker.local_rank,
-                section=worker.beat.section.name.lower(),
-                part=worker.beat.part.name.lower(),
-                idle_s=round(worker.idle_s, 3),
-                limit_s=round(worker.limit_s, 3),
-                state=worker.state,
-            )
-
-    def _dump_stacks(self, epoch: Running) -> None:
-        """Put on record what the workers are doing; puts their end off by GATHER_S at most."""
-        self._stack_writer = dump_stacks(
-            list(self._workers.processes().values()),
-            self._config.stacks_dir,
-            epoch.formed.epoch,
-            self._log,
-        )
+            self._fail(epoch, self._reporter.overdue(epoch, worst))
 
     def _keeper_free(self, epoch: Running) -> None:
         """A snapshot of this epoch is committed: those of older ones are not needed."""
@@ -428,11 +354,6 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         epoch.running = True
         self._zygotes_lost = 0
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
-
-    # -- the record -----------------------------------------------------------------------
-
-    def _phase(self, phase: str, begin: float) -> None:
-        self._log.emit("recovery.phase", phase=phase, seconds=round(self._clock() - begin, 6))
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():
