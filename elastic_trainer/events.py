@@ -78,6 +78,10 @@ EVENTS: Final[dict[str, str]] = {
     "code.upgraded": (
         "Later starts run other code. was, digest, revision, dirty, files, bytes, source"
     ),
+    "environment.recorded": (
+        "What the workers run in. digest, python, distributions, image, image_digest"
+    ),
+    "environment.changed": "It is not what was recorded. was, digest, changes, more",
     "run.started": "The launcher started agents. attempt, nodes",
     "run.ended": "All agents are gone. code",
 }
