@@ -86,6 +86,24 @@ AIMS: tuple[Aim, ...] = (
         limit=3.0,
     ),
     Aim(
+        program="hang",
+        key="holdfast.spin_detected_s",
+        what="a worker that spins at 100 % until it is declared",
+        limit=3.0,
+    ),
+    Aim(
+        program="hang",
+        key="holdfast.wedge_detected_s",
+        what="a worker that never enters the all-reduce until it is declared",
+        limit=3.0,
+    ),
+    Aim(
+        program="hang",
+        key="holdfast.starve_detected_s",
+        what="a data loader that delivers no more until it is declared",
+        limit=3.0,
+    ),
+    Aim(
         program="snapshot",
         key="training.slowdown",
         what="training slower by a snapshot and copy each step, 8 MiB and 300 ms",

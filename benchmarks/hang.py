@@ -1,10 +1,10 @@
 """SIGSTOP -> first completed step of the next epoch, beside torchrun in the same run.
 
 Four nodes with one worker each on this machine, the tiny model, fp32, holdfast with its default
-settings. In steady state a worker is stopped, or all processes of a node; nothing dies, so only
-missing progress tells. The clock runs from just before the signal to the first step of the
-next epoch. torchrun has a group time-out of 20 s (the default is 30 minutes), tuned rendezvous
-and its own 30 s of grace before it kills what does not end.
+settings. In steady state a worker is stopped, or all processes of a node, or a worker gets nowhere
+by itself; nothing dies, so only missing progress tells. The clock runs from just before the signal
+to the first step of the next epoch. torchrun has a group time-out of 20 s (the default is 30
+minutes), tuned rendezvous and its own 30 s of grace before it kills what does not end.
 
     python benchmarks/hang.py [--repeats N] [--only holdfast|torchrun] [--out FILE]
 
@@ -36,7 +36,19 @@ from peers import NotStartedError, PeerCluster, trains_whole
 FAULTS = {
     "sigstop": ("pause-worker:1@25",),
     "sigstop_node": ("pause-node:2@25", "resume-node:2@35"),  # a stopped node ends no run
+    "spin": ("spin-worker:1@25",),
+    "wedge": ("wedge-worker:1@25",),
+    "starve": ("starve-worker:1@25",),
 }
+SAYS = {
+    "sigstop": "a worker stopped",
+    "sigstop_node": "a node stopped",
+    "spin": "busy at 100 %",
+    "wedge": "never in the all-reduce",
+    "starve": "no more data",
+}
+OF_PEERS = ("sigstop", "sigstop_node")
+"""The others need a worker that listens; to torchrun's time-outs they are all alike."""
 NODES, FAULT_STEP, STEPS, ENDLESS = 4, 25, 45, 1_000_000
 PEER_TIMEOUT_S = 20
 NEVER_S, RUN_S = 150.0, 240.0
@@ -147,7 +159,7 @@ def main() -> None:
         if args.only not in (None, system):
             continue
         results[system] = {}
-        for name in FAULTS:
+        for name in FAULTS if system == "holdfast" else OF_PEERS:
             found = []
             for turn in range(args.repeats or repeats):
                 found.append(measure(system, name))
@@ -158,13 +170,13 @@ def main() -> None:
             known = [round(s, 2) for s, _ in found if s is not None]
             rows.append(
                 [
-                    *(system, "worker" if name == "sigstop" else "node"),
+                    *(system, SAYS[name]),
                     "never" if steps is None else steps,
                     *(min(known, default="-"), max(known, default="-")),
                     *("-" if detected is None else detected, len(found)),
                 ]
             )
-    header = ["system", "stopped", "median s", "min s", "max s", "of it detection", "runs"]
+    header = ["system", "fault", "median s", "min s", "max s", "of it detection", "runs"]
     text = f"hang ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
     write_out(text, args.out)
 
