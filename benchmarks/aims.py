@@ -119,7 +119,7 @@ AIMS: tuple[Aim, ...] = (
     Aim(
         program="snapshot",
         key="stall.first_s",
-        what="the same, the first of an epoch: its buffers are new",
+        what="the same, the first of an epoch, its buffers made by a thread before",
         limit=0.1,
     ),
     Aim(

@@ -132,11 +132,11 @@ class OwnState:
         votes = [*manager.votes(), *(float(bool(asked & flag)) for flag in Request)]
         sums = torch.tensor(votes, dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
-        copied, failed, *flags = sums.tolist()
+        copied, failed, unready, *flags = sums.tolist()
         agreed = Request.NONE
         for flag, vote in zip(Request, flags, strict=True):
             agreed |= flag if vote else Request.NONE
-        return agreed, manager.agreed(copied, failed)
+        return agreed, manager.agreed(copied, failed, unready)
 
     def record(self, step: int, loss: float | None, seconds: float, committed: int | None) -> None:
         """Put a step on record, and poll the save under way."""

@@ -270,8 +270,8 @@ class Trainer:
         sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
         everything = torch.cat([sums, sums.new_tensor([*self.checkpoints.votes(), *flags])])
         self.sum_over_ranks(everything)
-        loss, square_sum, copied, failed, *votes = everything.tolist()
-        committed = self.checkpoints.agreed(copied, failed)
+        loss, square_sum, copied, failed, unready, *votes = everything.tolist()
+        committed = self.checkpoints.agreed(copied, failed, unready)
         agreed = Request.NONE
         for flag, vote in zip(Request, votes, strict=True):
             agreed |= flag if vote else Request.NONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from elastic_trainer.checkpoint.fault_in import fault_in
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.snapshots.errors import NoRoomError
 from elastic_trainer.snapshots.image import (
@@ -58,8 +60,7 @@ class ImageWriter:
             NoRoomError, OSError: there is no memory for it.
         """
         flat = _flat(live)
-        if not self._parts:
-            self._plan(flat)
+        self.plan(live)
         image = self._images.get(slot) or self._make(slot)
         image.tear()
         sources = [_local(flat[part.name]) for part in self._parts]
@@ -67,6 +68,25 @@ class ImageWriter:
             # One call for all: a call each costs more than the bytes of a small model.
             torch._foreach_copy_(self._views[slot], sources)
         return image, self._header(step)
+
+    def plan(self, live: NamedTensors) -> int:
+        """Lay out the images of tensors like `live`; return how many bytes one has."""
+        if not self._parts:
+            self._plan(_flat(live))
+        return self.size_bytes
+
+    def warm(self, stop: threading.Event) -> None:
+        """Make both images and have the kernel give them their pages, once planned.
+
+        For a thread, while nothing else is asked of this writer.
+
+        Raises:
+            NoRoomError, OSError: there is no memory for them.
+        """
+        for slot in range(NUM_SLOTS):
+            if slot not in self._images and not stop.is_set():
+                at = self._header(0).payload_at
+                fault_in(torch.frombuffer(self._make(slot).map, dtype=torch.uint8, offset=at), stop)
 
     def close(self) -> None:
         """Unmap the images; the files stay, for the next epoch to restore from."""

@@ -159,21 +159,23 @@ class CheckpointManager:
     def snapshot(self, step: int) -> None:
         """Copy the state after `step` into memory, when that is due; collective.
 
-        Its copy on another node follows in a thread; `votes` and `agreed` commit it.
+        Its copy on another node follows in a thread; `votes` and `agreed` commit it. The first
+        call has the buffers of later checkpoints made: by then the recovery is over.
         """
+        self._saver.warm(step)
         if self.memory is not None and self.memory.due(step):
             self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
 
-    def votes(self) -> tuple[float, float]:
+    def votes(self) -> tuple[float, float, float]:
         """Return what this rank adds to the step's all-reduce about the snapshot under way."""
-        return (0.0, 0.0) if self.memory is None else self.memory.votes()
+        return (0.0, 0.0, 0.0) if self.memory is None else self.memory.votes()
 
-    def agreed(self, copied: float, failed: float) -> int | None:
+    def agreed(self, copied: float, failed: float, unready: float) -> int | None:
         """Take the sums of all ranks' votes; return the step that they commit, if any."""
         if self.memory is None:
             return None
         first = self.memory.committed_step is None
-        step = self.memory.agreed(copied, failed)
+        step = self.memory.agreed(copied, failed, unready)
         if step is not None and first and self._rank == 0:
             # Nodes with workers see it in their heartbeats.
             threading.Thread(target=self.memory.free_spares, daemon=True).start()
@@ -188,7 +190,8 @@ class CheckpointManager:
         memory = self.memory
         if memory is None or memory.gave_up:
             return False
-        for _ in range(2):  # the one under way, then this step's own
+        # The one under way; one that only finds the images' memory; then this step's own.
+        for _ in range(3):
             if memory.committed_step == step:
                 return True
             if not memory.under_way:
@@ -244,6 +247,10 @@ class CheckpointManager:
     def wait(self) -> int | None:
         """Wait for the save under way; then as `poll`."""
         return self._saver.wait()
+
+    def wait_warm(self, timeout_s: float) -> None:
+        """Wait until the buffers that `snapshot` has begun to make are there; for benchmarks."""
+        self._saver.wait_warm(timeout_s)
 
     def poll(self) -> int | None:
         """Return the step of a save that has been committed since the last call, if any.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.agent.secret import authenticate, load_secret
+from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, start_idle
 from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.layout import ParallelLayout
@@ -79,6 +80,8 @@ class _Pending:
     slot: int
     done: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
+    unready: bool = False
+    """Nothing is written: this worker only makes its images."""
 
 
 class MemoryTier:
@@ -118,6 +121,8 @@ class MemoryTier:
         self._committed_slot = NUM_SLOTS - 1
         self.committed_step: int | None = None
         """Newest step that is committed in this epoch."""
+        self._warmed = False
+        self._stop = threading.Event()
         self._failures = 0
         self._skipped = 0
 
@@ -140,7 +145,16 @@ class MemoryTier:
 
         Skipped, on every rank alike, while the one before is not committed: copies take
         longer than steps then, and fewer steps are kept.
+
+        The first time, a worker whose images are large only has them made, in a thread: the
+        training would wait longer for their pages than for all of the copying. It says so by
+        its vote, and the next snapshot is a whole one.
+
+        Returns:
+            Whether `live` was copied.
         """
+        if self._pending is not None and self._pending.unready:
+            return False
         if self._pending is not None:
             self._skipped += 1
             if self._skipped & (self._skipped - 1) == 0:  # said at 1, 2, 4, 8 ...
@@ -152,6 +166,10 @@ class MemoryTier:
         if self._thread is not None and self._thread.is_alive():
             # Another rank's failure ended the last snapshot; this rank's part goes on writing.
             self._end(pending, "the snapshot before is still being copied")
+            return False
+        if not self._warmed and self._writer.plan(live) >= WORTH_BYTES:
+            self._warmed = pending.unready = True
+            self._thread = start_idle(partial(self._warm, pending), "snapshot-images")
             return False
         try:
             image, header = self._writer.stage(live, step, pending.slot)
@@ -167,14 +185,19 @@ class MemoryTier:
         self._thread.start()
         return True
 
-    def votes(self) -> tuple[float, float]:
-        """Return what this rank adds to the step's all-reduce: its copy is there; it failed."""
+    def votes(self) -> tuple[float, float, float]:
+        """Return what this rank adds to the step's all-reduce.
+
+        Its copy is there; it failed; it has written none but could now.
+        """
         pending = self._pending
         if pending is None or not pending.done.is_set():
-            return 0.0, 0.0
-        return float(pending.error is None), float(pending.error is not None)
+            return 0.0, 0.0, 0.0
+        if pending.error is not None:
+            return 0.0, 1.0, 0.0
+        return float(not pending.unready), 0.0, float(pending.unready)
 
-    def agreed(self, copied: float, failed: float) -> int | None:
+    def agreed(self, copied: float, failed: float, unready: float = 0.0) -> int | None:
         """Take the sums of all ranks' votes; return the step that they commit, if any."""
         pending = self._pending
         if pending is None:
@@ -189,7 +212,10 @@ class MemoryTier:
                 gave_up=self.gave_up,
             )
             return None
-        if round(copied) != self._world_size:
+        if round(copied + unready) != self._world_size:
+            return None
+        if unready:
+            self._pending = None
             return None
         self._pending, self._failures = None, 0
         self._committed_slot, self.committed_step = pending.slot, pending.step
@@ -212,11 +238,21 @@ class MemoryTier:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the snapshot under way a moment; then leave what is there to the next epoch."""
+        self._stop.set()
         self.wait(timeout_s)
         if self._link is not None:
             self._link.close()
         if self._pending is None or self._pending.done.is_set():
             self._writer.close()
+
+    def _warm(self, pending: _Pending) -> None:
+        """Body of the thread that makes the images."""
+        error: str | None = None
+        try:
+            self._writer.warm(self._stop)
+        except Exception as problem:  # noqa: BLE001  a thread's end must be known: the vote tells
+            error = str(problem) or type(problem).__name__
+        self._end(pending, error)
 
     def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
         """Body of the thread: digest, then copy."""

@@ -83,7 +83,7 @@ class _Save:
 
 
 class Saver:
-    """The saves of one worker in one epoch. All methods but `poll` and `close` are collective.
+    """The saves of one worker in one epoch. `save` is collective.
 
     Every rank makes one at the same place, since it makes a process group: saves
     run on that group in a thread, beside the training's own collectives.
@@ -119,8 +119,24 @@ class Saver:
         )
         """Of all ranks, for saves and restores."""
         self._stager = Stager()
+        self._warmed = False
         self._pending: _Save | None = None
         self._broken = False
+
+    def warm(self, step: int) -> None:
+        """Have the buffers of the saves to come made in a thread, where saves are due at all.
+
+        Not collective. The first save of an epoch would otherwise wait for their pages, which
+        takes longer than all of its copying.
+        """
+        section = self._keeping.section
+        if not self._warmed and (section.every_s is not None or section.every_steps is not None):
+            self._stager.warm(self._state.live(step, speaks=self.group.rank == 0))
+        self._warmed = True
+
+    def wait_warm(self, timeout_s: float) -> None:
+        """Wait until the buffers are there."""
+        self._stager.wait(timeout_s)
 
     def save(self, step: int, *, wait: bool) -> bool:
         """Save the state after `step`; collective.
@@ -186,6 +202,7 @@ class Saver:
 
     def close(self) -> None:
         """Give a save under way a few seconds, then leave it behind. Never blocks for long."""
+        self._stager.close()
         self._join(_CLOSE_WAIT_S)
         if self._pending is not None and self.poll() is None and self._pending is not None:
             self._emit(

@@ -8,11 +8,15 @@ tensors are saved: hyper-parameters are functions of the config and the step.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, fault_in, start_idle
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names."""
@@ -113,27 +117,56 @@ class Stager:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._warming: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def warm(self, live: NamedTensors) -> None:
+        """Have buffers for copies of `live` made in a thread; a `stage` meanwhile ends that."""
+        local = {(s, name): _local(t) for s, tensors in live.items() for name, t in tensors.items()}
+        if self._warming is None and sum(t.nbytes for t in local.values()) >= WORTH_BYTES:
+            self._warming = start_idle(lambda: self._make(local), "checkpoint-buffers")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the thread of `warm` has ended."""
+        if self._warming is not None:
+            self._warming.join(timeout_s)
 
     def stage(self, live: NamedTensors) -> NamedTensors:
         """Return the staged copy, DTensors with the same placements."""
-        on_device = False
+        self.close()
         staged: NamedTensors = {}
+        sources, targets = [], []
         for section, tensors in live.items():
             staged[section] = {}
             for name, tensor in tensors.items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                local = local.detach()
-                buffer = self._buffer((section, name), local)
-                buffer.copy_(local, non_blocking=True)
-                on_device |= local.is_cuda
+                sources.append(_local(tensor))
+                targets.append(self._buffer((section, name), sources[-1]))
                 staged[section][name] = (
-                    DTensor(buffer, tensor._spec, requires_grad=False)  # noqa: SLF001  from_local would move it to the mesh's device
+                    DTensor(targets[-1], tensor._spec, requires_grad=False)  # noqa: SLF001  from_local would move it to the mesh's device
                     if isinstance(tensor, DTensor)
-                    else buffer
+                    else targets[-1]
                 )
-        if on_device:
+        # One call for all: a call each costs more than the bytes of a small model.
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
         return staged
+
+    def close(self) -> None:
+        """End the thread of `warm`: within milliseconds."""
+        if self._warming is not None:
+            self._stop.set()
+            self._warming.join()
+
+    def _make(self, like: Mapping[tuple[str, str], Tensor]) -> None:
+        for key, local in like.items():
+            if self._stop.is_set():
+                return
+            on_gpu = torch.cuda.device(local.device) if local.is_cuda else nullcontext()
+            with on_gpu:
+                buffer = self._buffer(key, local)
+            if not local.is_cuda:  # pinned memory has its pages
+                fault_in(buffer, self._stop)
 
     def _buffer(self, key: tuple[str, str], like: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
@@ -143,3 +176,8 @@ class Stager:
             )
             self._buffers[key] = buffer
         return buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  no autograd
+    return local.detach()

@@ -109,7 +109,7 @@ class World:
         live = state.live(STEP, speaks=memory.shard[0] == 0)
         assert memory.take(live, STEP)
         memory.wait(20)
-        assert memory.votes() == (1.0, 0.0)
+        assert memory.votes() == (1.0, 0.0, 0.0)
         memory.close()
 
     def read_memory(self, nodes: list[Peer], root: Path, first: int) -> list[str]:

@@ -81,7 +81,7 @@ def write(root, nodes):
             live[TRAINER] = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
         assert memory.take(live, step)
         memory.wait(20)
-        assert memory.votes() == (1.0, 0.0)
+        assert memory.votes() == (1.0, 0.0, 0.0)
         dist.barrier()
         assert memory.agreed(WORLD, 0) == step
     memory.close()

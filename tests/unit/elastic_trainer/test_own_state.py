@@ -49,7 +49,7 @@ def test_every_part_of_a_recovery_is_on_record_once(tmp_path):
         "process_group", "model", "restore", "first_step",
     ]  # fmt: skip
     seconds = [event.fields["seconds"] for event in events]
-    assert all(0 < value < 60 for value in seconds)
+    assert all(value > 0 for value in seconds)
     assert seconds[3] == 0.25
 
 
