@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import socket
@@ -14,6 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from elastic_trainer.agent.flag_values import (
+    CONF_NUMBERS,
+    CONF_TEXTS,
+    node_range,
+    progress_pattern,
+    rendezvous_conf,
+    workers_per_node,
+)
 from elastic_trainer.agent.flags import (
     FlagError,
     Streams,
@@ -22,7 +29,6 @@ from elastic_trainer.agent.flags import (
     streams,
     take_environment,
 )
-from elastic_trainer.agent.store import parse_ports
 from elastic_trainer.agent.tasks import Task
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
@@ -30,23 +36,6 @@ from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.templates import explain, unknown_names
 from elastic_trainer.zygote import DEFAULT_PRELOAD
-
-CONF_NUMBERS = (
-    "join_timeout_s",
-    "heartbeat_s",
-    "dead_after_s",
-    "hang_ceiling_s",
-    "hang_floor_s",
-    "start_ceiling_s",
-    "window_s",
-    "node_failures",
-    "max_crashes",
-    "max_hangs",
-    "no_progress",
-)
-"""Keys of --rdzv-conf that are numbers of job.json's section `elastic`."""
-CONF_TEXTS = ("interface", "cidr", "ports")
-"""Those of its section `network`."""
 
 EXAMPLE = f"""
 --rdzv-conf takes {", ".join(CONF_NUMBERS + CONF_TEXTS)}.
@@ -201,7 +190,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         raise OptionsError("HF502", f"{path}: {error.strerror}; is it a rendered run?") from error
     except (ValueError, KeyError, TypeError) as error:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
-    pattern = _pattern(args.progress_pattern or config.elastic.progress_pattern)
+    pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
     task = _task(args, pattern) if args.script else _job_task(args, config, pattern)
     return Options(
         node=args.node,
@@ -230,12 +219,12 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
 def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     take_environment(args, env)
     notes = refuse(args)
-    low, high = _nnodes(args.nnodes or "1")
-    workers = _nproc(args.nproc_per_node or "1")
-    conf = _rdzv_conf(args.rdzv_conf)
+    low, high = node_range(args.nnodes or "1")
+    workers = workers_per_node(args.nproc_per_node or "1")
+    conf = rendezvous_conf(args.rdzv_conf)
     if args.script is None:
         raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
-    pattern, shown = _pattern(args.progress_pattern), streams(args, workers)
+    pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
     task = _task(args, pattern)
     endpoint, run_id = _meeting(args, high)
     record = endpoint / run_id
@@ -295,23 +284,6 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
     return Path(args.rdzv_endpoint).resolve(), run_id
 
 
-def _pattern(text: str | None) -> str | None:
-    """Check --progress-pattern: one group, which is the step."""
-    if text is None:
-        return None
-    try:
-        groups = re.compile(text).groups
-    except re.error as error:
-        raise OptionsError("HF501", f"--progress-pattern {text}: {error}") from error
-    if groups != 1:
-        raise OptionsError(
-            "HF501",
-            rf"--progress-pattern {text}: expected one group, the step, as 'step (\d+)'; "
-            f"found {groups}",
-        )
-    return text
-
-
 def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
     job = args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID")
     if not job:
@@ -360,52 +332,3 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         cwd=str(cwd),
         count_steps=pattern is None,
     )
-
-
-def _nnodes(text: str) -> tuple[int, int]:
-    low, colon, high = text.partition(":")
-    try:
-        bounds = int(low), int(high if colon else low)
-    except ValueError:
-        bounds = (0, 0)
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise OptionsError("HF501", f"--nnodes {text}: expected MIN:MAX, as 2:4, or one number")
-    return bounds
-
-
-def _nproc(text: str) -> int:
-    if text in {"gpu", "auto"}:
-        # Asking the driver through torch would make a context.
-        gpus = Path("/proc/driver/nvidia/gpus")
-        found = len(list(gpus.iterdir())) if gpus.is_dir() else 0
-        if found or text == "gpu":
-            if not found:
-                raise OptionsError("HF501", "--nproc-per-node gpu: no NVIDIA GPU on this node")
-            return found
-    if text in {"cpu", "auto"}:
-        return os.cpu_count() or 1
-    if not text.isdigit() or int(text) < 1:
-        raise OptionsError("HF501", f"--nproc-per-node {text}: a number, gpu, cpu or auto")
-    return int(text)
-
-
-def _rdzv_conf(text: str) -> dict[str, str]:
-    conf = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = pair.partition("=")
-        if not equals or key not in CONF_NUMBERS + CONF_TEXTS:
-            known = ", ".join(CONF_NUMBERS + CONF_TEXTS)
-            raise OptionsError("HF501", f"--rdzv-conf {pair}: expected k=v with k of {known}")
-        if key in CONF_NUMBERS:
-            try:
-                good = float(value) > 0
-            except ValueError:
-                good = False
-            if not good:
-                raise OptionsError("HF501", f"--rdzv-conf {pair}: expected a positive number")
-        conf[key] = value
-    try:
-        parse_ports(conf.get("ports"))
-    except ValueError as error:
-        raise OptionsError("HF501", f"--rdzv-conf {error}") from error
-    return conf
