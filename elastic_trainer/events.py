@@ -82,6 +82,9 @@ EVENTS: Final[dict[str, str]] = {
         "What the workers run in. digest, python, distributions, image, image_digest"
     ),
     "environment.changed": "It is not what was recorded. was, digest, changes, more",
+    "environment.staged": (
+        "A node has its own copy, or reads the shared one. how, path, seconds, problem"
+    ),
     "run.started": "The launcher started agents. attempt, nodes",
     "run.ended": "All agents are gone. code",
 }

@@ -81,6 +81,12 @@ Value = Annotated[
 ]
 
 
+def _absolute(value: str) -> str:
+    if not value.startswith("/"):
+        raise refuse("HF015", f"expected an absolute path, the same on every node, found {value}")
+    return value
+
+
 class Secret(Section):
     """Where a secret is read when the job starts: one of the two."""
 
@@ -101,6 +107,11 @@ class Env(Section):
 
     venv: Text | None = Field(None, description="A virtual environment on shared storage.")
     image: Text | None = Field(None, description="A container image.")
+    stage: Annotated[Text, AfterValidator(_absolute)] | None = Field(
+        None,
+        description="Folder on each node's own disk, to which venv is copied once per node; "
+        "null: workers read the shared one.",
+    )
     variables: dict[VariableName, Value] = Field(
         default_factory=dict, description="Environment variables: name -> value."
     )
@@ -108,3 +119,9 @@ class Env(Section):
         default_factory=dict,
         description="Variable -> {file: PATH} or {env: NAME}; never the value itself.",
     )
+
+    @model_validator(mode="after")
+    def _staged(self) -> Self:
+        if self.stage and not self.venv:
+            raise refuse("HF016", "stage is for env.venv alone; name one, or leave stage out")
+        return self

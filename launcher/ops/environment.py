@@ -164,9 +164,7 @@ def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> 
         before = load_environment(run_dir)
         if before is None:
             return []
-        # The launcher's own environment is another one on another machine.
-        own = before.prefix is not None and before.image is None
-        prefix = Path(before.prefix) if own and before.prefix is not None else None
+        prefix = None if before.prefix is None else Path(before.prefix)
         now = describe(venv=prefix, image=before.image)
         found, digest = changes(before, now), now.digest
     except UserError as error:
@@ -201,7 +199,14 @@ def _python_of(prefix: Path) -> str:
 
 
 def _site_packages(prefix: Path) -> list[Path]:
-    return sorted(prefix.glob("lib/python3*/site-packages"))
+    # The last two are Debian's, of a Python without a virtual environment.
+    places = ("python3*/site-packages", "python3*/dist-packages")
+    return sorted(
+        folder
+        for lib in ("lib", "local/lib")
+        for place in places
+        for folder in prefix.glob(f"{lib}/{place}")
+    )
 
 
 def _distributions(folders: list[Path]) -> Iterator[tuple[str, str]]:
