@@ -36,7 +36,7 @@ from launcher.ops import timeline
 from launcher.ops.local_job import Outcome, Prepared, execute, prepare_new
 from launcher.ops.local_run import Interrupts
 from launcher.ops.progress import LiveView, PlainView, Progress, View
-from launcher.ops.report import report_data, seconds_text
+from launcher.ops.report_data import report_data, seconds_text
 from launcher.ops.report_files import write_report
 from launcher.ops.run_dir import create
 from launcher.ops.verdict import CLI_DONE

@@ -9,7 +9,8 @@ from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.local_job import audit_ledger
 from launcher.ops.record import RunRecord
-from launcher.ops.report import ReportData, html_report, report_data
+from launcher.ops.report import html_report
+from launcher.ops.report_data import ReportData, report_data
 from launcher.ops.summary import summarise
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from launcher.ops.report import (
+from launcher.ops.report_charts import (
     EXTRA,
     EXTRA_WIDTH,
     FAIL,
@@ -16,12 +16,9 @@ from launcher.ops.report import (
     LOSS,
     PHASE_COLOURS,
     REDONE,
-    ReportData,
     band_colours,
-    kind_text,
-    short_layout,
-    thin,
 )
+from launcher.ops.report_data import ReportData, kind_text, short_layout, thin
 
 
 def png_report(data: ReportData, path: Path) -> None:
