@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 VARIABLE = "HOLDFAST_FAULTS"
 """Any value: workers listen."""
 FOR_EVER_S = 86_400.0
-SLOW_S = 0.05
+SLOW_S = 0.25
 """What a slow worker loses in its first block, each time."""
 
 
