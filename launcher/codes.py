@@ -161,6 +161,11 @@ CODES: Final[dict[str, Code]] = {
     "HF650": Code("A program that the platform's commands need is missing.", "Install it."),
     "HF651": Code("A name that means several runs.", "Name one of them."),
     "HF652": Code("The platform refuses the job; nothing was submitted.", "Mend what it names."),
+    # The batch script's helpers.
+    "HF670": Code("The run is live in another job.", "Cancel that job, or wait for its end."),
+    "HF671": Code("A job has failed too often.", "See why; then `submit --resume`."),
+    "HF672": Code("Attempts fail without a new checkpoint.", "See why, or give more time."),
+    "HF673": Code("Not inside a Slurm job.", "Only the batch script calls this."),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),

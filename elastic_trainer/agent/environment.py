@@ -154,6 +154,7 @@ def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the route (RFC 5737 address)
-        except OSError:
-            return "127.0.0.1"
+        except OSError:  # no default route, as on compute nodes that are cut off from outside
+            held = (held for name, held in addresses.items() if name != "lo")
+            return next(held, "127.0.0.1")
         return str(probe.getsockname()[0])

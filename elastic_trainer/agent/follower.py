@@ -7,6 +7,7 @@ from dataclasses import replace
 from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
 from elastic_trainer.agent.inquest import ANSWER_S, FORGET_S, RECHECK_S, SILENT_BEATS
+from elastic_trainer.agent.jobs import supersedes
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import (
     Abort,
@@ -67,11 +68,11 @@ class Seeker(Role):
         state = state or BoardState()
         if state.epoch > ctx.epoch:
             ctx.abandon_epoch("a newer epoch is on the board", ctx.me.node)
-        if state.finished:
-            return End(EXIT_DONE, "the run has already done its last step")
-        if state.ended is not None and state.ended.job == ctx.job:
-            return End(state.ended.code, state.ended.reason)
+        if (end := self._end(state)) is not None:
+            return end
         lease = state.lease
+        if lease is not None and supersedes(ctx.job, lease.job):
+            return self._claim(state, token)  # what is left of that attempt is deposed by it
         if lease is not None and lease.holder == ctx.me.agent_id and token is not None:
             return Lead(state, token)  # a claim that was won, but its answer lost
         if lease is None or self._is_stale(lease, first=state.epoch == 0):
@@ -92,6 +93,19 @@ class Seeker(Role):
         elif self._link is None:
             self._link, self._waited = ctx.dial(lease.address, lease.port, self._patience), 0
             ctx.after("welcome", ctx.settings.dial_timeout_s)
+        return None
+
+    def _end(self, state: BoardState) -> End | None:
+        """Return how the board says that it is over for this agent; None: it does not."""
+        job = self.ctx.job
+        if state.finished:
+            return End(EXIT_DONE, "the run has already done its last step")
+        if state.ended is not None and state.ended.job == job:
+            return End(state.ended.code, state.ended.reason)
+        for other in (state.lease, state.ended):
+            if other is not None and supersedes(other.job, job):
+                reason = f"stale: attempt {other.job} of this job has begun since"
+                return End(EXIT_DO_NOT_RESTART, reason)
         return None
 
     def _claim(self, state: BoardState, token: Token | None) -> Turn | None:

@@ -192,7 +192,7 @@ def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig
         workers=options.workers,
         scratch=scratch.path,
         snapshots=scratch.snapshots,
-        log_dir=options.log_root / str(options.attempt) / options.node,
+        log_dir=options.log_root / options.attempt / options.node,
         stacks_dir=options.record_dir / "stacks",
         max_restarts=options.elastic.max_restarts,
         hang_ceiling_s=options.elastic.hang_ceiling_s,

@@ -29,6 +29,7 @@ from elastic_trainer.agent.flags import (
     streams,
     take_environment,
 )
+from elastic_trainer.agent.jobs import slurm_job
 from elastic_trainer.agent.tasks import Task
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
@@ -84,7 +85,8 @@ class Options:
     run_id: str
     job: str
     """Id of this submission, the same on every node of it."""
-    attempt: int
+    attempt: str
+    """Names its folder in the logs."""
     run_dir: Path | None
     """None outside a rendered run: workers then get no HOLDFAST_RUN_DIR."""
     record_dir: Path
@@ -155,7 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--job", help="id of this submission; default: $HOLDFAST_JOB, $SLURM_JOB_ID or --rdzv-id"
     )
-    ours.add_argument("--attempt", type=int, default=0, help="counts submissions, for logs/")
+    ours.add_argument("--attempt", default="0", help="names this submission's folder in logs/")
     parser.add_argument("script", nargs="?", help="training script; default: the built-in trainer")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -241,7 +243,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     return Options(
         node=args.node,
         run_id=run_id,
-        job=args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID") or run_id,
+        job=args.job or env.get("HOLDFAST_JOB") or slurm_job(env) or run_id,
         attempt=args.attempt,
         readmit=args.readmit,
         run_dir=None,
@@ -285,7 +287,7 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
 
 
 def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
-    job = args.job or env.get("HOLDFAST_JOB") or env.get("SLURM_JOB_ID")
+    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
     if not job:
         # One made up here would differ from the other nodes'.
         raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")

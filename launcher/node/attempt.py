@@ -1,0 +1,180 @@
+"""One start of the batch script: its name, and what is kept of it in RUN/attempts/<name>/.
+
+begin.json      written by `begin`: when, and the newest step that was committed then
+batch.beat      a number that rises while the batch script lives
+exit/<node>     how that node's agent ended
+end.json        what came of it: by `end`, or by a caretaker
+caretaker.<n>   which node took the batch script's place; n counts those that were lost too
+next            id of the job that goes on (restart: chain), by the script
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"\d+\.\d+")
+
+
+class NodeError(Exception):
+    """A mistake that no restart mends: exit code 93."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code} {message}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What is kept of an attempt that has ended, or was lost."""
+
+    name: str
+    begun_unix: float
+    step: int
+    """Newest committed step when it began; -1: none."""
+    code: int | None = None
+    """How it ended; None: nobody could say so."""
+    failed: bool = False
+    """It ended by an error of its own, or at its time limit: it should have made progress."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the batch script of `run_dir`."""
+
+    run_dir: Path
+    job_id: str
+    """Slurm's."""
+    restart: int
+    """How often Slurm has put the job back into the queue before."""
+
+    @classmethod
+    def of_env(cls, run_dir: Path, env: Mapping[str, str]) -> Attempt:
+        """Return the attempt that this process belongs to.
+
+        Raises:
+            NodeError: HF673, the environment is not that of a Slurm job.
+        """
+        job_id, restart = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
+        if not _NAME.fullmatch(f"{job_id}.{restart}"):
+            raise NodeError(
+                "HF673", f"SLURM_JOB_ID={job_id!r}: this is for the inside of a Slurm job"
+            )
+        return cls(run_dir.absolute(), job_id, int(restart))
+
+    @property
+    def name(self) -> str:
+        """`<job>.<restart>`: its folders' name, and how agents and the board call it."""
+        return f"{self.job_id}.{self.restart}"
+
+    @property
+    def dir(self) -> Path:
+        """Its folder."""
+        return self.run_dir / "attempts" / self.name
+
+    @property
+    def logs(self) -> Path:
+        """Where its nodes log."""
+        return self.run_dir / "logs" / self.name
+
+    @property
+    def beat(self) -> Path:
+        """The file of the batch script's beat."""
+        return self.dir / "batch.beat"
+
+    def note_exit(self, node: str, code: int) -> None:
+        """Write down how a node's agent ended.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        folder = self.dir / "exit"
+        folder.mkdir(exist_ok=True)
+        (folder / node).write_text(f"{code}\n", encoding="ascii")
+
+    def exits(self) -> dict[str, int]:
+        """Return how the agents ended that could say so, by node."""
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for path in (self.dir / "exit").iterdir():
+                with contextlib.suppress(ValueError, OSError):
+                    found[path.name] = int(path.read_text(encoding="ascii"))
+        return found
+
+    def next_job(self) -> str | None:
+        """Return the id of the job that is to go on; None: there is none."""
+        with contextlib.suppress(OSError):
+            text = (self.dir / "next").read_text(encoding="ascii").strip()
+            return text if text.isdigit() else None
+        return None
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file, complete or not at all.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    fresh.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def lineage(run_dir: Path, job_id: str) -> frozenset[str]:
+    """Return the ids of the jobs that led to `job_id`, itself included: each named the next."""
+    named: dict[str, set[str]] = {}
+    for folder in _folders(run_dir):
+        before = folder.name.partition(".")[0]
+        after = Attempt(run_dir, before, int(folder.name.partition(".")[2])).next_job()
+        if after is not None:
+            named.setdefault(after, set()).add(before)
+    found, fresh = {job_id}, {job_id}
+    while fresh:
+        fresh = set().union(*(named.get(job, set()) for job in fresh)) - found
+        found |= fresh
+    return frozenset(found)
+
+
+def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
+    """Return what is kept of the attempts of `jobs`, oldest first.
+
+    What cannot be read is left out: a damaged note must not keep a run from going on.
+    """
+    found = []
+    for folder in _folders(run_dir):
+        if folder.name.partition(".")[0] not in jobs:
+            continue
+        begin, end = _json(folder / "begin.json"), _json(folder / "end.json")
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            found.append(
+                Past(
+                    name=folder.name,
+                    begun_unix=float(begin["t_unix"]),
+                    step=int(begin["step"]),
+                    code=int(end["code"]) if end else None,
+                    failed=bool(end.get("failed", False)),
+                    reason=str(end.get("reason", "")),
+                )
+            )
+    return sorted(found, key=lambda past: past.begun_unix)
+
+
+def _folders(run_dir: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        return [path for path in (run_dir / "attempts").iterdir() if _NAME.fullmatch(path.name)]
+    return []
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,67 @@
+"""`begin`: asks on the batch host, before anything starts, whether this attempt may."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from elastic_trainer.config import TrainConfig
+from launcher import stop_request
+from launcher.node import board
+from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
+from launcher.node.decide import Budget, Decision, may_begin
+from launcher.node.say import note, say
+
+
+def begin(attempt: Attempt) -> int:
+    """Decide, and make the attempt's folders when it may start.
+
+    Returns:
+        0: go on. 90: the run is done. Else the code that the script ends with.
+
+    Raises:
+        NodeError: HF502, job.json cannot be read.
+        OSError: the run directory cannot be read or written.
+    """
+    run_dir = attempt.run_dir
+    config = _config(run_dir)
+    state = board.read(run_dir)
+    jobs = lineage(run_dir, attempt.job_id)
+    lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
+    now = time.time()
+    decision = may_begin(
+        finished=state.finished,
+        stop_asked=stop_request.asked(run_dir),
+        live_job=None if lease is None else f"{lease.job} (coordinated by {lease.node})",
+        past=[past for past in pasts(run_dir, jobs) if past.name != attempt.name],
+        step=board.newest_step(state),
+        now_unix=now,
+        budget=Budget(
+            max_restarts=config.elastic.max_restarts,
+            window_s=config.elastic.window_s,
+            no_progress=config.elastic.no_progress,
+        ),
+        before=f"{attempt.job_id}.{attempt.restart - 1}",
+    )
+    if decision.code:
+        return _refuse(attempt, decision)
+    for folder in (attempt.dir, attempt.logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_json(attempt.dir / "begin.json", {"t_unix": now, "step": board.newest_step(state)})
+    nodes = config.ladder.rungs[0].num_nodes
+    note(attempt, "run.started", attempt=attempt.name, nodes=nodes)
+    say(f"attempt {attempt.name} of run {config.run_id} begins")
+    return 0
+
+
+def _refuse(attempt: Attempt, decision: Decision) -> int:
+    say(f"{attempt.run_dir}: {decision.reason}")
+    return decision.code
+
+
+def _config(run_dir: Path) -> TrainConfig:
+    path = run_dir / "job.json"
+    try:
+        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NodeError("HF502", f"{path}: {error}; render the job again") from error

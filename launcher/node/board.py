@@ -1,0 +1,65 @@
+"""The board of a run, as the batch script needs it; read only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from elastic_trainer.agent.board import BoardState, Lease
+from elastic_trainer.agent.file_board import FileBoard
+
+LEASE_BEATS_S = 12.0
+"""A live coordinator raises its beat within 5 s (agent/effects.py, lease_renew_s)."""
+
+
+def read(run_dir: Path) -> BoardState:
+    """Return what is on the board of `run_dir`; an empty one if there is none yet.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it was written by another version.
+    """
+    folder = run_dir / "board"
+    if not folder.is_dir():
+        return BoardState()
+    current = FileBoard(folder).get_state()
+    return BoardState.decode(current[0]) if current else BoardState()
+
+
+def newest_step(state: BoardState) -> int:
+    """Return the newest committed step; -1: none."""
+    return max((commit.step for commit in state.commits), default=-1)
+
+
+def live_lease(
+    run_dir: Path,
+    is_ours: Callable[[str], bool],
+    *,
+    mono: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Lease | None:
+    """Return the lease of another job that coordinates the run now; None: there is none.
+
+    Takes up to `LEASE_BEATS_S`: a dead job's lease is known by its beat, which stands still.
+
+    Args:
+        run_dir: the run.
+        is_ours: whether a job's name is that of this job.
+        mono: monotonic seconds.
+        sleep: waits.
+    """
+    first = read(run_dir).lease
+    deadline = mono() + LEASE_BEATS_S
+    while first is not None and not is_ours(first.job):
+        if mono() > deadline:
+            return None
+        sleep(0.5)
+        lease = read(run_dir).lease
+        if lease is not None and (lease.term, lease.beat) != (first.term, first.beat):
+            if not is_ours(lease.job):
+                return lease
+            first = lease
+        elif lease is None:
+            return None
+    return None

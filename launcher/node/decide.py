@@ -1,0 +1,243 @@
+"""What the batch script and its stand-ins decide. Pure: facts in, a decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+)
+from launcher.node.attempt import Past
+
+NOTHING_TO_DO = 90
+"""`begin`: the run has done its last step; the script ends with 0."""
+STILL_READS = 3
+"""So many readings of an unchanged beat, each after the time of several beats: it is lost."""
+LIMIT_SLACK_S = 90.0
+"""Slurm's signal before the time limit may come a minute early; and a step must end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """May the script go on, and if not, with which code it ends."""
+
+    code: int
+    """0: go on."""
+    reason: str = ""
+
+
+GO = Decision(code=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """From the job's `elastic:` section."""
+
+    max_restarts: int
+    window_s: float
+    no_progress: int
+
+
+def may_begin(
+    *,
+    finished: bool,
+    stop_asked: bool,
+    live_job: str | None,
+    past: Sequence[Past],
+    step: int,
+    now_unix: float,
+    budget: Budget,
+    before: str | None = None,
+) -> Decision:
+    """Say whether an attempt may start.
+
+    Args:
+        finished: the run has done its last step.
+        stop_asked: the user wants it to stay stopped.
+        live_job: another job that trains this run right now, or None.
+        past: attempts since the user submitted the run, oldest first.
+        step: newest committed step; -1: none.
+        now_unix: the time.
+        budget: restarts allowed.
+        before: name of this job's attempt before this one; its 93 or 94 is final. A caretaker
+            could only write it down and have the job started again, to end it here.
+    """
+    if finished:
+        return Decision(code=NOTHING_TO_DO, reason="the run has done its last step")
+    if stop_asked:
+        return Decision(
+            code=EXIT_SAVED, reason="it was cancelled; `holdfast submit --resume` goes on with it"
+        )
+    if live_job is not None:
+        return Decision(
+            code=EXIT_DO_NOT_RESTART,
+            reason=f"HF670 the run is live in job {live_job}: cancel that job, or wait for its end",
+        )
+    last = next((p for p in past if p.name == before), None)
+    if last is not None and last.code in {EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP}:
+        return Decision(code=last.code, reason=f"attempt {last.name}: {last.reason}")
+    return _within(past, step=step, now_unix=now_unix, budget=budget)
+
+
+def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget) -> Decision:
+    bad = [
+        p
+        for p in past
+        if p.code not in {EXIT_DONE, EXIT_SAVED} and p.begun_unix > now_unix - budget.window_s
+    ]
+    if len(bad) > budget.max_restarts:
+        return Decision(
+            code=EXIT_BUDGET_USED_UP,
+            reason=f"HF671 {len(bad)} attempts have failed within {budget.window_s:g} s, "
+            f"elastic.max_restarts is {budget.max_restarts}",
+        )
+    idle, newest = 0, step
+    for p in reversed(past):
+        if not p.failed or p.step < newest:
+            break
+        idle, newest = idle + 1, p.step
+    if idle >= budget.no_progress:
+        return Decision(
+            code=EXIT_DO_NOT_RESTART,
+            reason=f"HF672 {idle} attempts in a row have failed without a new checkpoint; the "
+            f"last: {past[-1].reason}",
+        )
+    return GO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of an attempt."""
+
+    code: int
+    """For the script: 0, 91, 92, 93 or 94."""
+    failed: bool
+    """Counts towards `elastic.no_progress`: see Past."""
+    reason: str
+
+
+def verdict(
+    *,
+    finished: bool,
+    ended: tuple[int, str] | None,
+    exits: Mapping[str, int],
+    at_limit: bool,
+    step_code: int | None = None,
+) -> Verdict:
+    """Say what came of an attempt. srun's code decides nothing: it lies after a node loss.
+
+    Args:
+        finished: the board says that the last step is done.
+        ended: code and reason that the coordinator left on the board for this attempt.
+        exits: codes of the agents that could say so, by node.
+        at_limit: the time limit was near.
+        step_code: srun's, for the message.
+    """
+    if finished:
+        return Verdict(code=EXIT_DONE, failed=False, reason="the last step is done")
+    if ended is None:
+        ended = _of_exits(exits, step_code)
+    code, reason = ended
+    if code == EXIT_FAILED:
+        return Verdict(code=EXIT_TOO_FEW_NODES, failed=True, reason=f"agents failed: {reason}")
+    return Verdict(code=code, failed=code == EXIT_SAVED and at_limit, reason=reason)
+
+
+def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
+    """Return what the agents' codes say together, when the board does not."""
+    codes = set(exits.values())
+    for code in (EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP):
+        if code in codes:  # all get these from the coordinator: one is enough
+            return code, f"so say {_nodes(exits, code)}"
+    if codes == {EXIT_DO_NOT_RESTART}:
+        return EXIT_DO_NOT_RESTART, "all agents that ended say so; their logs have the error"
+    listed = ", ".join(f"{code} on {_nodes(exits, code)}" for code in sorted(codes))
+    if codes - {EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES}:
+        return EXIT_FAILED, f"exit codes {listed}"
+    return EXIT_TOO_FEW_NODES, f"exit codes {listed or f'none; srun says {step_code}'}"
+
+
+def _nodes(exits: Mapping[str, int], code: int) -> str:
+    named = sorted(node for node, found in exits.items() if found == code)
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+
+def near_limit(save_by_unix: float | None, now_unix: float) -> bool:
+    """Return whether a job that is asked to save now is so because its time is up."""
+    return save_by_unix is not None and now_unix >= save_by_unix - LIMIT_SLACK_S
+
+
+@dataclass(frozen=True, slots=True)
+class BeatWatch:
+    """Readings of a beat. They are counted, not timed: a node that slept has missed none.
+
+    The reader's clock and the writer's need not agree, for only change is looked at.
+    """
+
+    value: str | None = None
+    still: int = 0
+
+    def read(self, value: str | None) -> BeatWatch:
+        """Take a reading; None: it could not be read, which says nothing."""
+        if value is None:
+            return self
+        return BeatWatch(value, self.still + 1 if value == self.value else 0)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it stands still."""
+        return self.still >= STILL_READS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnBoard:
+    """What a caretaker sees of the job."""
+
+    finished: bool
+    ended_job: str | None
+    lease_job: str | None
+    lease_still: bool
+    """The lease's beat has stood still for long."""
+
+
+def is_over(seen: OnBoard, name: str) -> bool | None:
+    """Say whether attempt `name` has ended as a whole, for a node whose own agent has ended.
+
+    Returns:
+        True: somebody must end the job. False: it goes on without this node, or a later job
+        has taken its place. None: not known yet.
+    """
+    if seen.finished or seen.ended_job == name:
+        return True
+    if seen.lease_job is None:
+        return True
+    if seen.lease_job != name:
+        return False
+    return True if seen.lease_still else None
+
+
+def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tuple[str, ...]:
+    """Say what a caretaker does with a job that has lost its batch host, in order.
+
+    A requeued job runs its script again, and `begin` finds what there is to do: go on, or end
+    with the code that was written down. So a run that is done also shows as COMPLETED.
+
+    Args:
+        code: the verdict.
+        restart: `slurm.restart`: requeue, chain or never.
+        stop_asked: the user wants the run to stay stopped.
+        has_next: a successor waits (chain).
+
+    Returns:
+        Of `requeue`, `cancel` (this job) and `cancel-next`.
+    """
+    if restart == "requeue" and not stop_asked:
+        return ("requeue",)
+    goes_on = code in {EXIT_SAVED, EXIT_TOO_FEW_NODES} and not stop_asked
+    return ("cancel",) if goes_on or not has_next else ("cancel-next", "cancel")

@@ -1,0 +1,85 @@
+"""`end` and `again`: what came of an attempt, and putting the job back into the queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from launcher import stop_request
+from launcher.node import board
+from launcher.node.attempt import Attempt, write_json
+from launcher.node.decide import Verdict, near_limit, verdict, what_now
+from launcher.node.say import note, say
+from launcher.node.slurm import carry_out
+
+KILLED_SOON_S = 300.0
+"""A requeue ends the job's processes within this time."""
+
+
+def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Verdict:
+    """Find out what came of an attempt and write it down.
+
+    Args:
+        attempt: which.
+        env: HOLDFAST_SAVE_BY is Unix seconds.
+        step_code: srun's exit code, for the message; None: nobody knows.
+    """
+    finished, ended = False, None
+    try:
+        state = board.read(attempt.run_dir)
+    except (OSError, ValueError) as error:
+        say(f"the board cannot be read ({error}); the agents' exit codes have to do")
+    else:
+        finished = state.finished
+        if state.ended is not None and state.ended.job == attempt.name:
+            ended = (state.ended.code, state.ended.reason)
+    found = verdict(
+        finished=finished,
+        ended=ended,
+        exits=attempt.exits(),
+        at_limit=near_limit(save_by(env), time.time()),
+        step_code=step_code,
+    )
+    value = {"code": found.code, "failed": found.failed, "reason": found.reason}
+    try:
+        write_json(attempt.dir / "end.json", {**value, "t_unix": time.time()})
+    except OSError as error:
+        say(f"{attempt.dir} cannot be written: {error}")
+    note(attempt, "run.ended", code=found.code, reason=found.reason)
+    say(f"attempt {attempt.name} ended with {found.code}: {found.reason}")
+    return found
+
+
+def again(attempt: Attempt) -> int:
+    """Put the job back into the queue, unless the user wants the run to stay stopped.
+
+    Returns:
+        0; Slurm ends the job's processes meanwhile.
+    """
+    if stop_request.asked(attempt.run_dir):
+        say("it was cancelled: it is not put back into the queue")
+    elif carry_out(attempt, ["requeue"]):
+        time.sleep(KILLED_SOON_S)
+    return 0
+
+
+def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
+    """Do what the batch script would have done at its end: for the caretaker."""
+    found = end(attempt, env, None)
+    acts = what_now(
+        found.code,
+        restart=env.get("HOLDFAST_RESTART", "requeue"),
+        stop_asked=stop_request.asked(attempt.run_dir),
+        has_next=attempt.next_job() is not None,
+    )
+    say(f"the batch host is lost: {', '.join(acts)} job {attempt.job_id} in its place")
+    if carry_out(attempt, acts):
+        time.sleep(KILLED_SOON_S)
+
+
+def save_by(env: Mapping[str, str]) -> float | None:
+    """Return when the job has to save at the latest, in Unix seconds; None: no limit."""
+    try:
+        return float(env.get("HOLDFAST_SAVE_BY", ""))
+    except ValueError:
+        return None

@@ -1,0 +1,25 @@
+"""What the batch script's helpers tell: a line for the log, an event for the record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from launcher.node.attempt import Attempt
+from launcher.ops.record import LauncherLog
+
+
+def say(text: str) -> None:
+    """Write a line to the script's output."""
+    sys.stderr.write(f"holdfast: {text}\n")
+    sys.stderr.flush()
+
+
+def note(of: Attempt, event: str, **fields: Any) -> None:
+    """Append an event to the run's record. Storage that fails must not end the job."""
+    node = os.uname().nodename
+    with contextlib.suppress(OSError):
+        log = LauncherLog(of.run_dir, f"batch-{of.name}-{node}")
+        log.emit(event, node=node, **fields)

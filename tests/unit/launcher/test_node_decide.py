@@ -1,0 +1,176 @@
+"""What the batch script and its stand-ins decide."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.node.attempt import Past
+from launcher.node.decide import (
+    STILL_READS,
+    BeatWatch,
+    Budget,
+    OnBoard,
+    is_over,
+    may_begin,
+    near_limit,
+    verdict,
+    what_now,
+)
+
+CODES = st.sampled_from([0, 91, 92, 93, 94])
+BUDGET = Budget(max_restarts=3, window_s=1000.0, no_progress=2)
+NODES = st.dictionaries(
+    st.sampled_from(["n1", "n2", "n3", "n4"]), st.sampled_from([0, 1, 91, 92, 93, 94])
+)
+
+
+def past(i: int, code: int | None = None, *, step: int = 0, failed: bool = False) -> Past:
+    return Past(name=f"7.{i}", begun_unix=10.0 * i, step=step, code=code, failed=failed, reason="r")
+
+
+def begin(**changes):
+    facts = {
+        "finished": False,
+        "stop_asked": False,
+        "live_job": None,
+        "past": [],
+        "step": 5,
+        "now_unix": 100.0,
+        "budget": BUDGET,
+    }
+    return may_begin(**{**facts, **changes})
+
+
+def test_a_new_run_begins():
+    assert begin(step=-1).code == 0
+
+
+@given(st.booleans(), st.booleans(), st.sampled_from([None, "8.0"]))
+def test_a_run_that_is_done_is_done_whatever_else_there_is(stop, failed, live):
+    worn = [past(i, 92, failed=failed) for i in range(9)]
+    assert begin(finished=True, stop_asked=stop, live_job=live, past=worn).code == 90
+
+
+def test_a_cancelled_run_stays_saved_and_a_live_one_is_named():
+    assert begin(stop_asked=True, live_job="8.0").code == 91
+    found = begin(live_job="8.0 (coordinated by n3)")
+    assert found.code == 93
+    assert "8.0 (coordinated by n3)" in found.reason
+
+
+def test_what_a_caretaker_wrote_down_ends_the_job_that_it_had_started_again():
+    for code in (93, 94):
+        assert begin(past=[past(0, code)], before="7.0").code == code
+        assert begin(past=[past(0, code)], before="9.0").code == 0
+    assert begin(past=[past(0, 92)], before="7.0").code == 0
+
+
+@given(st.integers(0, 8), st.integers(0, 8))
+def test_failed_attempts_use_the_budget_up_and_saved_ones_do_not(num_bad, num_saved):
+    tries = [past(i, 92, step=i) for i in range(num_bad)]
+    tries += [past(num_bad + i, 91, step=num_bad + i) for i in range(num_saved)]
+    assert (begin(past=tries, step=99).code == 94) == (num_bad > BUDGET.max_restarts)
+
+
+def test_attempts_from_before_the_window_are_forgotten():
+    tries = [past(i, None, step=i) for i in range(9)]
+    assert begin(past=tries, step=99).code == 94
+    assert begin(past=tries, step=99, now_unix=2000.0).code == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=6), st.integers(0, 3))
+def test_no_progress_stops_a_job_and_only_that(tries, last):
+    steps, step = [], 0
+    for _, gain in tries:
+        steps.append(step)
+        step += gain
+    pasts = [
+        past(i, 92, step=s, failed=f)
+        for i, (s, (f, _)) in enumerate(zip(steps, tries, strict=True))
+    ]
+    budget = Budget(max_restarts=100, window_s=1000.0, no_progress=2)
+    trailing = 0
+    for failed, gain in reversed(tries):
+        if not failed or gain:
+            break
+        trailing += 1
+    assert (begin(past=pasts, step=step, budget=budget).code == 93) == (trailing >= 2)
+
+
+@given(NODES, st.booleans(), st.one_of(st.none(), st.integers(0, 143)))
+def test_the_board_decides_over_all_exit_codes(exits, at_limit, step_code):
+    facts = {"exits": exits, "at_limit": at_limit, "step_code": step_code}
+    assert verdict(finished=True, ended=(92, "x"), **facts).code == 0
+    for code in (0, 91, 92, 93, 94):
+        found = verdict(finished=False, ended=(code, "so it was"), **facts)
+        assert (found.code, found.reason) == (code, "so it was")
+    failed = verdict(finished=False, ended=(1, "not saved"), **facts)
+    assert (failed.code, failed.failed) == (92, True)
+
+
+@given(NODES, st.one_of(st.none(), st.integers(0, 143)))
+def test_without_the_board_the_exit_codes_give_a_code_of_the_contract(exits, step_code):
+    found = verdict(finished=False, ended=None, exits=exits, at_limit=False, step_code=step_code)
+    assert found.code in {0, 91, 92, 93, 94}
+    assert found.code in {*exits.values(), 92}
+    if found.code == 93:
+        assert set(exits.values()) == {93}, "one node's bad set-up does not stop the others"
+    if not exits:
+        assert (found.code, found.failed) == (92, False), "lost nodes are no failure of the program"
+
+
+def test_a_save_counts_as_a_failure_only_at_the_time_limit():
+    for at_limit in (False, True):
+        found = verdict(finished=False, ended=(91, "saved"), exits={}, at_limit=at_limit)
+        assert found.failed == at_limit
+
+
+def test_near_the_limit():
+    assert not near_limit(None, 1e12)
+    assert not near_limit(1000.0, 800.0)
+    assert near_limit(1000.0, 940.0)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 2).map(str)), max_size=30))
+def test_a_beat_is_lost_after_readings_of_the_same_value_and_never_by_failed_readings(values):
+    watch = BeatWatch()
+    for value in values:
+        watch = watch.read(value)
+    read = [value for value in values if value is not None]
+    same = 0
+    for before, value in zip(read[-2::-1], read[:0:-1], strict=True):
+        if before != value:
+            break
+        same += 1
+    assert watch.lost == (same >= STILL_READS)
+
+
+@given(
+    st.booleans(),
+    st.sampled_from([None, "7.0", "7.1"]),
+    st.sampled_from([None, "7.0", "7.1"]),
+    st.booleans(),
+)
+def test_a_caretaker_acts_only_for_a_job_that_has_ended(finished, ended_job, lease_job, still):
+    seen = OnBoard(finished=finished, ended_job=ended_job, lease_job=lease_job, lease_still=still)
+    found = is_over(seen, "7.0")
+    if finished or ended_job == "7.0" or lease_job is None:
+        assert found is True
+    elif lease_job == "7.1":
+        assert found is False
+    else:
+        assert found is (True if still else None)
+
+
+@given(CODES, st.sampled_from(["requeue", "chain", "never"]), st.booleans(), st.booleans())
+def test_a_job_without_its_batch_host_never_stays_running(code, restart, stop, has_next):
+    acts = what_now(code, restart=restart, stop_asked=stop, has_next=has_next)
+    assert acts[-1] in {"requeue", "cancel"}
+    assert (acts == ("requeue",)) == (restart == "requeue" and not stop)
+    if "cancel-next" in acts:
+        assert has_next
+        assert stop or code in {0, 93, 94}
+    elif restart == "chain" and has_next:
+        assert code in {91, 92}
+        assert not stop

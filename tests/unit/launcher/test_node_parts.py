@@ -1,0 +1,205 @@
+"""The batch script's helpers on real folders and processes; Slurm's commands are a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.board import BoardState, Ended, Lease
+from elastic_trainer.agent.file_board import FileBoard
+from launcher.node import beat, board
+from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
+from launcher.node.end import end
+from launcher.node.slurm import carry_out, parse_job
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    made = Attempt(tmp_path, "17", 1)
+    made.dir.mkdir(parents=True)
+    return made
+
+
+def test_an_attempt_is_named_by_the_job_and_its_restarts(tmp_path):
+    assert Attempt.of_env(tmp_path, {"SLURM_JOB_ID": "17"}).name == "17.0"
+    env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}
+    assert Attempt.of_env(tmp_path, env).name == "17.2"
+    for bad in ({}, {"SLURM_JOB_ID": "../x"}, {**env, "SLURM_RESTART_COUNT": "x"}):
+        with pytest.raises(NodeError, match="HF673"):
+            Attempt.of_env(tmp_path, bad)
+
+
+def test_what_is_kept_of_attempts_is_read_and_damage_is_passed_over(tmp_path):
+    for name, begun in (("17.0", 1.0), ("17.1", 2.0), ("3.0", 0.5), ("16.0", 0.7)):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+        write_json(tmp_path / "attempts" / name / "begin.json", {"t_unix": begun, "step": 4})
+    write_json(tmp_path / "attempts" / "17.0" / "end.json", {"code": 92, "failed": True})
+    (tmp_path / "attempts" / "17.1" / "end.json").write_text("{")
+    (tmp_path / "attempts" / "16.0" / "next").write_text("17\n")
+    (tmp_path / "attempts" / "notes.txt").write_text("")
+    assert lineage(tmp_path, "17") == {"16", "17"}
+    found = pasts(tmp_path, {"16", "17"})
+    assert [(p.name, p.code, p.failed) for p in found] == [
+        ("16.0", None, False),
+        ("17.0", 92, True),
+        ("17.1", None, False),
+    ]
+    assert lineage(tmp_path / "none", "17") == {"17"}
+
+
+def test_jobs_that_name_each_other_do_not_end_the_search(tmp_path):
+    for name, after in (("1.0", "2"), ("2.0", "1")):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+        (tmp_path / "attempts" / name / "next").write_text(after)
+    assert lineage(tmp_path, "1") == {"1", "2"}
+
+
+def put(run_dir: Path, state: BoardState) -> None:
+    folder = FileBoard(run_dir / "board")
+    current = folder.get_state()
+    assert folder.set_state(state.encode(), current[1] if current else None)[2]
+
+
+def lease(job: str, n: int) -> Lease:
+    return Lease(holder="a", node="n3", job=job, address="10.0.0.3", port=1, term=1, beat=n)
+
+
+def test_a_lease_that_beats_is_alive_and_one_that_stands_still_is_not(tmp_path):
+    put(tmp_path, BoardState(lease=lease("8.0", 0)))
+    now = [0.0]
+
+    def sleep(seconds, *, beats):
+        now[0] += seconds
+        if beats:
+            put(tmp_path, BoardState(lease=lease("8.0", int(now[0] // 5))))
+
+    def look(*, beats):
+        return board.live_lease(
+            tmp_path,
+            lambda job: job == "17.1",
+            mono=lambda: now[0],
+            sleep=lambda seconds: sleep(seconds, beats=beats),
+        )
+
+    assert look(beats=True).job == "8.0"
+    assert look(beats=False) is None
+    put(tmp_path, BoardState(lease=lease("17.1", 9)))
+    now[0] = 0.0
+    assert look(beats=True) is None
+    assert now[0] == 0.0, "its own lease is no reason to wait"
+
+
+def test_the_end_is_read_from_the_board_and_kept(attempt):
+    attempt.note_exit("n1", 92)
+    put(attempt.run_dir, BoardState(ended=Ended(job="17.0", code=93, reason="before")))
+    found = end(attempt, {}, 0)
+    assert found.code == 92, "another attempt's end is not this one's"
+    put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="SIGTERM; saved")))
+    found = end(attempt, {"HOLDFAST_SAVE_BY": str(time.time())}, 137)
+    assert (found.code, found.failed) == (91, True)
+    assert json.loads((attempt.dir / "end.json").read_text())["reason"] == "SIGTERM; saved"
+    (events,) = (attempt.run_dir / "events").iterdir()
+    assert '"code":91' in events.read_text()
+
+
+def test_an_unreadable_board_leaves_the_exit_codes(attempt, capsys):
+    FileBoard(attempt.run_dir / "board").set_state(b'{"version": 99}')
+    attempt.note_exit("n1", 91)
+    assert end(attempt, {}, 0).code == 91
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_beat_lasts_as_long_as_the_script(attempt):
+    script = subprocess.Popen(["sleep", "100"])
+    beating = subprocess.Popen(
+        [sys.executable, "-m", "launcher.node", "beat", str(attempt.run_dir)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "SLURM_JOB_ID": "17",
+            "SLURM_RESTART_COUNT": "1",
+            "SLURM_TASK_PID": str(script.pid),
+            "HOLDFAST_BEAT_S": "0.05",
+        },
+    )
+    try:
+        deadline = time.monotonic() + 60
+        seen = set()
+        while len(seen) < 3:
+            assert time.monotonic() < deadline
+            seen.add(beat.read(attempt))
+            time.sleep(0.01)
+        beating.terminate()  # Slurm's to the whole job
+        before = beat.read(attempt)
+        while beat.read(attempt) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        script.kill()
+        script.wait()
+        assert beating.wait(60) == 0
+    finally:
+        for process in (script, beating):
+            process.kill()
+            process.wait()
+
+
+def answer(text="", code=0, err=""):
+    return subprocess.CompletedProcess([], code, text, err)
+
+
+class Controller:
+    """Slurm's commands as a function: answers in turn, then the last one for ever."""
+
+    def __init__(self, *shown):
+        self.shown, self.asked, self.slept = list(shown), [], []
+
+    def __call__(self, command):
+        self.asked.append(list(command))
+        if command[1] == "--oneliner":
+            return self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
+        return answer()
+
+
+def run_acts(attempt, controller, *acts):
+    return carry_out(attempt, acts, run=controller, sleep=controller.slept.append)
+
+
+SHOWN = "JobId=17 JobName=x JobState={} Reason=None Requeue=1 Restarts={} BatchFlag=1"
+
+
+def test_a_job_is_requeued_once_the_controller_answers(attempt):
+    away = answer(code=1, err="Unable to contact slurm controller")
+    controller = Controller(away, away, answer(SHOWN.format("RUNNING", 1)))
+    assert run_acts(attempt, controller, "requeue")
+    assert controller.asked[-1] == ["scontrol", "requeue", "17"]
+    assert controller.slept == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(("state", "restarts"), [("RUNNING", 2), ("CANCELLED", 1), ("PENDING", 2)])
+def test_a_later_attempt_or_a_cancelled_job_is_left_alone(attempt, state, restarts):
+    controller = Controller(answer(SHOWN.format(state, restarts)))
+    assert not run_acts(attempt, controller, "requeue")
+    assert all(command[1] == "--oneliner" for command in controller.asked)
+
+
+def test_a_chain_ends_by_the_successor_first(attempt):
+    (attempt.dir / "next").write_text("18\n")
+    controller = Controller(answer(SHOWN.format("RUNNING", 1)))
+    assert run_acts(attempt, controller, "cancel-next", "cancel")
+    said = [c for c in controller.asked if c[0] == "scancel"]
+    assert said == [["scancel", "18"], ["scancel", "17"]]
+
+
+def test_what_is_no_answer_is_no_job():
+    assert parse_job("").state == ""
+    assert parse_job("slurm_load_jobs error: garbage").state == ""
+    found = parse_job(SHOWN.format("RUNNING", 3))
+    assert (found.state, found.restarts) == ("RUNNING", 3)
