@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, help_text in (
         ("begin", "may this attempt start? 0, or the code the script ends with"),
         ("beat", "tell the nodes that the batch script lives"),
-        ("agent", "run this node's agent; a command after -- starts it in a container"),
+        ("agent", "run this node's agent; what comes after -- stands in for python"),
         ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
         ("again", "put the job back into the queue"),
     ):
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "end":
             sub.add_argument("code", type=int, help="exit code of srun")
         if name == "agent":
-            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
+            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif python3")
     args = parser.parse_args(argv)
     try:
         return _run(args, Attempt.of_env(args.run, os.environ))

@@ -41,7 +41,7 @@ class NodeAgent:
         attempt: which attempt this is.
         node: this node's name.
         env: of this process.
-        prefix: command that the agent is started by, as a container's.
+        prefix: command that stands in for python, as a container's: `apptainer exec IMAGE python3`.
     """
 
     def __init__(
@@ -83,9 +83,8 @@ class NodeAgent:
 
     def _command(self) -> list[str]:
         return [
-            *self._prefix,
-            *(sys.executable if not self._prefix else "python3", "-P"),
-            *("-m", "elastic_trainer.agent", "--run-dir", str(self._attempt.run_dir)),
+            *(self._prefix or (sys.executable,)),
+            *("-P", "-m", "elastic_trainer.agent", "--run-dir", str(self._attempt.run_dir)),
             *("--node", self._node, "--job", self._attempt.name),
             *("--attempt", self._attempt.name),
         ]

@@ -13,11 +13,13 @@ from cluster import SlurmCluster, until
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.bundles import write_bundle
 from launcher.ops.local_job import audit_ledger
 from launcher.planning.search import plan
-from launcher.render.local import render_local
+from launcher.render.sbatch import render_slurm
 from launcher.spec import load_spec
 
+ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
 JOB = """\
 name: tiny
@@ -37,38 +39,8 @@ checkpoint: {{every_s: null, every_steps: 10, keep: 3}}
 elastic: {{min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60,
           heartbeat_s: 0.5, dead_after_s: 4}}
 network: {{ports: 29400-29499}}
+slurm: {{time: 30, shutdown_s: 300, signal_lead_s: 500}}
 """
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --job-name=tiny --nodes={nodes} --ntasks-per-node=1 --gpus-per-node=1 --time={time}
-#SBATCH --no-kill --requeue --open-mode=append --signal=B:USR2@{lead_s}
-#SBATCH --output={run}/logs/slurm-%j.out
-set -u
-hf_run={run}
-hf_attempt=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}
-export HOLDFAST_BEAT_S=0.5 HOLDFAST_SHUTDOWN_S=60 HOLDFAST_RESTART=requeue OMP_NUM_THREADS=1
-export HOLDFAST_SAVE_BY=$(($(date +%s) + {limit_s} - {lead_s}))
-hf_node() {{ {python} -P -m launcher.node "$@"; }}
-hf_node begin "$hf_run"; hf_code=$?
-((hf_code == 90)) && exit 0
-((hf_code == 0)) || exit "$hf_code"
-hf_srun= hf_asked=
-hf_ask() {{ hf_asked=1; [[ -z $hf_srun ]] || kill -USR2 "$hf_srun"; }}
-trap hf_ask USR2 TERM
-hf_node beat "$hf_run" & hf_beat=$!
-srun --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --mpi=none --open-mode=append \\
-  --output={run}/logs/"$hf_attempt"/%N.log {python} -P -m launcher.node agent "$hf_run" & hf_srun=$!
-[[ -z $hf_asked ]] || hf_ask
-while :; do
-  wait "$hf_srun"; hf_code=$?
-  kill -0 "$hf_srun" 2>/dev/null || break
-done
-hf_node end "$hf_run" "$hf_code"; hf_code=$?
-if [[ $hf_code == 9[12] ]]; then hf_node again "$hf_run"; fi
-exit "$hf_code"
-"""
-
-
 LOSS_REL = 2e-5
 """Sums of fp32 in another order, over the steps of a run."""
 WAIT_S = 200.0
@@ -85,7 +57,8 @@ class TinyRun:
 
     def submit(self, *flags: str) -> str:
         """Return the job's id."""
-        return self.cluster.sbatch(self.path / "job.sbatch", *flags)
+        env = self.cluster.env(HOLDFAST_BEAT_S="0.5", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        return self.cluster.sbatch(self.path / "job.sbatch", *flags, env=env)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events `name` of all writers, in the order of time."""
@@ -160,25 +133,16 @@ def make_run(
     *,
     steps: int,
     nodes: int = 4,
-    allocated: int | None = None,
     sets: tuple[str, ...] = (),
-    limit_min: int = 10,
-    lead_s: int = 60,
 ) -> TinyRun:
-    """Write a run directory under `folder`; `allocated`: nodes of the job, spares included."""
+    """Render a run directory under `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
     (folder / "job.yaml").write_text(JOB.format(nodes=nodes, steps=steps))
     spec = load_spec(folder / "job.yaml", sets)
     path = folder / "run"
-    files = render_local(spec, plan(spec), run_id="tiny", run_dir=path, base_dir=folder)
-    script = SCRIPT.format(
-        run=path,
-        nodes=allocated or nodes,
-        time=limit_min,
-        limit_s=60 * limit_min,
-        lead_s=lead_s,
-        python=sys.executable,
+    bundle = render_slurm(
+        spec, plan(spec), run_id="tiny", run_dir=path, base_dir=folder, python=sys.executable
     )
-    run_dirs.create(path, {**files, "job.sbatch": script})
+    write_bundle(path, bundle)
     return TinyRun(cluster, path, run_dirs.load(path))
