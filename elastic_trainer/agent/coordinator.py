@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.inquiry import Inquiry
+from elastic_trainer.agent.endings import Endings
 from elastic_trainer.agent.judge import BUSY
-from elastic_trainer.agent.lease import LeaseKeeper, Standing
+from elastic_trainer.agent.lease import Standing
 from elastic_trainer.agent.messages import (
     Abort,
     Ask,
@@ -14,12 +14,10 @@ from elastic_trainer.agent.messages import (
     Join,
     Message,
     Reject,
-    Stop,
     Won,
 )
 from elastic_trainer.agent.notices import (
     AskWorkers,
-    EpochAborted,
     NodeLeaving,
     Report,
     StopAsked,
@@ -30,8 +28,8 @@ from elastic_trainer.agent.notices import (
     WorkersRunning,
     WorkersSeen,
 )
-from elastic_trainer.agent.peers import Peer, choose_members
-from elastic_trainer.agent.roles import End, Seek, Turn
+from elastic_trainer.agent.peers import choose_members
+from elastic_trainer.agent.roles import Seek, Turn
 from elastic_trainer.agent.table import NOBODY, Members
 from elastic_trainer.failures import (
     EXIT_DONE,
@@ -41,11 +39,8 @@ from elastic_trainer.failures import (
 )
 from elastic_trainer.heartbeat import Request
 
-FINAL_SWAP_S = 10.0
-"""How long the end of a job waits for a board that does not answer."""
 
-
-class Coordinator(Inquiry):
+class Coordinator(Endings):
     """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
 
     Args:
@@ -65,16 +60,12 @@ class Coordinator(Inquiry):
         expected: dict[Conn, str] | None = None,
         gone: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(ctx, expected)
+        super().__init__(ctx, state, token, expected)
         self.absent.update(gone)
-        assert state.lease is not None
-        ctx.term = state.lease.term
-        self._lease = LeaseKeeper(ctx, state, token)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
         self._stopping: str | None = None
-        self._final: End | None = None
         self._said_parked: int | None = None
         self._waited_alone = False
         """The members that fell silent have had the time to take the lease."""
@@ -99,7 +90,7 @@ class Coordinator(Inquiry):
     def received(self, conn: Conn, message: Message) -> Turn | None:
         """Hear a peer, or of another coordinator."""
         if isinstance(message, Won) and message.term > self.ctx.term:
-            self._lease.look()
+            self.lease.look()
         return super().received(conn, message)
 
     def joined(self, join: Join) -> Turn | None:
@@ -121,9 +112,9 @@ class Coordinator(Inquiry):
         """Renew the lease, end a wait, or watch the peers."""
         if name == "renew":
             self.ctx.after("renew", self.ctx.settings.lease_renew_s)
-            self._lease.renew()
+            self.lease.renew()
         elif name == "board":
-            self._lease.look()
+            self.lease.look()
         elif name == "gather":
             return self._gather_over()
         elif name == "settle":
@@ -132,7 +123,7 @@ class Coordinator(Inquiry):
         elif name == "backoff":
             return self._publish()
         elif name == "final":
-            return self._leave()
+            return self.leave()
         elif name == "alone":
             self._waited_alone = True
             return self.advance()
@@ -157,12 +148,12 @@ class Coordinator(Inquiry):
 
     def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Go on when the lease is still held, else step down."""
-        return self._stand_as(self._lease.swapped(state, token, won=won))
+        return self._stand_as(self.lease.swapped(state, token, won=won))
 
     def _stand_as(self, standing: Standing) -> Turn | None:
         match standing:
             case Standing.RELEASED:
-                return self._leave()
+                return self.leave()
             case Standing.DEPOSED:
                 return self._step_down()
             case Standing.HELD:
@@ -170,16 +161,16 @@ class Coordinator(Inquiry):
 
     def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
         """See what became of a swap whose answer was lost."""
-        return self._stand_as(self._lease.swapped(state or BoardState(), token, won=False))
+        return self._stand_as(self.lease.swapped(state or BoardState(), token, won=False))
 
     def board_failed(self, error: str) -> Turn | None:
         """The board does not answer: no new epoch, but the running one goes on."""
-        self._lease.failed()
+        self.lease.failed()
         return None
 
     def store_opened(self, epoch: int, address: str, port: int) -> Turn | None:
         """The store of the next epoch listens."""
-        self._lease.opened(epoch, address, port)
+        self.lease.opened(epoch, address, port)
         return self._publish()
 
     def _step_down(self) -> Turn:
@@ -200,7 +191,7 @@ class Coordinator(Inquiry):
     def told(self, agent_id: str, report: Report) -> Turn | None:
         """Take a report of any node's agent."""
         peer = self.peers.get(agent_id)
-        if peer is None or self._final is not None:
+        if peer is None or self.final is not None:
             return None
         match report:
             case StopAsked(reason=reason):
@@ -249,49 +240,11 @@ class Coordinator(Inquiry):
         self.phase, self.reason = "idle", "growth" if self._asked else "workers left"
         return self.advance()
 
-    # --- members leave -----------------------------------------------------------------
-
-    def lost(self, peer: Peer, reason: str) -> Turn | None:
-        """An agent is dead: its epoch ends at once."""
-        member = peer.member
-        self.forget(peer)
-        self.ctx.log("member.lost", member=member.node, reason=reason)
-        if member.agent_id in self.members:
-            self.lost_nodes.append(member.node)
-            if self.phase in BUSY:
-                self.end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
-        return self.advance()
-
-    def evict(self, node: str, reason: str) -> None:
-        """Put a node out of the job, for good unless the operator says otherwise."""
-        ctx = self.ctx
-        ctx.barred[node] = reason
-        ctx.log("member.evicted", member=node, reason=reason)
-        peer = self.peers.of_node(node)
-        if peer is None:
-            return
-        if peer.member.agent_id in self.members and self.phase in BUSY:
-            self.end_epoch(f"{node} was put out: {reason}", (node,))
-        if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
-            self.dismiss(peer, Stop(code=EXIT_TOO_FEW_NODES, reason=f"put out: {reason}"))
-            self.forget(peer)
-
-    def end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
-        """Have the workers of the epoch killed everywhere."""
-        ctx = self.ctx
-        self.inquest.close(ctx.now)
-        ctx.timers.pop("settle", None)
-        self.phase, self.reason = "idle", reason
-        ctx.log("epoch.aborted", reason=reason, victims=list(victims))
-        self.send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
-        ctx.in_epoch = False
-        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
-
     # --- the next epoch ----------------------------------------------------------------
 
     def advance(self) -> Turn | None:
         """Do what the present state calls for: form, grow, park or nothing."""
-        if self._final is not None:
+        if self.final is not None:
             return None
         if self._stopping is not None and self.phase == "idle":
             why = f"{self._stopping}; {self.reason}; the newest checkpoint counts"
@@ -305,7 +258,7 @@ class Coordinator(Inquiry):
             return self._park()
         elif self.phase == "idle" and not self._may_be_cut_off():
             self.phase = "forming"
-            self._lease.form()
+            self.lease.form()
         return None
 
     def _may_be_cut_off(self) -> bool:
@@ -350,15 +303,15 @@ class Coordinator(Inquiry):
 
     def _publish(self) -> Turn | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
-        ctx, keeper = self.ctx, self._lease
+        ctx, keeper = self.ctx, self.lease
         if self.phase != "forming" or keeper.epoch is None or keeper.store is None:
             return None
-        self.judge(self._lease.commits)
+        self.judge(self.lease.commits)
         if "backoff" in ctx.timers:
             return None
         pool = self.peers.able(ctx.barred)
         size = ctx.settings.rung_for(len(pool))
-        if self._final is not None or size == 0:
+        if self.final is not None or size == 0:
             self.phase = "idle"
             return self.advance()
         current = set(self.members or ctx.everyone.ids)
@@ -409,20 +362,3 @@ class Coordinator(Inquiry):
     def swap(self) -> None:
         """Have all leave at the next boundary: the next epoch takes slow nodes last."""
         self._ask_all(Request.GROW)
-
-    def stop(self, code: int, reason: str) -> Turn | None:
-        """End the job: first on the board, for a deposed coordinator ends nothing."""
-        if self._final is None:
-            self._final = End(code, reason)
-            self.phase = "idle"
-            self.ctx.after("final", FINAL_SWAP_S)
-            self._lease.release(code, reason)
-        return None
-
-    def _leave(self) -> Turn:
-        """Tell all that the job is over."""
-        assert self._final is not None
-        code, reason = self._final.code, self._final.reason
-        self.ctx.log("job.stopped", code=code, reason=reason)
-        self.send_all(Stop(code=code, reason=reason))
-        return self._final
