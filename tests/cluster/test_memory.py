@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from test_run import (
-    ROOT,
     arguments,
     holdfast,
     job,
+    launched,
     leftovers,
     losses,
     summary_of,
@@ -55,7 +54,7 @@ def test_no_committed_step_is_redone(job, tmp_path):
     assert len(restored) == len(faults)
     assert all(event["step"] >= 5 for event in restored)
     plain = tmp_path / "plain"
-    summary_of(holdfast(*arguments(job, plain)))
+    summary_of(holdfast(*arguments(job, plain, "--nodes", "1")))
     for step, loss in losses(plain).items():
         assert losses(run_dir)[step] == pytest.approx(loss, rel=2e-5), step
     assert leftovers(run_dir) == []
@@ -66,7 +65,7 @@ def test_growth_goes_through_memory(job, tmp_path):
     args = arguments(job, run_dir, "--set", "train.steps=100000")
     args += ["--set", "checkpoint.every_steps=null"]
     faults = ["--fault", "kill-node:1@3", "--fault", "return-node@6"]
-    with subprocess.Popen([*args, *faults], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched([*args, *faults]) as process:
         grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 3)
         epoch = wait_for(run_dir, *grown, process)["epoch"]
         wait_for(run_dir, "step.completed", lambda e: e["epoch"] == epoch, process)
@@ -86,7 +85,7 @@ def test_a_node_lost_with_its_buddy_falls_back_to_storage_and_says_so(job, tmp_p
     """Both at once: what the one held and the copy of it are gone."""
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=60")
-    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched(args) as process:
         wait_for(run_dir, "checkpoint.committed", lambda e: e["step"] >= 5, process)
         wait_for_step(run_dir, 8, process)
         first = events(run_dir, "epoch.formed")[0]["members"]
@@ -110,7 +109,7 @@ def test_a_node_lost_with_its_buddy_falls_back_to_storage_and_says_so(job, tmp_p
 def test_memory_is_given_back(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=40", "--fault", "kill-worker:1@8")
-    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched(args) as process:
         wait_for(run_dir, "snapshot.restored", lambda _: True, process)
         wait_for(run_dir, "step.committed", lambda e: e["epoch"] == 2, process)
         run_id = json.loads((run_dir / "job.json").read_text())["run_id"]

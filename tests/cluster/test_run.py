@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def holdfast(*args, timeout=55):
     )
 
 
+@contextmanager
+def launched(args):
+    """Start a run; one that the test has not seen the end of is killed."""
+    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def summary_of(result):
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -64,7 +75,7 @@ train:
   seq_len: 32
   global_batch: 4
   micro_batch: 2
-  steps: 110          # time enough for a node to start and join before the end
+  steps: 100000
   precision: fp32
   recompute: none
   optimizer: {min_lr_ratio: 1.0}   # a shorter run learns at the same rates
@@ -108,24 +119,30 @@ def wait_for_step(run_dir, step, process):
 @pytest.mark.timeout(240)
 def test_a_pipeline_loses_a_node_goes_on_without_one_and_returns(job, tmp_path):
     job.write_text(PIPELINE)
-    curves = {}
-    short = ["--set", "train.steps=40"]
-    for name, faults in (("faults", ["kill-node:1@10", "return-node@11"]), ("plain", [])):
-        run_dir = tmp_path / name
-        options = [option for fault in faults for option in ("--fault", fault)] or short
-        summary = summary_of(holdfast(*arguments(job, run_dir, *options), timeout=110))
-        assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
-        curves[name] = losses(run_dir)
-        layouts = [entry["layout"] for entry in summary["layouts"]]
-        if faults:
-            assert layouts == ["dp1-pp2-cp1-tp2", "dp1-pp1-cp1-tp2", "dp1-pp2-cp1-tp2"]
-        else:
-            assert layouts == ["dp1-pp2-cp1-tp2"]
-        assert leftovers(run_dir) == []
-    assert list(curves["faults"]) == list(range(1, 111))
-    assert list(curves["plain"]) == list(range(1, 41))
-    for step, loss in curves["plain"].items():
-        assert curves["faults"][step] == pytest.approx(loss, rel=2e-5), step
+    run_dir, plain = tmp_path / "faults", tmp_path / "plain"
+    args = arguments(job, run_dir, "--fault", "kill-node:1@10", "--fault", "return-node@11")
+    with launched(args) as process:
+        grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 2)
+        epoch = wait_for(run_dir, *grown, process, seconds=90)["epoch"]
+        again = ("step.completed", lambda e: e["epoch"] == epoch)
+        grown_at = wait_for(run_dir, *again, process)["step"]
+        wait_for_step(run_dir, grown_at + 5, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    assert process.returncode == 130, err
+    summary = json.loads(out)
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
+    layouts = [entry["layout"] for entry in summary["layouts"]]
+    assert layouts == ["dp1-pp2-cp1-tp2", "dp1-pp1-cp1-tp2", "dp1-pp2-cp1-tp2"]
+    assert leftovers(run_dir) == []
+    curve = losses(run_dir)
+    assert list(curve) == list(range(1, summary["steps"] + 1))
+    steps = ["--nodes", "1", "--set", f"train.steps={grown_at + 5}"]  # one node is enough
+    summary = summary_of(holdfast(*arguments(job, plain, *steps), timeout=90))
+    assert [entry["layout"] for entry in summary["layouts"]] == ["dp1-pp1-cp1-tp2"]
+    for step, loss in losses(plain).items():
+        assert curve[step] == pytest.approx(loss, rel=2e-5), step
+    assert max(losses(plain)) == grown_at + 5
 
 
 def losses(run_dir):
@@ -166,7 +183,7 @@ def test_a_node_comes_back(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=100000")
     faults = ["--fault", "kill-node:1@3", "--fault", "return-node@6"]
-    with subprocess.Popen([*args, *faults], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched([*args, *faults]) as process:
         grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 3)
         epoch = wait_for(run_dir, *grown, process)["epoch"]
         wait_for(run_dir, "step.completed", lambda e: e["epoch"] == epoch, process)
@@ -192,7 +209,7 @@ def test_a_worker_dies(job, tmp_path):
 def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=400", "--nodes", "2")
-    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched(args) as process:
         wait_for_step(run_dir, 7, process)
         second = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
         assert second.returncode == 2
@@ -221,7 +238,7 @@ def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
 def test_a_killed_launcher_leaves_nothing_and_the_run_can_go_on(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--nodes", "2", "--set", "train.steps=60")
-    with subprocess.Popen(args, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with launched(args) as process:
         wait_for_step(run_dir, 11, process)
         process.kill()
         process.wait()
