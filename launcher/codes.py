@@ -166,6 +166,8 @@ CODES: Final[dict[str, Code]] = {
     "HF671": Code("A job has failed too often.", "See why; then `submit --resume`."),
     "HF672": Code("Attempts fail without a new checkpoint.", "See why, or give more time."),
     "HF673": Code("Not inside a Slurm job.", "Only the batch script calls this."),
+    "HF653": Code("The run was never submitted.", "Use what the message names."),
+    "HF654": Code("A --sweep that cannot be submitted.", "Mend what the message names."),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),

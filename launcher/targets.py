@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from launcher.backends.base import Backend
 from launcher.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One platform. Both are `module:attribute`."""
+    """One platform. All are `module:attribute`."""
 
     renderer: str
     backend: str
+    sweep_renderer: str | None = None
+    """None: it has no arrays."""
 
     def load_renderer(self) -> Callable[..., dict[str, str]]:
         """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.
@@ -28,14 +31,31 @@ class Target:
         renderer: Callable[..., dict[str, str]] = _load(self.renderer)
         return renderer
 
-    def load_backend(self) -> Any:
-        """Return the class or module that submits and watches."""
-        return _load(self.backend)
+    def load_sweep_renderer(self) -> Callable[..., dict[str, str]] | None:
+        """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if there is one.
+
+        Task i of the array that is rendered runs in the folder `run_dir/i`.
+        """
+        if self.sweep_renderer is None:
+            return None
+        renderer: Callable[..., dict[str, str]] = _load(self.sweep_renderer)
+        return renderer
+
+    def load_backend(self) -> Backend:
+        """Return a backend, which submits and watches."""
+        backend: Backend = _load(self.backend)()
+        return backend
 
 
 TARGETS: Final[dict[str, Target]] = {
-    "local": Target("launcher.render.local:render_local", "launcher.backends.local"),
-    "slurm": Target("launcher.render.sbatch:render_slurm", "launcher.backends.slurm:SlurmBackend"),
+    "local": Target(
+        "launcher.render.local:render_local", "launcher.backends.background:BackgroundBackend"
+    ),
+    "slurm": Target(
+        "launcher.render.sbatch:render_slurm",
+        "launcher.backends.slurm:SlurmBackend",
+        "launcher.render.sbatch:render_sweep",
+    ),
 }
 """Platforms by name."""
 

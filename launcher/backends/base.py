@@ -16,6 +16,9 @@ from typing import NewType, Protocol
 JobId = NewType("JobId", str)
 """The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
 
+NO_SUCH_JOB = "no such job"
+"""`JobStatus.reason` where the platform answers, and does not know the job (any more)."""
+
 
 class JobState(enum.StrEnum):
     """Where a submission stands."""
@@ -104,12 +107,15 @@ class Backend(Protocol):
             What it says about it, as the expected start; a line each.
         """
 
-    def submit(self, run_dir: Path, files: Mapping[str, str]) -> JobRef:
+    def submit(
+        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+    ) -> JobRef:
         """Submit the bundle that lies in `run_dir`; when this raises, nothing was submitted.
 
         Args:
             run_dir: absolute, on storage the nodes share; `files` have been written into it.
             files: file name, relative to `run_dir` -> text.
+            tasks: of an array only these; None: all there are, or it is none.
         """
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
@@ -127,6 +133,9 @@ class Backend(Protocol):
 
     def cancel(self, job: JobRef) -> None:
         """End `job` at once; one that has ended already is no error."""
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the files with what the platform's own part of `job` has written, oldest first."""
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return what the platform keeps about `job`, in its own names; empty: nothing."""

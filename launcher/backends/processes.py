@@ -95,6 +95,18 @@ def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
     return bool(caught >> (number - 1) & 1)
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when process `pid` started, in clock ticks since boot; None: there is none.
+
+    A pid alone may have been given to another process since.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text[text.rindex(")") + 2 :].split()[19])
+
+
 def signal_all(pids: set[int], number: int) -> None:
     """Send `number` to each; one that is gone already is no error."""
     for pid in pids:

@@ -15,7 +15,7 @@ from typing import Final
 
 from launcher.backends import slurm_parse as parse
 from launcher.backends import slurm_words as words
-from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.commands import (
     Answer,
     Commands,
@@ -91,7 +91,9 @@ class SlurmBackend:
         when = "" if start is None else f" at {_local(start)}"
         return [f"Slurm would start it{when}" + (f" on {nodes}" if nodes else "")]
 
-    def submit(self, run_dir: Path, files: Mapping[str, str]) -> JobRef:
+    def submit(
+        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+    ) -> JobRef:
         """Submit RUN/job.sbatch; when this raises, no job of ours is in the queue.
 
         Raises:
@@ -101,9 +103,12 @@ class SlurmBackend:
         """
         assert SCRIPT in files, f"the bundle has no {SCRIPT}"
         script, before = run_dir / SCRIPT, self._wall()
+        only = [] if tasks is None else [f"--array={','.join(map(str, tasks))}"]
         try:
             answer = retried(
-                lambda: self._sbatch(script), for_s=self._patience.retry_act_s, sleep=self._sleep
+                lambda: self._sbatch([*only, str(script)]),
+                for_s=self._patience.retry_act_s,
+                sleep=self._sleep,
             )
         except _UnsureError as error:
             return self._adopted(script, run_dir, TemporaryError(f"{error}; submit it again"))
@@ -114,7 +119,9 @@ class SlurmBackend:
             return self._adopted(script, run_dir, lost)
         job_id, cluster = submitted
         job = JobRef(id=JobId(job_id), submit_time=before, run_dir=str(run_dir), cluster=cluster)
-        told = self.status([job])[job].submitted
+        # By the script alone: this machine's clock may be anything.
+        timeless = dataclasses.replace(job, submit_time=None)
+        told = self.status([timeless])[timeless].submitted
         return job if told is None else dataclasses.replace(job, submit_time=told)
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
@@ -143,6 +150,13 @@ class SlurmBackend:
     def cancel(self, job: JobRef) -> None:
         """End the job by scancel; one that has ended already is no error."""
         self._scancel([], job)
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the logs of the batch script: one for each submission, its requeues included."""
+        run_dir, task = Path(job.run_dir), job.id.partition("_")[2]
+        logs = run_dir.parent / "logs" if task else run_dir / "logs"
+        found = logs.glob(f"slurm-*_{task}.out" if task else "slurm-*.out")
+        return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return the fields of `scontrol show job`, else those of sacct."""
@@ -191,11 +205,12 @@ class SlurmBackend:
             raise failure(answer)
         return True
 
-    def _sbatch(self, script: Path) -> Answer:
+    def _sbatch(self, argv: Sequence[str]) -> Answer:
         """Run sbatch once. What surely was not taken may be tried again; the rest is unsure."""
-        argv = ["sbatch", "--parsable", str(script)]
         try:
-            answer = self._commands.run(argv, timeout_s=self._patience.act_s)
+            answer = self._commands.run(
+                ["sbatch", "--parsable", *argv], timeout_s=self._patience.act_s
+            )
         except TimedOutError as error:
             raise _UnsureError(str(error)) from error
         if answer.code == 0:
@@ -264,7 +279,7 @@ def _unknown(away: str) -> JobStatus:
         return JobStatus(state=JobState.UNKNOWN, reason=away, words="nothing is known of it now")
     return JobStatus(
         state=JobState.UNKNOWN,
-        reason="no such job",
+        reason=NO_SUCH_JOB,
         words="Slurm does not know it (any more), and keeps no accounts that do",
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +19,10 @@ from launcher.cli.common import (
 )
 from launcher.errors import UserError
 
+if TYPE_CHECKING:
+    from launcher.planning.search import Plan
+    from launcher.spec import JobSpec
+
 
 @click.command(
     epilog="Example: holdfast check examples/llama3-405b.yaml --set layout.dp=4",
@@ -29,10 +35,21 @@ from launcher.errors import UserError
     metavar="TARGET",
     help="Also check it for where it would run: local (the default for gpu: cpu) or slurm.",
 )
+@click.option(
+    "--live",
+    is_flag=True,
+    help="Also ask the platform whether it would take the job (Slurm: sbatch --test-only).",
+)
 @json_option
 @click.pass_context
 def check(
-    ctx: click.Context, job: str, sets: tuple[str, ...], target: str | None, as_json: bool
+    ctx: click.Context,
+    *,
+    job: str,
+    sets: tuple[str, ...],
+    target: str | None,
+    live: bool,
+    as_json: bool,
 ) -> None:
     """Check a job file; report every mistake at once.
 
@@ -48,13 +65,14 @@ def check(
         name = target or ("local" if spec.device == "cpu" else None)
         if name is not None:
             target_named(name)
-        if name == "local":
+        if name == "local" or live:
             from launcher.live import live_problems
 
             found = live_problems(spec, folder_of(job))
             if found:
                 raise UserError.many(found)
         planned = plan(spec)
+        said = _ask(spec, planned, name or "slurm", folder_of(job)) if live else []
         if name == "slurm" or (name is None and "slurm" in spec.source.data):
             # What only the script shows: times that do not fit, paths it cannot carry.
             renderer = target_named("slurm").load_renderer()
@@ -64,9 +82,27 @@ def check(
         ctx.exit(exit_with_problems(error, as_json=as_json))
     if as_json:
         answer: dict[str, Any] = {"ok": True, "problems": []}
-        print_json({**answer, **plan_dict(spec, planned)})
+        asked = {"platform": said} if live else {}
+        print_json({**answer, **plan_dict(spec, planned), **asked})
         return
     print_problems(planned.warnings)
     click.echo(f"{job}: " + click.style("ok", fg="green"))
-    for line in summary_lines(spec, planned):
+    for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
+
+
+def _ask(spec: JobSpec, planned: Plan, target: str, base_dir: Path) -> list[str]:
+    """Render the job for `target` and return what the platform says to it; nothing is submitted.
+
+    Raises:
+        UserError: it would refuse the job.
+        PlatformError: it is away.
+    """
+    from launcher.targets import target_named
+
+    platform = target_named(target)
+    run_dir = Path("runs", spec.name).absolute()
+    files = platform.load_renderer()(
+        spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=base_dir, python=sys.executable
+    )
+    return platform.load_backend().check(files)

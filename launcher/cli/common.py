@@ -40,6 +40,23 @@ def json_option(function: _Function) -> _Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(function)
 
 
+def run_argument(function: _Function) -> _Function:
+    """Add the argument RUN and `--runs`: what `find_run` takes."""
+    return click.argument("run", metavar="RUN")(runs_option(function))
+
+
+def runs_option(function: _Function) -> _Function:
+    """Add `--runs DIR`, where runs are looked for."""
+    return click.option(
+        "--runs",
+        type=click.Path(path_type=Path),
+        default=Path("runs"),
+        show_default="./runs",
+        metavar="DIR",
+        help="Where runs lie.",
+    )(function)
+
+
 def print_json(value: Any) -> None:
     """Print a JSON document on stdout."""
     click.echo(json.dumps(value, indent=1))

@@ -15,6 +15,7 @@ from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit, audit
+from launcher import stop_request
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
@@ -146,6 +147,7 @@ def prepare_resume(
     record = RunRecord(directory)
     if any(_is_end(event) for event in record.poll()):
         return None
+    stop_request.withdraw(directory)
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     parsed = _faults(narrowed, num_nodes, faults)

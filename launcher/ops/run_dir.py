@@ -12,12 +12,13 @@ from typing import Self
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Ladder
+from launcher.backends.background import MARK as _LIVE
+from launcher.backends.processes import start_ticks
 from launcher.errors import UserError
 
 JOB_JSON = "job.json"
 RENDERED = "job.rendered.json"
 """job.json as rendered; job.json itself is narrowed to the nodes of the attempt."""
-_LIVE = "launcher.json"
 
 
 def create(run_dir: Path, files: Mapping[str, str]) -> None:
@@ -156,7 +157,7 @@ class LiveMark:
             {
                 "job": self._job_id,
                 "pid": os.getpid(),
-                "started": _start_ticks(os.getpid()),
+                "started": start_ticks(os.getpid()),
                 "host": socket.gethostname(),
             }
         )
@@ -191,21 +192,9 @@ def refuse_if_live(run_dir: Path) -> None:
         pid, started = int(mark["pid"]), mark["started"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return
-    if mark.get("host") == socket.gethostname() and _start_ticks(pid) == started is not None:
+    if mark.get("host") == socket.gethostname() and start_ticks(pid) == started is not None:
         raise UserError(
             "HF615",
             f"{run_dir} has a live job already: {mark.get('job')} (process {pid}); "
             "stop it first, or start another run",
         )
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when process `pid` started, in clock ticks since boot; None: there is none.
-
-    A pid alone may have been given to another process since.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(text[text.rindex(")") + 2 :].split()[19])

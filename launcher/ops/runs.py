@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class Run:
     """None: it was started by `holdfast run`, or never submitted."""
     shown: str
     """How the user would name it."""
+    problem: str = ""
+    """Why its submission cannot be read; empty: it can."""
 
 
 def write_submitted(run_dir: Path, submission: Submission) -> None:
@@ -127,16 +129,18 @@ def find_run(name: str, folder: Path) -> Run:
     for path in (Path(name), folder / name):
         if is_run(path):
             return _run(path, name)
+        if (path / SWEEP).is_file():
+            raise UserError("HF651", f"{name} is a sweep; name one of its runs, as {name}/0")
     runs = list(find_runs(folder))
-    exact = [run for run in runs if run.submission and run.submission.job.id == name]
-    found = exact or [run for run in runs if str(run.path.relative_to(folder)).startswith(name)]
+    found = [run for run in runs if run.submission and run.submission.job.id == name]
+    if not found:
+        start = str(folder.absolute() / name)
+        found = [run for run in runs if str(run.path).startswith(start)]
     if len(found) == 1:
         return found[0]
     if found:
         listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
         raise UserError("HF651", f"{name} means several runs: {listed}; name one")
-    if (Path(name) / SWEEP).is_file() or (folder / name / SWEEP).is_file():
-        raise UserError("HF651", f"{name} is a sweep; name one of its runs, as {name}/0")
     raise UserError(
         "HF613", f"{name} is no run directory, and no run of {folder}; `holdfast list` shows those"
     )
@@ -162,5 +166,38 @@ def is_run(path: Path) -> bool:
     return (path / JOB_JSON).is_file()
 
 
+def current_job(run: Run) -> JobRef:
+    """Return the job that carries `run` now, or carried it last.
+
+    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next.
+    """
+    if run.submission is None:
+        return JobRef(id=JobId(""), run_dir=str(run.path))
+    job = run.submission.job
+    for after in chain_after(run.path, job.id):
+        job = replace(job, id=JobId(after), submit_time=None)
+    return job
+
+
+def chain_after(run_dir: Path, job_id: str) -> list[str]:
+    """Return the ids of the jobs that follow `job_id` in a chain, in order."""
+    following: dict[str, str] = {}
+    for path in (run_dir / "attempts").glob("*/next"):
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue  # being written
+        if text.isdigit():
+            following[path.parent.name.partition(".")[0]] = text
+    found = [job_id]
+    while (after := following.get(found[-1])) is not None and after not in found:
+        found.append(after)
+    return found[1:]
+
+
 def _run(path: Path, shown: str) -> Run:
-    return Run(path=path.absolute(), submission=read_submitted(path.absolute()), shown=shown)
+    where = path.absolute()
+    try:
+        return Run(path=where, submission=read_submitted(where), shown=shown)
+    except UserError as error:
+        return Run(path=where, submission=None, shown=shown, problem=error.message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +24,26 @@ EXIT_LOST = 1
 CLI_DONE, CLI_FAILED, CLI_USER, CLI_INTERRUPTED = 0, 1, 2, 130
 
 _TAIL_LINES = 12
+_ATTEMPT = re.compile(r"[0-9]+(\.[0-9]+)?")
+"""Folders of logs: 3 of a local run, 17.3 for the third requeue of a Slurm job."""
+
+RUN_AGAIN = "holdfast run --resume {run}"
+SUBMIT_AGAIN = "holdfast submit --resume {run}"
+"""What goes on with a run that this machine ran, and with one that was submitted."""
 
 _WAY_OUT = {
-    EXIT_SAVED: "its state is saved; continue with: holdfast run --resume {run}",
+    EXIT_SAVED: "its state is saved; continue with: {again}",
     EXIT_TOO_FEW_NODES: (
         "too few healthy nodes were left for the last rung; "
-        "continue on more with: holdfast run --resume {run}, or lower elastic.min_nodes"
+        "continue on more with: {again}, or lower elastic.min_nodes"
     ),
-    EXIT_DO_NOT_RESTART: (
-        "it would fail again: mend the cause, then continue with: holdfast run --resume {run}"
-    ),
+    EXIT_DO_NOT_RESTART: ("it would fail again: mend the cause, then continue with: {again}"),
     EXIT_BUDGET_USED_UP: (
         "a restart budget (elastic.max_restarts, max_crashes or max_hangs within "
         "elastic.window_s) is used up: look at the failures "
-        "(holdfast report {run}), then continue with: holdfast run --resume {run}"
+        "(holdfast report {run}), then continue with: {again}"
     ),
-    EXIT_LOST: "every agent is gone; continue with: holdfast run --resume {run}",
+    EXIT_LOST: "every agent is gone; continue with: {again}",
 }
 
 
@@ -77,7 +82,12 @@ def this_attempt(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def judge(
-    run_dir: Path, *, codes: Mapping[str, int], events: Sequence[Event], interrupted: bool
+    run_dir: Path,
+    *,
+    codes: Mapping[str, int],
+    events: Sequence[Event],
+    interrupted: bool,
+    again: str = RUN_AGAIN,
 ) -> Verdict:
     """Return how the run in `run_dir` ended.
 
@@ -86,6 +96,7 @@ def judge(
         codes: exit codes of the agents that ended by themselves, by node.
         events: the whole record.
         interrupted: the user asked for the end.
+        again: the command that goes on with it; `{run}` is filled in.
     """
     code = job_code(codes, events)
     if code == EXIT_DONE:
@@ -108,8 +119,14 @@ def judge(
     log = evidence(run_dir, failed, codes)
     if log is not None:
         lines += [f"evidence: {log}", *(f"  | {line}" for line in tail(log))]
-    lines.append(_WAY_OUT.get(code, _WAY_OUT[EXIT_LOST]).format(run=run_dir))
+    lines.append(way_out(code, run_dir, again))
     return Verdict(code=code, cli_code=CLI_USER if user else CLI_FAILED, text="\n".join(lines))
+
+
+def way_out(code: int, run_dir: Path, again: str = RUN_AGAIN) -> str:
+    """Return what to do after a job that ended with `code`, which is not 0."""
+    known = _WAY_OUT.get(code, _WAY_OUT[EXIT_LOST])
+    return known.format(run=run_dir, again=again.format(run=run_dir))
 
 
 def saved_step(events: Sequence[Event]) -> int | None:
@@ -149,8 +166,8 @@ def _reason(attempt: Sequence[Event]) -> str:
 def evidence(run_dir: Path, failed: Event | None, codes: Mapping[str, int]) -> Path | None:
     """Return the log that shows why: the failed rank's, else that of an agent that failed."""
     attempts = sorted(
-        (path for path in (run_dir / "logs").glob("*") if path.name.isdigit()),
-        key=lambda path: int(path.name),
+        (path for path in (run_dir / "logs").glob("*") if _ATTEMPT.fullmatch(path.name)),
+        key=lambda path: [int(part) for part in path.name.split(".")],
     )
     if not attempts:
         return None
@@ -158,6 +175,7 @@ def evidence(run_dir: Path, failed: Event | None, codes: Mapping[str, int]) -> P
     if failed is not None and failed.node is not None:
         candidates.append(attempts[-1] / failed.node / f"{worker_rank(failed)}.log")
         candidates.append(attempts[-1] / failed.node / "agent.log")
+        candidates.append(attempts[-1] / f"{failed.node}.log")
     candidates += [
         attempts[-1] / node / "agent.log" for node, code in sorted(codes.items()) if code != 0
     ]

@@ -1,0 +1,240 @@
+"""Runs on this machine, seen like submitted ones: a launcher of its own in the background.
+
+`holdfast run --resume RUN` is the job. It says in RUN/launcher.json that it lives, and in
+RUN/summary.json how it ended, so runs that the user started by hand are seen alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.processes import start_ticks
+from launcher.errors import PermanentError, UserError
+
+MARK: Final = "launcher.json"
+"""Of a launcher that lives: its job, process and machine."""
+SUMMARY: Final = "summary.json"
+LOG: Final = "launcher.log"
+"""In RUN/logs: what a launcher in the background says."""
+_START_S: Final = 30.0
+_END_S: Final = 15.0
+_POLL_S: Final = 0.05
+
+_STATES: Final = {0: JobState.DONE, 91: JobState.SAVED}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What RUN/launcher.json says."""
+
+    job: str
+    pid: int
+    started: int | None
+    """Clock ticks since boot: a process id alone may have been given away since."""
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was put on this machine, so that we can see its process."""
+        return self.host == socket.gethostname()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process runs; only meaningful on its machine."""
+        return self.started is not None and start_ticks(self.pid) == self.started
+
+
+def read_mark(run_dir: Path) -> Mark | None:
+    """Return the mark of `run_dir`; None: there is none that can be read."""
+    raw = _json(run_dir / MARK)
+    try:
+        return Mark(str(raw["job"]), int(raw["pid"]), raw["started"], str(raw["host"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class BackgroundBackend:
+    """Starts `holdfast run` in the background and watches it.
+
+    Args:
+        sleep: waits.
+        mono: monotonic seconds.
+        wall: Unix seconds.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        mono: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._asked: set[str] = set()
+
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Return nothing: this machine takes what it is given."""
+        del files
+        return []
+
+    def submit(
+        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+    ) -> JobRef:
+        """Start a launcher for `run_dir` that outlives this process.
+
+        Raises:
+            UserError: HF205 the job needs GPUs; it is an array.
+            PermanentError: it ended at once; with what it said.
+        """
+        _refuse_what_cannot_run(files)
+        assert tasks is None, "there are no arrays here"
+        log = run_dir / "logs" / LOG
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": _python_path()},
+                start_new_session=True,  # Ctrl-C here is not meant for it
+            )
+        deadline = self._mono() + _START_S
+        while (mark := read_mark(run_dir)) is None or mark.pid != process.pid:
+            if process.poll() is not None or self._mono() >= deadline:
+                break
+            self._sleep(_POLL_S)
+        if process.poll() not in (None, 0):
+            said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+            raise PermanentError(f"the launcher ended at once: {said}")
+        return JobRef(
+            id=JobId(f"local-{process.pid}"), submit_time=self._wall(), run_dir=str(run_dir)
+        )
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return `job`: there are no arrays here."""
+        del index, run_dir
+        return job
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each stands, by its files and the table of processes."""
+        return {job: _status(Path(job.run_dir)) for job in jobs}
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Interrupt the launcher, as Ctrl-C does, once; False: it does not run."""
+        if job.run_dir in self._asked:  # a second one would mean: at once
+            return True
+        self._asked.add(job.run_dir)
+        return _interrupt(Path(job.run_dir))
+
+    def cancel(self, job: JobRef) -> None:
+        """Interrupt it twice; kill it when that does not help. Its agents die with it.
+
+        Raises:
+            PermanentError: it runs on another machine.
+        """
+        run_dir = Path(job.run_dir)
+        for _ in range(2):
+            if not _interrupt(run_dir):
+                return
+            self._sleep(0.2)  # two at once would be one
+        deadline = self._mono() + _END_S
+        while (mark := read_mark(run_dir)) is not None and mark.lives:
+            if self._mono() >= deadline:
+                os.kill(mark.pid, signal.SIGKILL)
+                return
+            self._sleep(_POLL_S)
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the log of launchers in the background."""
+        return [path for path in [Path(job.run_dir) / "logs" / LOG] if path.is_file()]
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return the launcher's mark."""
+        return {key: str(value) for key, value in _json(Path(job.run_dir) / MARK).items()}
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return nothing: all there is to tell is in the run's own events."""
+        del job
+        return []
+
+
+def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
+    job = json.loads(files["job.json"])
+    if job.get("device") != "cpu":
+        raise UserError(
+            "HF205",
+            "nodes with GPUs cannot be emulated on this machine; use cluster.gpu: cpu (as in "
+            "--set cluster.gpu=cpu), or submit the job to a real cluster",
+        )
+
+
+def _status(run_dir: Path) -> JobStatus:
+    mark = read_mark(run_dir)
+    if mark is not None and not mark.is_here:
+        return JobStatus(
+            state=JobState.UNKNOWN,
+            reason=f"on {mark.host}",
+            words=f"its launcher runs, or ran, on {mark.host}; ask there",
+        )
+    if mark is not None and mark.lives:
+        return JobStatus(state=JobState.RUNNING, nodes=(mark.host,), source="process table")
+    code = _json(run_dir / SUMMARY).get("code")
+    if mark is None and isinstance(code, int):
+        state = _STATES.get(code, JobState.FAILED)
+        return JobStatus(state=state, code=code, source=SUMMARY)
+    if mark is not None:
+        return JobStatus(
+            state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"
+        )
+    return JobStatus(state=JobState.UNKNOWN, reason="never started", words="it was never started")
+
+
+def _interrupt(run_dir: Path) -> bool:
+    """Send SIGINT to the launcher; return False where none lives.
+
+    Raises:
+        PermanentError: it runs on another machine, or belongs to another user.
+    """
+    mark = read_mark(run_dir)
+    if mark is None:
+        return False
+    if not mark.is_here:
+        raise PermanentError(f"{run_dir} runs on {mark.host}: cancel it there")
+    if not mark.lives:
+        return False
+    try:
+        os.kill(mark.pid, signal.SIGINT)
+    except ProcessLookupError:
+        return False
+    except PermissionError as error:
+        raise PermanentError(f"process {mark.pid} of {run_dir} is another user's") from error
+    return True
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _python_path() -> str:
+    """Let the launcher import the packages this one runs from, also from a checkout."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

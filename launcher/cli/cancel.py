@@ -1,0 +1,75 @@
+"""`holdfast cancel`: ends a run for good, saving first where that is wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from launcher.cli.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    exit_with_problems,
+    json_option,
+    print_json,
+    run_argument,
+)
+from launcher.errors import UserError
+
+EPILOG = """\b
+Examples:
+  holdfast cancel llama3-405b-20260101-120000 --save
+  holdfast cancel runs/tiny-20260101-120000
+"""
+
+
+@click.command("cancel", epilog=EPILOG)
+@run_argument
+@click.option("--save", is_flag=True, help="Let the workers save and end; wait for it.")
+@json_option
+def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
+    """End RUN; no requeue brings it back, `holdfast submit --resume` does.
+
+    With --save the agents are asked to save and to end. When they have not within the time that
+    the job was planned to need, it is cancelled as without: the newest checkpoint counts. Exits
+    with 1 when --save was asked for and there is no newer state on storage than before.
+    """
+    from launcher.ops.cancelling import Canceller, save_time_s
+    from launcher.ops.runs import find_run
+    from launcher.ops.standing import make_backends, target_of
+
+    try:
+        found = find_run(run, runs)
+        target = target_of(found)
+        canceller = Canceller(
+            run=found,
+            backend=make_backends([target])[target],
+            say=lambda text: click.echo(text, err=True),
+            wait_s=save_time_s(found.path),
+        )
+        result = canceller.cancel(save=save)
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    state = str(result.status.state)
+    good = result.was_over or result.saved or not save or result.code == 0
+    good = good and (result.status.state.is_final or result.was_over)
+    if as_json:
+        print_json(
+            {
+                "run": str(found.path),
+                "state": state,
+                "was_over": result.was_over,
+                "saved": result.saved,
+                "saved_step": result.saved_step,
+                "code": result.code,
+            }
+        )
+        return EXIT_DONE if good else EXIT_FAILED
+    where = "nothing is saved" if result.saved_step is None else f"saved: step {result.saved_step}"
+    begun = "had ended already" if result.was_over else "is over"
+    if not result.status.state.is_final:
+        begun = "is cancelled, but the platform has not noted the end yet"
+    click.echo(f"{found.shown} {begun}: {state}, {where}")
+    if not result.was_over and result.code != 0:
+        click.echo(f"go on with it by: holdfast submit --resume {found.shown}")
+    return EXIT_DONE if good else EXIT_FAILED

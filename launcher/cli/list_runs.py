@@ -1,0 +1,27 @@
+"""`holdfast list`: all runs of a folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from launcher.cli.common import EXIT_DONE, json_option, print_json, runs_option
+from launcher.cli.table import print_runs
+
+
+@click.command("list", epilog="Example: holdfast list --runs /shared/runs --json")
+@runs_option
+@json_option
+def command(*, runs: Path, as_json: bool) -> int:
+    """List all runs of a folder, sweeps' tasks included; each platform is asked once."""
+    from launcher.ops.runs import find_runs
+    from launcher.ops.standing import standings
+
+    found = standings(list(find_runs(runs)))
+    if as_json:
+        print_json([each.to_json() for each in found])
+    else:
+        print_runs(found, time.time(), empty=f"no run in {runs}")
+    return EXIT_DONE

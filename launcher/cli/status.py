@@ -1,0 +1,57 @@
+"""`holdfast status`: where runs stand, by the platform and by their own record."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from launcher.cli.common import (
+    EXIT_DONE,
+    exit_with_problems,
+    json_option,
+    print_json,
+    runs_option,
+)
+from launcher.cli.table import print_runs
+from launcher.errors import UserError
+
+EPILOG = """\b
+Examples:
+  holdfast status
+  holdfast status llama3-405b-20260101-120000
+  holdfast status runs/tiny-20260101-120000 --json
+"""
+
+
+@click.command("status", epilog=EPILOG)
+@click.argument("run", metavar="[RUN]", required=False)
+@runs_option
+@json_option
+def status(*, run: str | None, runs: Path, as_json: bool) -> int:
+    """Show where RUN stands, or all runs that have not ended.
+
+    RUN is a path, the name of a run, the beginning of one, or a job's id. The platform is
+    asked once for all; one that does not answer leaves a run unknown, never failed.
+    """
+    from launcher.ops.runs import find_run, find_runs
+    from launcher.ops.standing import detail_lines, standings
+
+    try:
+        if run is None:
+            found = [each for each in standings(list(find_runs(runs))) if not each.state.is_final]
+        else:
+            found = standings([find_run(run, runs)])
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    now = time.time()
+    if as_json:
+        print_json(found[0].to_json() if run else [each.to_json() for each in found])
+    elif run is None:
+        print_runs(found, now, empty=f"no live run in {runs}; `holdfast list` shows all")
+    else:
+        click.echo(str(found[0].run.path))
+        for what, text in detail_lines(found[0], now):
+            click.echo(f"  {what:<11}{text}")
+    return EXIT_DONE

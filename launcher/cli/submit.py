@@ -1,0 +1,246 @@
+"""`holdfast submit`: a job on a cluster, or in the background of this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    exit_with_problems,
+    json_option,
+    print_json,
+    print_problems,
+    set_option,
+)
+from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.backends.base import Backend
+    from launcher.ops.runs import Run
+    from launcher.ops.submit import Prepared
+
+EPILOG = """\b
+Examples:
+  holdfast submit examples/llama3-405b.yaml --to slurm --dry-run
+  holdfast submit examples/llama3-405b.yaml --to slurm --watch
+  holdfast submit job.yaml --to slurm --sweep train.optimizer.lr=1e-4,3e-4
+  holdfast submit --resume runs/llama3-405b-20260101-120000 --upgrade
+"""
+
+
+@click.command("submit", epilog=EPILOG)
+@click.argument("job", required=False)
+@click.option("--to", "target", metavar="TARGET", help="slurm or local  [default: slurm]")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted; contact nothing.")
+@click.option("--watch", is_flag=True, help="Show its progress until it has ended.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Run directory, on storage that all nodes share  [default: ./runs/<name>-<time>]",
+)
+@set_option
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="KEY=V1,V2",
+    help="One run for each value, as tasks of an array. May be given again: all combinations.",
+)
+@click.option("--unseen", is_flag=True, help="The job's paths need not be there on this machine.")
+@click.option("--resume", metavar="RUN", help="Submit a run again: it goes on where it has saved.")
+@click.option("--upgrade", is_flag=True, help="With --resume: freeze the code anew.")
+@json_option
+def submit(  # noqa: PLR0917  click passes options by name
+    job: str | None,
+    target: str | None,
+    dry_run: bool,
+    watch: bool,
+    run_dir: Path | None,
+    sets: Sequence[str],
+    sweep: Sequence[str],
+    unseen: bool,
+    resume: str | None,
+    upgrade: bool,
+    as_json: bool,
+) -> int:
+    """Render JOB, freeze its code, make the run directory and submit. All or nothing.
+
+    What the platform refuses is told in its own words, and nothing is left behind. With --watch,
+    Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
+    --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
+    """
+    try:
+        if resume is not None:
+            given = {
+                "JOB": job,
+                "--set": sets,
+                "--run-dir": run_dir,
+                "--sweep": sweep,
+                "--to": target,
+            }
+            _refuse_with("--resume", given | {"--dry-run": dry_run})
+            return _resume(resume, upgrade=upgrade, watch=watch, as_json=as_json)
+        _refuse_with("a new run", {"--upgrade": upgrade})
+        _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
+        return _submit(
+            _needed(job),
+            target=target or "slurm",
+            sets=sets,
+            sweep=sweep,
+            run_dir=run_dir,
+            look=not unseen,
+            dry_run=dry_run,
+            watch=watch,
+            as_json=as_json,
+        )
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+
+
+def _submit(
+    job: str,
+    *,
+    target: str,
+    sets: Sequence[str],
+    sweep: Sequence[str],
+    run_dir: Path | None,
+    look: bool,
+    dry_run: bool,
+    watch: bool,
+    as_json: bool,
+) -> int:
+    from launcher.ops import submit as ops
+    from launcher.ops.standing import make_backends
+
+    prepared = ops.prepare(
+        job,
+        target=target,
+        stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
+        python=sys.executable,
+        sets=sets,
+        sweep=sweep,
+        run_dir=run_dir,
+        look=look,
+    )
+    if not as_json:
+        print_problems(prepared.warnings)
+    if dry_run:
+        return _show(prepared, as_json=as_json)
+    backend = make_backends([target])[target]
+    _say_ignored(backend)
+    done = ops.submit(prepared, backend)
+    if as_json:
+        runs = [{"run": str(run.path), "job_id": _id(run)} for run in done.runs]
+        answer = {"ok": True, "target": target, "job_id": done.job.id}
+        warnings = [warning.to_dict() for warning in prepared.warnings]
+        print_json({**answer, "run_dir": str(done.run_dir), "runs": runs, "warnings": warnings})
+    else:
+        many = f", {len(done.runs)} tasks" if len(done.runs) > 1 else ""
+        click.echo(f"{target} job {done.job.id}{many}: {done.run_dir}")
+        if not watch:
+            many_runs = f"list --runs {done.run_dir}"
+            click.echo(f"next: holdfast {many_runs if many else f'status {done.runs[0].path}'}")
+    return _watch(done.runs[0], backend) if watch and len(done.runs) == 1 else EXIT_DONE
+
+
+def _resume(name: str, *, upgrade: bool, watch: bool, as_json: bool) -> int:
+    from launcher.ops import submit as ops
+    from launcher.ops.runs import find_run
+    from launcher.ops.standing import make_backends, target_of
+
+    run = find_run(name, Path("runs"))
+    target = target_of(run)
+    backend = make_backends([target])[target]
+    _say_ignored(backend)
+    done = ops.resume(run, backend, upgrade_code=upgrade)
+    was, now = done.code or (None, None)
+    changed = was is not None and now is not None and was.digest != now.digest
+    if as_json:
+        job_id = None if done.job is None else done.job.id
+        print_json({"ok": True, "run": str(run.path), "job_id": job_id, "code_changed": changed})
+    elif done.job is None:
+        click.echo(f"{name} has done its last step already: nothing to do")
+    else:
+        click.echo(f"{target} job {done.job.id}: {run.path} goes on")
+        if was is not None and now is not None:
+            same = "the code has not changed"
+            click.echo(f"code {was.digest[:12]} -> {now.digest[:12]}" if changed else same)
+    return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
+
+
+def _show(prepared: Prepared, *, as_json: bool) -> int:
+    """Print what would be submitted."""
+    if as_json:
+        print_json(
+            {
+                "ok": True,
+                "dry_run": True,
+                "target": prepared.target,
+                "run_dir": str(prepared.run_dir),
+                "files": prepared.files,
+                "code_files": None if prepared.code is None else len(prepared.code.names),
+            }
+        )
+        return EXIT_DONE
+    click.echo(next(iter(prepared.files.values())), nl=False)
+    frozen = "" if prepared.code is None else f", and {len(prepared.code.names)} files of code"
+    click.echo(
+        f"nothing was submitted; {prepared.run_dir} would hold {', '.join(prepared.files)}{frozen}",
+        err=True,
+    )
+    return EXIT_DONE
+
+
+def _watch(run: Run, backend: Backend) -> int:
+    """Show the run's progress until it has ended."""
+    from rich.console import Console
+
+    from launcher.backends.base import JobState
+    from launcher.ops.progress import LiveView, PlainView
+    from launcher.ops.standing import standings
+    from launcher.ops.watch import Watch
+    from launcher.ops.why import explain
+
+    view = LiveView(Console(file=sys.stderr)) if sys.stderr.isatty() else PlainView(sys.stderr)
+    try:
+        Watch(run=run, backend=backend, say=view.note).progress(view)
+    except KeyboardInterrupt:
+        click.echo(f"the job goes on; see holdfast status {run.path}", err=True)
+        raise
+    [standing] = standings([run], {backend.name: backend})
+    answer = explain(standing, backend.output_files(standing.job), now_unix=time.time())
+    click.echo("\n".join(answer.lines()), err=True)
+    return EXIT_DONE if standing.state is JobState.DONE else EXIT_FAILED
+
+
+def _needed(job: str | None) -> str:
+    if job is None:
+        raise UserError("HF610", "which job? Give a job file, or --resume RUN")
+    return job
+
+
+def _refuse_with(what: str, options: dict[str, object]) -> None:
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise UserError("HF610", f"{', '.join(given)} cannot be combined with {what}; leave it out")
+
+
+def _say_ignored(backend: Backend) -> None:
+    """Say which variables of this environment would have changed the script, and do not."""
+    names = getattr(backend, "ignored", [])
+    if names:
+        click.echo(
+            f"{', '.join(names)} is set and not used: the job file says what is submitted", err=True
+        )
+
+
+def _id(run: Run) -> str | None:
+    return run.submission.job.id if run.submission else None

@@ -1,0 +1,70 @@
+"""The table of runs that `list` and `status` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from launcher.backends.base import JobState
+from launcher.ops.standing import Standing, when
+
+_COLOURS = {
+    JobState.RUNNING: "green",
+    JobState.PENDING: "cyan",
+    JobState.FAILED: "red",
+    JobState.UNKNOWN: "yellow",
+}
+
+
+def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> None:
+    """Print a row for each run; what keeps a platform from answering is said once, below."""
+    if not found:
+        click.echo(empty)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # whoever reads a pipe wants whole lines
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("run", "job", "state", "step", "loss", "nodes", "saved", "last event"):
+        right = name in ("step", "loss", "nodes", "saved")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for each in found:
+        table.add_row(*_cells(each, now_unix))
+    console.print(table, highlight=False)
+    notes = [
+        each.problem or f"{each.target}: {each.status.reason}"
+        for each in found
+        if each.problem or (each.state is JobState.UNKNOWN and each.status.reason)
+    ]
+    for note in dict.fromkeys(notes):
+        click.echo(note, err=True)
+
+
+def _cells(each: Standing, now_unix: float) -> list[str]:
+    state, news = each.state, each.news
+    colour = _COLOURS.get(state)
+    shown = f"[{colour}]{state}[/]" if colour else str(state)
+    row = [_name(each.run.path), each.job.id or "-", shown]
+    if news is None or news.last_unix is None:
+        start = each.status.expected_start
+        return [*row, "", "", "", "", "" if start is None else f"starts {when(start, now_unix)}"]
+    now = news.progress
+    total = f"/{now.total_steps}" if now.total_steps else ""
+    return [
+        *row,
+        f"{now.step}{total}",
+        "" if now.loss is None else f"{now.loss:.4f}",
+        str(len(now.members)),
+        "" if now.saved_step is None else str(now.saved_step),
+        when(news.last_unix, now_unix),
+    ]
+
+
+def _name(path: Path) -> str:
+    """Return a run's name; a sweep's task has its folder's before it."""
+    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name

@@ -1,0 +1,44 @@
+"""`holdfast why`: why a run waits, or what failed first."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from launcher.cli.common import (
+    EXIT_DONE,
+    exit_with_problems,
+    json_option,
+    print_json,
+    run_argument,
+)
+from launcher.errors import UserError
+
+
+@click.command("why", epilog="Example: holdfast why llama3-405b-20260101-120000")
+@run_argument
+@json_option
+def why(*, run: str, runs: Path, as_json: bool) -> int:
+    """Say why RUN is not training: why it waits, with the expected start, or what failed first.
+
+    Of a failure: the first rank that failed by itself, the evidence in its log, the way out.
+    """
+    from launcher.ops.runs import find_run
+    from launcher.ops.standing import make_backends, standings, target_of
+    from launcher.ops.why import explain
+
+    try:
+        found = find_run(run, runs)
+        backends = make_backends([target_of(found)])
+        [standing] = standings([found], backends)
+        output = backends[standing.target].output_files(standing.job)
+        answer = explain(standing, output, now_unix=time.time())
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    if as_json:
+        print_json({"run": str(found.path), **answer.to_json()})
+    else:
+        click.echo("\n".join(answer.lines()))
+    return EXIT_DONE

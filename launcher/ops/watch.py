@@ -1,0 +1,107 @@
+"""Watches a submitted run until it has ended: `submit --watch` and `logs -f`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus
+from launcher.errors import PlatformError
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.follow_logs import Line, LogReader
+from launcher.ops.newest import news_of, read_news
+from launcher.ops.progress import View
+from launcher.ops.record import RunRecord
+from launcher.ops.runs import Run, current_job
+
+_MISSING = 3
+"""So many answers in a row that there is no such job: it has gone from the platform's memory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Asks the platform now and then, and looks at files more often.
+
+    Args:
+        run: which run.
+        backend: its platform's.
+        say: shows what the platform does with the job, a line each.
+        ask_s: between two questions to the platform; controllers serve many users.
+        look_s: between two looks at the files.
+    """
+
+    run: Run
+    backend: Backend
+    say: Callable[[str], None]
+    ask_s: float = 10.0
+    look_s: float = 0.5
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    _told: str = ""
+
+    def logs(self, reader: LogReader, show: Callable[[list[Line]], None]) -> JobStatus:
+        """Show what is logged until the job has ended, over all its requeues; return its end."""
+
+        def look(last: bool) -> None:
+            reader.look()
+            show(reader.poll(last=last))
+
+        return self._until_the_end(look)
+
+    def progress(self, view: View) -> JobStatus:
+        """Draw the run's progress until the job has ended; return its end."""
+        record = RunRecord(self.run.path)
+        progress = news_of([], run_dirs.load(self.run.path)).progress
+        with view:
+
+            def look(last: bool) -> None:
+                del last
+                fresh = record.poll()
+                lines = progress.apply(fresh)
+                progress.up = [*progress.members, *progress.spares]
+                progress.num_nodes = max(len(progress.up), 1)
+                view.update(progress, lines)
+
+            return self._until_the_end(look)
+
+    def _until_the_end(self, look: Callable[[bool], None]) -> JobStatus:
+        missing = 0
+        while True:
+            status = self._ask()
+            missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
+            if status.state.is_final or missing >= _MISSING:
+                look(True)
+                return status
+            due = self.mono() + self.ask_s
+            while self.mono() < due:
+                look(False)
+                self.sleep(self.look_s)
+
+    def _ask(self) -> JobStatus:
+        """Ask the platform; say what is new. One that is away is no end."""
+        job = current_job(self.run)
+        try:
+            status = self.backend.status([job])[job]
+        except PlatformError as error:
+            status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
+        text = self._text(status)
+        if text != self._told:
+            self._told = text
+            self.say(text)
+        if status.reason == NO_SUCH_JOB and (code := read_news(self.run.path).code) is not None:
+            state = {0: JobState.DONE, 91: JobState.SAVED}.get(code, JobState.FAILED)
+            return JobStatus(state=state, code=code, source="events")
+        return status
+
+    def _text(self, status: JobStatus) -> str:
+        parts = [str(status.state)]
+        if status.words or status.reason:
+            parts.append(status.words or status.reason)
+        text = ": ".join(parts)
+        if status.state is JobState.PENDING and status.expected_start is not None:
+            start = time.localtime(status.expected_start)
+            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
+        if status.state is JobState.RUNNING and status.nodes:
+            text += f" on {len(status.nodes)} nodes"
+        return text

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_slurm import SUBMIT, FakeSlurm, tree
+
+from launcher import stop_request
+from launcher.backends.slurm_queries import Patience
+from launcher.cli.main import run_cli
+
+TINY = """\
+name: a-job
+model: tiny
+layout: {dp: auto}
+cluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}
+train: {seq_len: 128, global_batch: 24, micro_batch: 2, steps: 60, precision: fp32}
+data: {path: corpus, format: text, tokenizer: bytes}
+slurm: {partition: main, time: "60", save_s: 5}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    Path("corpus").write_text("some text\n" * 200)
+    Path("job.yaml").write_text(TINY)
+    return FakeSlurm(tmp_path / "slurm", monkeypatch)
+
+
+def submit(*options, code=0):
+    assert run_cli(["submit", "job.yaml", "--to", "slurm", *options]) == code
+
+
+def refused(capsys, *options, code=2):
+    before = tree(".")
+    submit(*options, code=code)
+    assert tree(".") == before, "something was left behind"
+    return capsys.readouterr().err
+
+
+def test_a_job_is_submitted_with_all_that_belongs_to_it(slurm, capsys):
+    submit("--run-dir", "runs/one")
+    run = Path("runs/one").absolute()
+    out, err = capsys.readouterr()
+    assert out == f"slurm job 17: {run}\nnext: holdfast status {run}\n"
+    assert err == ""
+    assert slurm.calls("sbatch") == [f"sbatch --parsable {run}/job.sbatch"]
+    said = json.loads((run / "submitted.json").read_text())
+    assert (said["target"], said["job_id"], said["submit_time"]) == ("slurm", "17", SUBMIT)
+    assert (said["run_dir"], said["run_id"], said["former"]) == (
+        str(run),
+        "a-job-" + said["run_id"][6:],
+        [],
+    )
+    assert {"job.json", "spec.yaml", "job.sbatch", "logs", "events", "checkpoints"} <= set(
+        tree(run)
+    )
+
+
+def test_a_name_with_spaces_and_quotes_in_the_path(slurm, capsys):
+    submit("--run-dir", 'runs/it\'s a "run"')
+    run = Path('runs/it\'s a "run"').absolute()
+    assert slurm.calls("sbatch") == [f"sbatch --parsable {run}/job.sbatch"]
+    assert (run / "submitted.json").is_file()
+    assert run_cli(["status", str(run), "--json"]) == 0
+    assert '"state": "pending"' in capsys.readouterr().out
+
+
+def test_dry_run_shows_the_script_and_contacts_nothing(slurm, capsys):
+    before = tree(".")
+    submit("--dry-run")
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash\n")
+    assert "nothing was submitted" in err
+    submit("--dry-run", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert {"job.sbatch", "job.json", "spec.yaml"} == set(answer["files"])
+    assert (slurm.calls(), tree(".")) == ([], before)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "sbatch: error: invalid partition specified: moon",
+            (
+                "HF652 slurm.partition: Slurm refuses the job: invalid partition specified: moon; "
+                "there are main, debug"
+            ),
+        ),
+        (
+            (
+                "sbatch: error: Batch job submission failed: Requested node configuration is not "
+                "available"
+            ),
+            (
+                "HF652 Slurm refuses the job: Batch job submission failed: Requested node "
+                "configuration is not available; ask for no more than nodes have"
+            ),
+        ),
+        (
+            (
+                "sbatch: error: Batch job submission failed: Invalid account or account/partition "
+                "combination specified"
+            ),
+            "HF652 slurm.account: ",
+        ),
+    ],
+)
+def test_what_sbatch_refuses_leaves_nothing_behind(slurm, capsys, said, told):
+    slurm.says("sbatch", err=said, code=1)
+    slurm.says("sinfo", out="main\ndebug")
+    assert told in refused(capsys)
+    Path("runs").mkdir()
+    assert told in refused(capsys, "--run-dir", "deep/down/here")
+    Path("mine").mkdir()  # an empty folder of the user's stays
+    assert told in refused(capsys, "--run-dir", "mine")
+
+
+def test_an_sbatch_that_is_not_there(slurm, capsys, monkeypatch):
+    (slurm.bin / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(slurm.bin))
+    err = refused(capsys)
+    assert "HF650 sbatch is not installed here, or not on the PATH; run this where" in err
+    assert "holdfast render --to slurm" in err
+
+
+def test_a_slurm_that_answers_garbage(slurm, capsys, monkeypatch):
+    monkeypatch.setattr("launcher.backends.slurm.Patience", lambda: Patience(adopt_s=0.0))
+    slurm.says("sbatch", out="<html>502 Bad Gateway</html>")
+    slurm.says("squeue", out="<html>502 Bad Gateway</html>")
+    err = refused(capsys, code=1)
+    assert "sbatch answered with no job's id, but: <html>502 Bad Gateway</html>" in err
+
+
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        (["name=a;rm -rf"], "HF015 name: "),
+        (["slurm.partition=a\nb"], "HF015 slurm.partition: "),
+        (["slurm.time=1"], "HF160 slurm.time"),
+        (["data.path=gone"], "HF201 data.path: "),
+    ],
+)
+def test_mistakes_are_found_before_slurm_is_asked(slurm, capsys, sets, told):
+    err = refused(capsys, *(word for text in sets for word in ("--set", text)))
+    assert told in err
+    assert slurm.calls() == []
+
+
+def test_paths_that_only_nodes_see(slurm, capsys):
+    submit("--set", "data.path=/nodes/only/corpus", "--unseen", "--run-dir", "one")
+    assert Path("one/submitted.json").is_file()
+
+
+def test_a_run_directory_that_is_in_use_is_refused_and_stays(slurm, capsys):
+    submit("--run-dir", "one")
+    assert "HF611" in refused(capsys, "--run-dir", "one")
+    Path("file").write_text("x")
+    assert "HF611" in refused(capsys, "--run-dir", "file")
+    assert len(slurm.calls("sbatch")) == 1
+
+
+def test_variables_of_sbatch_are_named_and_not_used(slurm, capsys, monkeypatch):
+    monkeypatch.setenv("SBATCH_PARTITION", "moon")
+    slurm.says("sbatch", out="17", then='echo "env: $SBATCH_PARTITION" >>calls')
+    submit("--run-dir", "one")
+    assert "SBATCH_PARTITION is set and not used" in capsys.readouterr().err
+    assert "env: " in slurm.calls()
+
+
+def test_code_is_frozen_and_removed_again_with_the_rest(slurm, capsys):
+    Path("src").mkdir()
+    Path("src/train.py").write_text("print('x')\n")
+    job = TINY.replace("model: tiny\n", "").replace(
+        "train: {", "command: train.py\ncode: {dir: src}\n#"
+    )
+    job = "\n".join(line for line in job.splitlines() if not line.startswith(("data", "#")))
+    Path("job.yaml").write_text(job + "\n")
+    submit("--run-dir", "one")
+    [code] = Path("one/code").glob("*/train.py")
+    assert code.read_text() == "print('x')\n"
+    slurm.says("sbatch", err="sbatch: error: invalid partition specified: x", code=1)
+    refused(capsys, "--run-dir", "two")
+
+
+def test_a_sweep_is_one_array_with_a_run_for_each_task(slurm, capsys):
+    submit("--sweep", "train.optimizer.lr=1e-4,3e-4", "--sweep", "train.seed=1,2", "--run-dir", "s")
+    run = Path("s").absolute()
+    assert capsys.readouterr().out.startswith(f"slurm job 17, 4 tasks: {run}\n")
+    assert slurm.calls("sbatch") == [f"sbatch --parsable {run}/job.sbatch"]
+    assert "--array=0-3" in (run / "job.sbatch").read_text()
+    lrs = []
+    for index in range(4):
+        config = json.loads((run / str(index) / "job.json").read_text())
+        lrs.append((config["train"]["optimizer"]["lr"], config["train"]["seed"]))
+        assert config["run_id"].endswith(f"-{index}")
+        said = json.loads((run / str(index) / "submitted.json").read_text())
+        assert said["job_id"] == f"17_{index}"
+    assert lrs == [(1e-4, 1), (1e-4, 2), (3e-4, 1), (3e-4, 2)]
+    tasks = json.loads((run / "sweep.json").read_text())["tasks"]
+    assert tasks[3] == {"index": 3, "values": {"train.optimizer.lr": "3e-4", "train.seed": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--sweep", "train.seed"], "HF654 --sweep 'train.seed': expected KEY=V1,V2"),
+        (["--sweep", "train.seed=1,,2"], "HF654"),
+        (["--sweep", "train.seed=1", "--sweep", "train.seed=2"], "is there twice"),
+        (["--sweep", "train.seed=1,1"], "the value 1 is there twice"),
+        (["--sweep", "train.seeds=1,2"], "HF010 train.seeds"),
+        (["--sweep", "train.seed=1,x"], "HF012 train.seed"),
+        (["--sweep", "cluster.nodes=2,3"], "HF654 --sweep: its values change what is asked"),
+        (["--sweep", "train.seed=1,2", "--set", "checkpoint.dir=c"], "HF654 checkpoint.dir"),
+        (["--sweep", "train.seed=1,2", "--set", "slurm.array=0-3"], "HF016 slurm.array"),
+        (["--sweep", "train.seed=" + ",".join(map(str, range(1001)))], "at most 1,000"),
+        (["--sweep", "train.seed=1,2", "--watch"], "HF610"),
+        (["--upgrade"], "HF610 --upgrade"),
+    ],
+)
+def test_sweeps_that_cannot_be(slurm, capsys, options, told):
+    assert told in refused(capsys, *options)
+    assert slurm.calls() == []
+
+
+def test_a_run_is_submitted_again_when_its_job_has_ended(slurm, capsys):
+    submit("--run-dir", "runs/one")
+    assert run_cli(["submit", "--resume", "one"]) == 2
+    assert "HF615" in capsys.readouterr().err
+    slurm.is_now("FAILED", ExitCode="91:0")
+    stop_request.ask(Path("runs/one"), why="test", t_unix=0.0)
+    slurm.accepts("18")
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    assert "slurm job 18: " in capsys.readouterr().out
+    assert not stop_request.asked(Path("runs/one"))
+    said = json.loads(Path("runs/one/submitted.json").read_text())
+    assert (said["job_id"], [each["job_id"] for each in said["former"]]) == ("18", ["17"])
+
+
+def test_a_refused_resume_stays_stopped(slurm, capsys):
+    submit("--run-dir", "runs/one")
+    slurm.is_now("CANCELLED", ExitCode="0:15")
+    stop_request.ask(Path("runs/one"), why="test", t_unix=0.0)
+    slurm.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert run_cli(["submit", "--resume", "runs/one"]) == 2
+    assert stop_request.asked(Path("runs/one"))
+    assert json.loads(Path("runs/one/submitted.json").read_text())["job_id"] == "17"
+
+
+def test_one_task_of_a_sweep_is_submitted_again_alone(slurm, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    assert run_cli(["submit", "--resume", "runs/s"]) == 2
+    assert "HF651 runs/s is a sweep; name one of its runs, as runs/s/0" in capsys.readouterr().err
+    slurm.says("squeue", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    slurm.says("sbatch", out="20")
+    assert run_cli(["submit", "--resume", "runs/s/1"]) == 0
+    assert slurm.calls("sbatch")[-1].startswith("sbatch --parsable --array=1 ")
+    assert json.loads(Path("runs/s/1/submitted.json").read_text())["job_id"] == "20_1"
+
+
+def test_check_live_asks_slurm_without_submitting(slurm, capsys):
+    slurm.says(
+        "sbatch", err="sbatch: Job 5 to start at 1767225600 using 2 processors on nodes n[1-2]"
+    )
+    assert run_cli(["check", "job.yaml", "--to", "slurm", "--live"]) == 0
+    assert "Slurm would start it at " in capsys.readouterr().out
+    assert slurm.calls() == ["sbatch --test-only"]
+    slurm.says("sbatch", err="allocation failure: Invalid qos specification", code=1)
+    assert run_cli(["check", "job.yaml", "--to", "slurm", "--live", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"][0]["key"] == "slurm.qos"
