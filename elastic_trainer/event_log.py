@@ -59,7 +59,7 @@ class EventLog:
             if self._fd is None:  # at the first event: most workers never write one
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o644)
+                self._fd = os.open(self._path, flags, 0o666)  # the umask decides
             os.write(self._fd, line.encode())
         except OSError:
             self.failed += 1

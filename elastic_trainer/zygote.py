@@ -271,7 +271,7 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for fd, path in ((1, request["log"]), (2, request.get("error_log") or request["log"])):
         try:
-            log = os.open(path, flags, 0o644)
+            log = os.open(path, flags, 0o666)  # the umask decides
         except OSError as error:
             # A full or lost disk must not stop training: the agent's own output has to do.
             sys.stderr.write(f"worker {os.getpid()}: no log: {error}\n")

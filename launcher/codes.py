@@ -156,6 +156,7 @@ CODES: Final[dict[str, Code]] = {
     "HF640": Code("The code is too large to be frozen.", "Leave data out with code.exclude."),
     "HF641": Code("A file of the code cannot be copied.", "Grant the permission, or exclude it."),
     "HF642": Code("The run has no frozen code to upgrade.", "Leave --upgrade out."),
+    "HF643": Code("The run cannot be given to that group.", "Use a group that you are in."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
     # Platforms: submitting, watching, cancelling.
     "HF650": Code("A program that the platform's commands need is missing.", "Install it."),

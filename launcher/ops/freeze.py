@@ -261,8 +261,9 @@ def _copy(source: Path, target: Path, name: str) -> str:
     else:
         with content, copy.open("wb") as out:
             digest = _copy_bytes(content, out)
-            # What others may not read here they may not read there.
-            os.fchmod(out.fileno(), info.st_mode & _READ_ONLY)
+            # What others may not read here they may not read there; nor what the umask says.
+            made = os.fstat(out.fileno()).st_mode
+            os.fchmod(out.fileno(), info.st_mode & _READ_ONLY & (made | made >> 2 & 0o111))
         os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
     return f"{kind} {digest} {name}\0"
 
