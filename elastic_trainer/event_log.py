@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.events import Event
+from elastic_trainer.write_behind import WriteBehind
 
 
 class EventLog:
     """An append-only file `events/<writer>.jsonl` of its own for each writer.
 
     Appends of several clients to one file corrupt it on NFS, so nobody shares.
-    A full or lost disk never stops the writer: `failed` counts what was dropped.
+    A full, lost or frozen disk never stops the writer: `failed` counts what was dropped, and
+    `storage.stalled` says afterwards for how long nothing could be written.
     """
 
     def __init__(
@@ -30,17 +30,21 @@ class EventLog:
         wall: Callable[[], float] = time.time,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = run_dir / "events" / f"{writer}.jsonl"
-        self._fd: int | None = None
-        self._lock = threading.Lock()
+        self._file = WriteBehind(
+            run_dir / "events" / f"{writer}.jsonl", told=self._stalled, mono=mono
+        )
         self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
         self.epoch = epoch
-        self.failed = 0
+
+    @property
+    def failed(self) -> int:
+        """Events that were dropped."""
+        return self._file.failed
 
     def emit(
         self, event: str, *, step: int | None = None, epoch: int | None = None, **fields: Any
     ) -> None:
-        """Append one event; the time is now."""
+        """Append one event; the time is now. Storage that stalls is not waited for."""
         line = Event(
             event=event,
             t_unix=self._wall(),
@@ -51,21 +55,12 @@ class EventLog:
             step=step,
             fields=fields,
         ).encode()
-        with self._lock:
-            self._append(line)
+        self._file.put(line.encode())
 
-    def _append(self, line: str) -> None:
-        try:
-            if self._fd is None:  # at the first event: most workers never write one
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._fd = os.open(self._path, flags, 0o666)  # the umask decides
-            os.write(self._fd, line.encode())
-        except OSError:
-            self.failed += 1
+    def _stalled(self, seconds: float, held_back: int) -> None:
+        """Say that the storage of the record stood still."""
+        self.emit("storage.stalled", seconds=round(seconds, 3), held_back=held_back)
 
     def close(self) -> None:
-        """Close the file; a later emit opens it again."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Give what is not written yet a moment, and close the file; a later emit opens it."""
+        self._file.close()

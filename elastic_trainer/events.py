@@ -32,6 +32,9 @@ EVENTS: Final[dict[str, str]] = {
         "The board could not be read or written; it is tried again, one event in 10 s at most. "
         "reason, held_back"
     ),
+    "storage.stalled": (
+        "The run directory's storage stood still; training went on. seconds, held_back"
+    ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
     "member.refused": "A node may not take part. member, reason",
     "member.readmitted": "The operator let a node come back that was put out. member, reason",
@@ -65,6 +68,10 @@ EVENTS: Final[dict[str, str]] = {
     "checkpoint.restored": "State was loaded. dir, seconds",
     "snapshot.restored": "State was loaded from memory. written_in_epoch, seconds",
     "snapshot.unusable": "A newer snapshot is not whole and was passed over. reason",
+    "state.lost": (
+        "Memory lacked part of the newest state: older state is used, steps up to `newest` are "
+        "redone. newest, back_to, source"
+    ),
     "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",

@@ -95,6 +95,15 @@ class Feed:
         if self._ledger is not None:
             self._ledger.end_step(step, skipped=skipped)
 
+    @property
+    def behind(self) -> bool:
+        """Whether this rank's ledger waits for its storage; until then no step is committed."""
+        return self._ledger is not None and self._ledger.behind
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait for the ledger's storage, at most `timeout_s`; return whether all is written."""
+        return self._ledger is None or self._ledger.flush(timeout_s)
+
     def close(self) -> None:
         """Close the ledger."""
         if self._ledger is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TextIO
+
+from elastic_trainer.write_behind import WriteBehind
 
 
 class LedgerWriter:
@@ -13,14 +14,16 @@ class LedgerWriter:
     The first line says where the epoch resumed; each following one is a step and the
     samples, as [start, stop) ranges, that this rank fed to forward with weight one.
     `"skipped": true` says that the step's update was not applied: its batch is used up.
+
+    Training does not wait for the ledger's storage; but no step counts as committed before its
+    line is written (`behind`), so that what is committed is never missing here.
     """
 
     def __init__(
         self, run_dir: Path, *, epoch: int, dp_rank: int, resume_step: int, layout: str
     ) -> None:
         path = run_dir / "ledger" / f"e{epoch:06d}-dp{dp_rank:05d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="ascii", buffering=1)
+        self._file = WriteBehind(path, must_keep=True)
         self._put({"epoch": epoch, "resume_step": resume_step, "layout": layout})
         self._samples: list[list[int]] = []
 
@@ -37,9 +40,18 @@ class LedgerWriter:
         self._put({**line, "skipped": True} if skipped else line)
         self._samples = []
 
+    @property
+    def behind(self) -> bool:
+        """Whether lines are not written yet: the storage stalls."""
+        return self._file.behind > 0
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all lines are written, at most `timeout_s`; return whether they are."""
+        return self._file.flush(timeout_s)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _put(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.put((json.dumps(line, separators=(",", ":")) + "\n").encode("ascii"))

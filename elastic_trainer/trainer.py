@@ -106,6 +106,7 @@ class Trainer:
         finally:
             self.checkpoints.close()
             self.feed.close()
+            self.events.close()
 
     # --- set-up ------------------------------------------------------------------------
 
@@ -167,6 +168,7 @@ class Trainer:
             epoch=self.who.epoch,
             every_steps=every_steps,
             emit=lambda event, step, **fields: self._emit(event, step=step, **fields),
+            ready=lambda: not self.feed.behind,
         )
 
     def _open_data(self) -> None:
@@ -320,6 +322,8 @@ class Trainer:
 
     def _save(self, *, wait: bool) -> bool:
         self.heartbeat.beat(section=Section.SAVING)
+        if wait and not self.feed.flush(self.config.elastic.start_ceiling_s):
+            raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
         saved = self.checkpoints.save(self.step, wait=wait)
         self.heartbeat.beat(section=Section.STEP)
         if wait and not saved:

@@ -87,6 +87,8 @@ class CheckpointManager:
         self.memory = memory
         self.record = Record()
         """What `restore` found on the board: steps to pass over, states not to use."""
+        self._unusable = 0
+        """Newest step of which memory has only a part."""
         self.restored_from: str | None = None
         """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
 
@@ -102,6 +104,16 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
         """
+        self._unusable = 0
+        step = self._restore_newest()
+        if self._unusable > (step or 0) and self.restored_from != "memory":
+            source = self.restored_from or "initial values"
+            self._emit(
+                "state.lost", step or 0, newest=self._unusable, back_to=step or 0, source=source
+            )
+        return step
+
+    def _restore_newest(self) -> int | None:
         started = self._mono()
         state = agreed_board(self._board, self._group)
         self.record = state.numbers
@@ -144,7 +156,7 @@ class CheckpointManager:
             self._group,
             at_least=at_least,
             allows=self.record.allows,
-            on_skip=lambda step, reason: self._emit("snapshot.unusable", step, reason=reason),
+            on_skip=self._cannot_use,
         )
         if found is None:
             return None
@@ -153,6 +165,10 @@ class CheckpointManager:
         seconds = round(self._mono() - started, 4)
         self._emit("snapshot.restored", step, written_in_epoch=epoch, seconds=seconds)
         return step
+
+    def _cannot_use(self, step: int, reason: str) -> None:
+        self._unusable = max(step, self._unusable)
+        self._emit("snapshot.unusable", step, reason=reason)
 
     # --- memory ------------------------------------------------------------------------------
 

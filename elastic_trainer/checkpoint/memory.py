@@ -97,6 +97,7 @@ class MemoryTier:
         epoch: of membership.
         every_steps: snapshot each multiple of it; 0 for none.
         emit: writes an event; of rank 0.
+        ready: whether what else must be safe before a step is committed, its ledger, is.
     """
 
     def __init__(
@@ -108,9 +109,11 @@ class MemoryTier:
         epoch: int,
         every_steps: int,
         emit: Emit,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self.place, self._epoch, self._rank = place, epoch, rank
         self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
+        self._ready = ready
         self.shard = shard_of(layout, rank)
         self._writer = ImageWriter(place.directory, epoch=epoch, rank=rank, shard=self.shard)
         buddy = copy_node(layout, rank, place.workers)
@@ -195,6 +198,8 @@ class MemoryTier:
             return 0.0, 0.0, 0.0
         if pending.error is not None:
             return 0.0, 1.0, 0.0
+        if not self._ready():
+            return 0.0, 0.0, 0.0
         return float(not pending.unready), 0.0, float(pending.unready)
 
     def agreed(self, copied: float, failed: float, unready: float = 0.0) -> int | None:

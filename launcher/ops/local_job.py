@@ -285,8 +285,17 @@ def closing_lines(outcome: Outcome) -> str:
     failures = len(summary["failures"])
     if failures:
         parts.append(f"{failures} failure{'s' * (failures > 1)} survived")
+    redone = summary["committed_steps_redone"]
+    lines = [
+        f"warning: epoch {fall['epoch']} had to go back from step {fall['committed']}, which was "
+        f"committed, to step {fall['back_to']} ({fall['source']})"
+        for fall in summary["fallbacks"]
+    ]
+    if redone:
+        parts.append(f"{redone} committed steps redone")
     return (
-        ", ".join(parts)
+        "".join(f"{line}\n" for line in lines)
+        + ", ".join(parts)
         + f"\nsummary: {outcome.run_dir / SUMMARY}\npicture: holdfast report {outcome.run_dir}"
     )
 

@@ -217,6 +217,12 @@ _TELL: dict[str, _Tell] = {
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are passed over"),
     "replica.mismatch": _fill("replicas differ after step {step}: {tensor} of ranks {ranks}"),
+    "state.lost": _fill(
+        "no whole state in memory: going on from step {back_to} ({source}); what was newer, up to "
+        "step {newest}, is redone",
+        every_rank=False,
+    ),
+    "storage.stalled": _fill("storage stood still for {seconds} s; training went on"),
     "trainer.stopping": _fill("stopping at step {step}: {why}", every_rank=False),
     "job.stopped": _fill("job stopped with code {code}: {reason}"),
 }

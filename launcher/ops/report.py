@@ -103,6 +103,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         ("final loss", "-" if loss is None else f"{loss:.4f}"),
         ("failures", f"{len(summary['failures'])}"),
         ("steps redone", "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}"),
+        ("committed steps redone", f"{summary['committed_steps_redone'] or 0}"),
         ("samples lost / repeated", "-" if lost is None else f"{lost} / {repeated}"),
         ("tokens/s", "-" if rate is None else f"{rate:,.0f}"),
         ("goodput", "-" if goodput is None else f"{goodput:.1%}"),

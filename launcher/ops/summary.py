@@ -74,6 +74,7 @@ def summarise(
         "steps_asked": _steps_asked(config),
         "steps_redone": executed - len(counted),
         "committed_steps_redone": committed_steps_redone(events, spans),
+        "fallbacks": fallbacks(events, spans),
         "steps_skipped": sum(done.skipped for done in counted),
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": layout_ranges(spans, counted),
@@ -110,15 +111,37 @@ def committed_steps_redone(events: Sequence[Event], spans: Sequence[EpochSpan]) 
         events: the record, in order of time.
         spans: the epochs, in order.
     """
+    return sum(
+        sum(step <= newest for step in span.steps)
+        for span, newest in zip(spans, _committed_before(events, spans), strict=True)
+    )
+
+
+def fallbacks(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[dict[str, Any]]:
+    """Return the epochs that began with an older state than was committed, and with which."""
+    return [
+        {
+            "epoch": span.epoch,
+            "committed": newest,
+            "back_to": span.resume_step,
+            "source": span.restored_from or "initial values",
+        }
+        for span, newest in zip(spans, _committed_before(events, spans), strict=True)
+        if span.resume_step is not None and span.resume_step < newest
+    ]
+
+
+def _committed_before(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[int]:
+    """Return the newest committed step before each epoch; 0: none."""
     committed: dict[int, int] = {}
     for event in events:
         if event.event == "step.committed" and event.step and event.epoch is not None:
             committed[event.epoch] = max(event.step, committed.get(event.epoch, 0))
-    redone = newest = 0
+    found, newest = [], 0
     for span in spans:
-        redone += sum(step <= newest for step in span.steps)
+        found.append(newest)
         newest = max(newest, committed.get(span.epoch, 0))
-    return redone
+    return found
 
 
 def _steps_asked(config: TrainConfig | None) -> int | None:

@@ -42,6 +42,8 @@ class EpochSpan:
     reason: str = ""
     resume_step: int | None = None
     """The step whose state it started from; None before its trainers are ready."""
+    restored_from: str | None = None
+    """`memory`, `storage`, or another run's checkpoint; None: initial values, or not known."""
     steps: dict[int, StepDone] = field(default_factory=dict)
     """Steps completed in it, redone ones included."""
 
@@ -116,6 +118,8 @@ def _fill_started(span: EpochSpan, event: Event) -> None:
     resume = event.fields.get("resume_step", event.step)
     if isinstance(resume, int):
         span.resume_step = resume
+        source = event.fields.get("restored_from")
+        span.restored_from = source if isinstance(source, str) else None
     if span.layout == "?":
         span.layout = str(event.fields.get("layout", "?"))
 

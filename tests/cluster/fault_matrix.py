@@ -206,9 +206,10 @@ def run_case(
     steps: int = STEPS,
     stop_after_s: float | None = None,
     timeout_s: float = 170.0,
+    run_dir: Path | None = None,
 ) -> Result:
     """Run `layout` in `folder` to its end, or ask for the end after `stop_after_s`."""
-    job, run_dir = write_job(folder, layout, steps), folder / "run"
+    job, run_dir = write_job(folder, layout, steps), run_dir or folder / "run"
     args = [sys.executable, "-m", "launcher.cli.main", "run", str(job)]
     args += ["--run-dir", str(run_dir), "--json"]
     args += [word for fault in faults for word in ("--fault", fault)]
@@ -256,7 +257,8 @@ def story(folder: Path, what: str) -> str:
     """Return what a failed case leaves to read."""
     logs = sorted((folder / "run" / "logs").rglob("*.log"))
     tails = [f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
-    return "\n".join([what, (folder / "err").read_text()[-6000:], *tails])
+    err = folder / "err"
+    return "\n".join([what, err.read_text()[-6000:] if err.exists() else "", *tails])
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -323,7 +325,9 @@ def check_exact(result: Result, plain: Mapping[int, float], *, state_lost: bool 
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0), told
     if summary["committed_steps_redone"]:
         assert state_lost, told
-        assert events(result.run_dir, "checkpoint.restored"), told
+        assert events(result.run_dir, "state.lost"), told
+    # What went back is said, and nothing else is.
+    assert bool(summary["fallbacks"]) == bool(summary["committed_steps_redone"]), told
     curve = losses(result.run_dir)
     assert sorted(curve) == list(range(1, summary["steps"] + 1)), told
     for step in sorted(curve.keys() & plain.keys()):

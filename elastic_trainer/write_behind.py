@@ -1,0 +1,151 @@
+"""Appends lines to a file on shared storage without ever waiting for that storage for long.
+
+A line is normally on the file when `put` returns, for whoever calls it may be killed next. Only
+when the storage does not answer the caller goes on after a moment, and a thread writes what was
+held back once the storage is there again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+PATIENCE_S = 0.2
+"""How long `put` waits for storage that has answered so far; then not again until it does."""
+STALL_S = 1.0
+"""A write that takes longer is a stall, and told."""
+RETRY_S = 0.5
+HELD_BYTES = 32 << 20
+"""More is not held back where lines may be dropped."""
+
+Told = Callable[[float, int], None]
+"""`told(seconds, held_back)`: the storage stood still for so long, so many lines waited."""
+
+
+class WriteBehind:
+    """One append-only file, made at the first line; its directory too.
+
+    Args:
+        path: of one writer alone: appends of several clients to one file corrupt it on NFS.
+        must_keep: a line that cannot be written (a full disk) is tried again until it can;
+            else it is dropped and counted in `failed`.
+        told: called by the thread when a stall is over.
+        mono: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        must_keep: bool = False,
+        told: Told = lambda _seconds, _held: None,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._must_keep, self._told, self._mono = path, must_keep, told, mono
+        self._fd: int | None = None
+        self.failed = 0
+        """Lines that were dropped."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._lines: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._stalled = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def behind(self) -> int:
+        """How many lines are not on the file yet."""
+        return len(self._lines)
+
+    def put(self, line: bytes) -> None:
+        """Append `line`; returns within `PATIENCE_S` whatever the storage does."""
+        if self._pid != os.getpid():  # a fork has no threads, and its parent writes its own lines
+            self._reset()
+        with self._changed:
+            if not self._must_keep and self._held_bytes + len(line) > HELD_BYTES:
+                self.failed += 1
+                return
+            self._lines.append(line)
+            self._held_bytes += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"append-{self._path.stem}", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+            if not self._stalled and threading.current_thread() is not self._thread:
+                self._stalled = not self._changed.wait_for(lambda: not self._lines, PATIENCE_S)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all is on the file, at most `timeout_s`; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._lines, timeout_s)
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Flush and close; return whether all was written. A later `put` opens the file again."""
+        written = self.flush(timeout_s)
+        with self._changed:
+            self._closing = self._thread is not None
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and written:
+            thread.join(timeout_s)
+        return written
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (line := self._next()) is not None:
+            begun = self._mono()
+            dropped = not self._written(line)
+            seconds = self._mono() - begun
+            with self._changed:
+                held_back = len(self._lines)
+                self._lines.popleft()
+                self._held_bytes -= len(line)
+                self.failed += dropped
+                if not self._lines:
+                    self._stalled = False
+                self._changed.notify_all()
+            if seconds >= STALL_S:
+                self._told(seconds, held_back)
+
+    def _next(self) -> bytes | None:
+        """Return the next line, which stays in the queue until it is written; None: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._closing)
+            if self._lines:
+                return self._lines[0]
+            self._closing, self._thread = False, None
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+            return None
+
+    def _written(self, line: bytes) -> bool:
+        rest = memoryview(line)
+        while rest:
+            try:
+                if self._fd is None:
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                    self._fd = os.open(self._path, flags, 0o666)  # the umask decides
+                rest = rest[os.write(self._fd, rest) :]
+            except OSError:
+                if not self._must_keep:
+                    return False
+                with contextlib.suppress(OSError):  # a stale handle never comes back
+                    if self._fd is not None:
+                        os.close(self._fd)
+                self._fd = None
+                time.sleep(RETRY_S)
+        return True
