@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +51,7 @@ class Mark:
     @property
     def lives(self) -> bool:
         """Whether its process runs; only meaningful on its machine."""
+        _ended(self.pid)  # our own child is a zombie until somebody asks
         return self.started is not None and start_ticks(self.pid) == self.started
 
 
@@ -104,26 +104,19 @@ class BackgroundBackend:
         log = run_dir / "logs" / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": _python_path()},
-                start_new_session=True,  # Ctrl-C here is not meant for it
-            )
+        pid = _spawn(argv, {**os.environ, "PYTHONPATH": _python_path()}, log)
         deadline = self._mono() + _START_S
-        while (mark := read_mark(run_dir)) is None or mark.pid != process.pid:
-            if process.poll() is not None or self._mono() >= deadline:
-                break
+        while (mark := read_mark(run_dir)) is None or mark.pid != pid:
+            code = _ended(pid)
+            if code == 0:
+                break  # it had nothing to do
+            if code is not None:
+                said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
+                raise PermanentError(f"the launcher ended at once: {said}")
+            if self._mono() >= deadline:
+                break  # a slow machine; status will tell
             self._sleep(_POLL_S)
-        if process.poll() not in (None, 0):
-            said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
-            raise PermanentError(f"the launcher ended at once: {said}")
-        return JobRef(
-            id=JobId(f"local-{process.pid}"), submit_time=self._wall(), run_dir=str(run_dir)
-        )
+        return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
 
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return `job`: there are no arrays here."""
@@ -181,6 +174,26 @@ def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:
             "nodes with GPUs cannot be emulated on this machine; use cluster.gpu: cpu (as in "
             "--set cluster.gpu=cpu), or submit the job to a real cluster",
         )
+
+
+def _spawn(argv: list[str], env: Mapping[str, str], log: Path) -> int:
+    """Start a process in a session of its own, for Ctrl-C here is not meant for it."""
+    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing:
+        actions = [
+            (os.POSIX_SPAWN_DUP2, nothing.fileno(), 0),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 1),
+            (os.POSIX_SPAWN_DUP2, output.fileno(), 2),
+        ]
+        return os.posix_spawn(argv[0], argv, env, file_actions=actions, setsid=True)
+
+
+def _ended(pid: int) -> int | None:
+    """Return the exit code of a child that has ended; None: it runs, or is no child of ours."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status) if found else None
 
 
 def _status(run_dir: Path) -> JobStatus:

@@ -1,0 +1,88 @@
+"""`submit --to local`: a run in the background of this machine, seen by the same commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.background import read_mark
+from launcher.cli.main import run_cli
+
+JOB = """\
+name: small
+model: {num_layers: 1, dim: 32, num_heads: 2, num_kv_heads: 1, ffn_dim: 64, vocab_size: 256}
+layout: {dp: auto}
+cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
+train: {seq_len: 32, global_batch: 2, steps: 100000, precision: fp32, recompute: none}
+data: {path: corpus}
+checkpoint: {every_s: null}
+elastic: {start_ceiling_s: 120}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").write_text("some text for a small model\n" * 400)
+    Path("job.yaml").write_text(JOB)
+    path = tmp_path / "runs" / "one"
+    yield path
+    mark = read_mark(path)
+    if mark is not None and mark.lives:
+        os.kill(mark.pid, signal.SIGKILL)  # agents die with their launcher
+
+
+def status(capsys):
+    capsys.readouterr()
+    assert run_cli(["status", "one", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def until(condition, what, timeout_s=150.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_run_in_the_background_is_watched_saved_and_continued(run, capsys):
+    assert run_cli(["submit", "job.yaml", "--to", "local", "--run-dir", str(run)]) == 0
+    until(lambda: status(capsys)["training"]["step"] >= 3, "three steps")
+    now = status(capsys)
+    assert (now["state"], now["target"]) == ("running", "local")
+    assert run_cli(["submit", "--resume", "one"]) == 2
+    assert "HF615" in capsys.readouterr().err
+    assert run_cli(["cancel", "one", "--save"]) == 0
+    out, err = capsys.readouterr()
+    assert "is over: saved, saved: step " in out
+    assert "asking job local-" in err
+    saved = status(capsys)
+    assert (saved["state"], saved["platform"]["code"]) == ("saved", 91)
+    assert run_cli(["why", "one"]) == 0
+    assert "it has saved its state and ended with code 91" in capsys.readouterr().out
+
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    step = saved["training"]["saved_step"]
+    until(lambda: status(capsys)["training"]["step"] > step, "a step after the saved one")
+    assert run_cli(["cancel", "one"]) == 0
+    assert run_cli(["logs", "one"]) == 0
+    out = capsys.readouterr().out
+    assert f"trains from step {step} on" in out
+    assert "node0/0: -- step 1, loss " in out
+
+
+def test_what_cannot_run_here_is_refused_and_leaves_nothing(run, capsys):
+    options = ["--set", "cluster.gpu=H100-80GB-SXM", "--run-dir", str(run)]
+    assert run_cli(["submit", "job.yaml", "--to", "local", *options]) == 2
+    assert "HF205" in capsys.readouterr().err
+    sweep = ["--sweep", "train.seed=1,2", "--run-dir", str(run)]
+    assert run_cli(["submit", "job.yaml", "--to", "local", *sweep]) == 2
+    assert "HF205 --sweep: local runs no arrays" in capsys.readouterr().err
+    assert not run.parent.exists()
