@@ -56,7 +56,7 @@ Examples:
 )
 @click.option("--unseen", is_flag=True, help="The job's paths need not be there on this machine.")
 @click.option("--resume", metavar="RUN", help="Submit a run again: it goes on where it has saved.")
-@click.option("--upgrade", is_flag=True, help="With --resume: freeze the code anew.")
+@click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
 @json_option
 def submit(  # noqa: PLR0917  click passes options by name
     job: str | None,
@@ -161,18 +161,15 @@ def _resume(name: str, *, upgrade: bool, watch: bool, as_json: bool) -> int:
     backend = make_backends([target])[target]
     _say_ignored(backend)
     done = ops.resume(run, backend, upgrade_code=upgrade)
-    was, now = done.code or (None, None)
-    changed = was is not None and now is not None and was.digest != now.digest
     if as_json:
         job_id = None if done.job is None else done.job.id
-        print_json({"ok": True, "run": str(run.path), "job_id": job_id, "code_changed": changed})
+        print_json({"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded})
     elif done.job is None:
         click.echo(f"{name} has done its last step already: nothing to do")
     else:
         click.echo(f"{target} job {done.job.id}: {run.path} goes on")
-        if was is not None and now is not None:
-            same = "the code has not changed"
-            click.echo(f"code {was.digest[:12]} -> {now.digest[:12]}" if changed else same)
+        for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
+            click.echo(line)
     return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
 
 
@@ -186,12 +183,13 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
                 "target": prepared.target,
                 "run_dir": str(prepared.run_dir),
                 "files": prepared.files,
-                "code_files": None if prepared.code is None else len(prepared.code.names),
+                "code_files": None if prepared.kept.code is None else len(prepared.kept.code.names),
             }
         )
         return EXIT_DONE
     click.echo(next(iter(prepared.files.values())), nl=False)
-    frozen = "" if prepared.code is None else f", and {len(prepared.code.names)} files of code"
+    code = prepared.kept.code
+    frozen = "" if code is None else f", and {len(code.names)} files of code"
     click.echo(
         f"nothing was submitted; {prepared.run_dir} would hold {', '.join(prepared.files)}{frozen}",
         err=True,

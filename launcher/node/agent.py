@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +21,7 @@ from launcher.node.attempt import Attempt
 from launcher.node.decide import BeatWatch, OnBoard, is_over
 from launcher.node.end import save_by, take_over
 from launcher.node.say import say
+from launcher.ops.staging import agent_start
 
 READ_BEATS = 5
 """A caretaker reads the beat every so many beats."""
@@ -61,10 +61,13 @@ class NodeAgent:
         Returns:
             The agent's exit code.
         """
+        # Before signals wait: while the environment is copied there is nothing to save.
+        start = agent_start(self._attempt.run_dir, node=self._node, env=self._env)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
         # The agent must get signals as usual; there are no threads yet that preexec_fn could hurt.
         process = subprocess.Popen(
-            self._command(),
+            self._command(start.python),
+            env=start.env,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),  # noqa: PLW1509
         )
         while process.poll() is None:
@@ -81,9 +84,9 @@ class NodeAgent:
             self._take_care()
         return code
 
-    def _command(self) -> list[str]:
+    def _command(self, python: str) -> list[str]:
         return [
-            *(self._prefix or (sys.executable,)),
+            *(self._prefix or (python,)),
             *("-P", "-m", "elastic_trainer.agent", "--run-dir", str(self._attempt.run_dir)),
             *("--node", self._node, "--job", self._attempt.name),
             *("--attempt", self._attempt.name),

@@ -11,6 +11,7 @@ from launcher.node import board
 from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
 from launcher.node.decide import Budget, Decision, may_begin
 from launcher.node.say import note, say
+from launcher.ops.environment import warn_if_changed
 
 
 def begin(attempt: Attempt) -> int:
@@ -48,6 +49,8 @@ def begin(attempt: Attempt) -> int:
     for folder in (attempt.dir, attempt.logs):
         folder.mkdir(parents=True, exist_ok=True)
     write_json(attempt.dir / "begin.json", {"t_unix": now, "step": board.newest_step(state)})
+    for change in warn_if_changed(run_dir):
+        say(f"warning: the environment is not the one recorded at submission: {change}")
     nodes = config.ladder.rungs[0].num_nodes
     note(attempt, "run.started", attempt=attempt.name, nodes=nodes)
     say(f"attempt {attempt.name} of run {config.run_id} begins")

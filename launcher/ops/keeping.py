@@ -31,25 +31,28 @@ class Survey:
 
     code: CodeFiles | None
     """None: it runs no code of the user's."""
-    environment: Environment
+    environment: Environment | None
+    """None: it is not on this machine."""
     stage: str | None
     """Folder on the nodes that the environment is copied to."""
 
 
-def survey_run(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> Survey:
+def survey_run(spec: JobSpec, *, base_dir: str | Path, run_dir: Path, look: bool = True) -> Survey:
     """Look at the code and the environment of a job. Reads only.
 
     Args:
         spec: the checked job.
         base_dir: folder that its relative paths are relative to.
         run_dir: where the run will be.
+        look: the environment must be there; nodes may see other paths than this machine.
 
     Raises:
         UserError: HF201 something is not there; HF202 it cannot be read; HF640 too much code.
     """
     code = survey(spec, base_dir=base_dir, run_dir=run_dir)
     venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
-    environment = describe(venv=venv, image=spec.env.image)
+    there = look or venv is None or venv.is_dir()
+    environment = describe(venv=venv, image=spec.env.image) if there else None
     return Survey(code=code, environment=environment, stage=spec.env.stage)
 
 
@@ -70,6 +73,8 @@ def keep_run(
         UserError: HF641 a file cannot be copied; HF612 the run cannot be written; HF202.
     """
     frozen = None if found.code is None else freeze_run(run_dir, found.code, wall=wall)
+    if found.environment is None:
+        return frozen
     record_environment(run_dir, found.environment, wall=wall)
     if found.stage is not None and found.environment.prefix is not None:
         pack(Path(found.environment.prefix), run_dir, stage=found.stage)

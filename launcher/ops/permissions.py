@@ -52,6 +52,11 @@ def umask(text: str | None) -> Iterator[None]:
         os.umask(before)
 
 
+def umask_of(run_dir: Path) -> str:
+    """Return the umask that a run directory was made under, to go on with it in the same way."""
+    return f"{0o777 & ~stat.S_IMODE(run_dir.stat().st_mode):04o}"
+
+
 def make_run_dir(run_dir: Path, *, group: str | None) -> None:
     """Make a run directory that hands on `group` to all that will be made in it.
 
@@ -60,6 +65,8 @@ def make_run_dir(run_dir: Path, *, group: str | None) -> None:
     """
     gid = None if group is None else check_group(group)
     try:
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            return  # somebody's already: whoever writes into it will refuse
         run_dir.mkdir(parents=True, exist_ok=True)
         if gid is not None:
             os.chown(run_dir, -1, gid)

@@ -121,7 +121,6 @@ class Copy:
     def detach(self) -> int:
         """Return the descriptor that holds it; the caller closes it."""
         lock, self._lock = self._lock, -1
-        os.set_inheritable(lock, True)
         return lock
 
 

@@ -16,10 +16,11 @@ from launcher import stop_request
 from launcher.backends.base import Backend, JobRef, JobState
 from launcher.errors import Problem, UserError
 from launcher.live import live_problems
+from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints import refuse_foreign
-from launcher.ops.code_files import CodeFiles
-from launcher.ops.freeze import Frozen, freeze_run, remove_frozen, survey, upgrade
+from launcher.ops.freeze import Frozen, remove_frozen
+from launcher.ops.keeping import Survey, keep_run, survey_run, upgrade_run
 from launcher.ops.newest import read_news
 from launcher.ops.runs import SWEEP, Run, Submission, current_job, is_run, write_submitted
 from launcher.ops.sweep import Values, as_sets, sweep_tasks
@@ -46,8 +47,8 @@ class Prepared:
     """Indices of an array's tasks; None: it is none."""
     base_dir: Path
     warnings: tuple[Problem, ...]
-    code: CodeFiles | None
-    """What is to be frozen; None: nothing."""
+    kept: Survey
+    """What is to be kept with the run: code, environment."""
 
     @property
     def runs(self) -> list[Path]:
@@ -122,7 +123,7 @@ def prepare(
         tasks=tasks,
         base_dir=base_dir,
         warnings=tuple(plans[0].warnings),
-        code=survey(specs[0], base_dir=base_dir, run_dir=directory),
+        kept=_survey(specs[0], base_dir=base_dir, run_dir=directory, look=look),
     )
 
 
@@ -135,14 +136,18 @@ def submit(
         UserError: HF611, HF612 the run directory; HF652 the platform refuses; others.
         PlatformError: the platform is away, or answers garbage.
     """
-    with _undone_on_failure(prepared.run_dir) as made:
-        frozen = _make(prepared, made, wall)
-        job = backend.submit(prepared.run_dir, prepared.files)
-    runs = []
-    indices = prepared.tasks or (None,)
-    for index, run_dir in zip(indices, prepared.runs, strict=True):
-        ref = job if index is None else backend.task_of(job, index, run_dir)
-        runs.append(_note(run_dir, prepared.target, ref))
+    slurm = prepared.specs[0].slurm
+    # For sbatch too, which hands it on to the job.
+    with permissions.umask(slurm.umask):
+        with _undone_on_failure(prepared.run_dir) as made:
+            permissions.make_run_dir(prepared.run_dir, group=slurm.group)
+            frozen = _make(prepared, made, wall)
+            job = backend.submit(prepared.run_dir, prepared.files)
+        runs = []
+        indices = prepared.tasks or (None,)
+        for index, run_dir in zip(indices, prepared.runs, strict=True):
+            ref = job if index is None else backend.task_of(job, index, run_dir)
+            runs.append(_note(run_dir, prepared.target, ref))
     return Submitted(
         target=prepared.target, job=job, run_dir=prepared.run_dir, runs=runs, frozen=frozen
     )
@@ -156,8 +161,8 @@ class Resumed:
     """With its new submission; as it was where there was nothing to do."""
     job: JobRef | None
     """None: it has done its last step."""
-    code: tuple[Frozen, Frozen] | None = None
-    """With --upgrade: the code before and now."""
+    upgraded: list[str] | None = None
+    """With --upgrade: what has changed, a line each."""
 
 
 def resume(
@@ -195,9 +200,20 @@ def resume(
         )
     if read_news(run.path).code == 0:
         return Resumed(run=run, job=None)
-    config = run_dirs.load(run.path)
-    run_dirs.check_checkpoint_dir(config)
-    code = upgrade(run.path, wall=wall) if upgrade_code else None
+    with permissions.umask(permissions.umask_of(run.path)):
+        return _go_on(run, submission, backend, upgrade_code=upgrade_code, wall=wall)
+
+
+def _go_on(
+    run: Run,
+    submission: Submission,
+    backend: Backend,
+    *,
+    upgrade_code: bool,
+    wall: Callable[[], float],
+) -> Resumed:
+    run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
+    upgraded = upgrade_run(run.path, wall=wall) if upgrade_code else None
     was_stopped = stop_request.asked(run.path)
     stop_request.withdraw(run.path)
     try:
@@ -206,7 +222,7 @@ def resume(
         if was_stopped:
             stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())
         raise
-    return Resumed(run=_note(run.path, submission.target, ref), job=ref, code=code)
+    return Resumed(run=_note(run.path, submission.target, ref), job=ref, upgraded=upgraded)
 
 
 def _submit_again(run_dir: Path, submission: Submission, backend: Backend) -> JobRef:
@@ -289,10 +305,15 @@ def _make(prepared: Prepared, made: list[Path], wall: Callable[[], float]) -> Fr
             run_dirs.create(run_dir, inner)
         config = run_dirs.load(run_dir)
         _check_checkpoints(config, made)
-        if prepared.code is not None:
-            found = freeze_run(run_dir, prepared.code, wall=wall)
-            frozen = frozen or found
+        found = keep_run(run_dir, prepared.kept, wall=wall)
+        frozen = frozen or found
     return frozen
+
+
+def _survey(spec: JobSpec, *, base_dir: Path, run_dir: Path, look: bool) -> Survey:
+    if spec.slurm.group is not None:
+        permissions.check_group(spec.slurm.group)
+    return survey_run(spec, base_dir=base_dir, run_dir=run_dir, look=look)
 
 
 def _padded(prepared: Prepared) -> list[Values]:

@@ -272,3 +272,41 @@ def test_check_live_asks_slurm_without_submitting(slurm, capsys):
     slurm.says("sbatch", err="allocation failure: Invalid qos specification", code=1)
     assert run_cli(["check", "job.yaml", "--to", "slurm", "--live", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["problems"][0]["key"] == "slurm.qos"
+
+
+def test_what_every_later_start_needs_is_kept_with_the_run(slurm, capsys):
+    Path("proj").mkdir()
+    Path("proj/tool.py").write_text("x = 1\n")
+    submit("--set", "code.dir=proj", "--set", "slurm.umask='0027'", "--run-dir", "one")
+    run = Path("one")
+    kept = json.loads((run / "code.json").read_text())
+    assert Path(kept["dir"], "tool.py").read_text() == "x = 1\n"
+    assert json.loads((run / "job.json").read_text())["code"]["dir"] == kept["dir"]
+    assert json.loads((run / "environment.json").read_text())["distributions"]["pytest"]
+    loose = [str(path) for path in (run, *run.rglob("*")) if path.lstat().st_mode & 0o027]
+    assert loose == []
+
+
+def test_a_resumed_run_keeps_its_code_until_it_is_upgraded(slurm, capsys):
+    Path("proj").mkdir()
+    Path("proj/tool.py").write_text("x = 1\n")
+    submit("--set", "code.dir=proj", "--run-dir", "one")
+    Path("proj/tool.py").write_text("x = 2\n")
+    capsys.readouterr()
+
+    def resumed(*options):
+        slurm.is_now("FAILED")
+        assert run_cli(["submit", "--resume", "one", "--json", *options]) == 0
+        answer = json.loads(capsys.readouterr().out)["upgraded"]
+        code = json.loads(Path("one/job.json").read_text())["code"]["dir"]
+        return answer, Path(code, "tool.py").read_text()
+
+    assert resumed() == (None, "x = 1\n")
+    (said,), text = resumed("--upgrade")
+    assert said.startswith("code ")
+    assert text == "x = 2\n"
+    assert resumed("--upgrade") == ([], "x = 2\n")
+
+
+def test_a_group_that_is_not_there_is_refused(slurm, capsys):
+    assert "HF643" in refused(capsys, "--set", "slurm.group=no-such-group", "--run-dir", "one")
