@@ -1,194 +1,37 @@
 from __future__ import annotations
 
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 import test_zygote as t
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from agent_bench import ME, OTHER, Bench, ScriptedMembership, bench, formed, named
+from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.notices import (
     AskWorkers,
     EpochAborted,
-    EpochFormed,
     JobStopped,
-    Member,
     NodeLeaving,
-    Notice,
-    Report,
     ShowWorkers,
     StopAsked,
     WorkersEnded,
     WorkersFailed,
-    WorkersReady,
     WorkersRunning,
     WorkersSeen,
 )
 from elastic_trainer.agent.procfs import age_s_of, state_of
-from elastic_trainer.agent.scratch import Scratch
-from elastic_trainer.agent.settings import AgentConfig
 from elastic_trainer.agent.tasks import Task, WorkerExited
-from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers
-from elastic_trainer.event_log import EventLog
-from elastic_trainer.events import Event
 from elastic_trainer.failures import Action, Kind
 from elastic_trainer.heartbeat import Request
 
-ME = Member(agent_id="a1", node="n1", address="127.0.0.2", port=1, workers=2)
-OTHER = Member(agent_id="a0", node="n0", address="127.0.0.1", port=1, workers=2)
-
-
-def formed(epoch: int, *members: Member, spares: tuple[Member, ...] = ()) -> EpochFormed:
-    return EpochFormed(
-        epoch=epoch,
-        members=members,
-        spares=spares,
-        rung_nodes=len(members),
-        store_address="127.0.0.1",
-        store_port=29400,
-        coordinator=OTHER.node,
-        reason="start",
-    )
-
-
-class ScriptedMembership:
-    """Plays the coordinator: `script` runs in a thread of its own, says notices, sees reports."""
-
-    def __init__(self, waker: Waker, script: Callable[[ScriptedMembership], None]) -> None:
-        self._waker, self._script = waker, script
-        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
-        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._play)
-        self.error: BaseException | None = None
-        self.closing = threading.Event()
-        self.ready = 0
-        self.closed = False
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def notice(self, timeout_s: float) -> Notice | None:
-        try:
-            return self._notices.get(timeout=timeout_s) if timeout_s else self._notices.get_nowait()
-        except queue.Empty:
-            return None
-
-    def report(self, report: Report) -> None:
-        if isinstance(report, WorkersReady):
-            self.ready += 1
-        else:
-            self._reports.put(report)
-
-    def close(self) -> None:
-        self.closing.set()
-        self._thread.join(t.DEADLINE_S)
-        self.closed = True
-
-    def say(self, notice: Notice) -> None:
-        self._notices.put(notice)
-        self._waker.wake()
-
-    def expect(self, kind: type[Report]) -> Report:
-        report = self._reports.get(timeout=t.DEADLINE_S)
-        assert isinstance(report, kind), report
-        return report
-
-    def no_more_reports(self) -> None:
-        assert self._reports.empty(), self._reports.get()
-
-    def _play(self) -> None:
-        try:
-            self._script(self)
-        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
-            self.error = error
-        self.say(JobStopped(code=0 if self.error is None else 1, reason="the script ends"))
-
-
-@dataclass
-class Bench:
-    """An agent with real workers and a scripted coordinator."""
-
-    tmp_path: Path
-    env: dict[str, str] = field(default_factory=dict)
-    num_workers: int = 2
-    config: dict[str, object] = field(default_factory=dict)
-    task: Task | None = None
-    zygotes: list[Workers] = field(default_factory=list)
-
-    def run(
-        self, script: Callable[[ScriptedMembership], None], me: Member = ME
-    ) -> tuple[RunResult, HoldfastAgent, list[Event]]:
-        task = self.task or Task(kind="main", target=t.CHILD, cwd=str(self.tmp_path))
-        report = {"CHILD_REPORT": str(self.tmp_path / "report")}
-        workers = Workers(task, env=t.base_env() | report | self.env)
-        self.zygotes.append(workers)
-        waker = Waker()
-        scratch = Scratch("run", me.node, root=self.tmp_path).path
-        config = AgentConfig(
-            me=me,
-            run_id="run",
-            workers=self.num_workers,
-            scratch=scratch,
-            log_dir=self.tmp_path / "logs" / "0" / me.node,
-            stacks_dir=self.tmp_path / "stacks",
-            max_restarts=3,
-            hang_ceiling_s=60.0,
-            start_ceiling_s=60.0,
-            tick_s=0.02,
-        )
-        config = replace(config, **self.config)  # type: ignore[arg-type]
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=self.num_workers,
-            rdzv_handler=None,
-            entrypoint=task.target,
-        )
-        membership = ScriptedMembership(waker, script)
-        log = EventLog(self.tmp_path, f"agent-{me.node}", node=me.node)
-        agent = HoldfastAgent(
-            config, spec, workers=workers, membership=membership, waker=waker, log=log
-        )
-        try:
-            result = agent.run()
-        finally:
-            log.close()
-            waker.close()
-        assert membership.closed
-        if membership.error is not None:
-            raise membership.error
-        assert list(scratch.glob("*.heartbeat")) == []
-        return result, agent, self.events(me)
-
-    def events(self, me: Member = ME) -> list[Event]:
-        lines = (self.tmp_path / "events" / f"agent-{me.node}.jsonl").read_text().splitlines()
-        return [event for line in lines if (event := Event.decode(line))]
-
-    def reports(self) -> dict[int, dict[str, object]]:
-        paths = self.tmp_path.glob("report.*")
-        return {int(path.suffix[1:]): json.loads(path.read_text()) for path in paths}
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    for workers in bench.zygotes:
-        assert t.gone(workers.zygote_pid)
-
-
-def named(events: list[Event], name: str) -> list[Event]:
-    return [event for event in events if event.event == name]
+__all__ = ["bench"]  # the fixture
 
 
 def test_runs_an_epoch_to_its_end(bench: Bench) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import agent_bench as a
 import pytest
-import test_agent as a
 import test_zygote as t
 
 from elastic_trainer.agent.agent import HoldfastAgent

@@ -19,7 +19,7 @@ from elastic_trainer.zygote import DEFAULT_PRELOAD
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[2]
 CHILD = "zygote_child"
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 def base_env() -> dict[str, str]:
