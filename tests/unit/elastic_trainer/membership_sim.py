@@ -10,11 +10,11 @@ import heapq
 import ipaddress
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 
-from elastic_trainer.agent.board import BoardState, Commit
+from membership_board import SimBoard
+from membership_node import Link, Node
+
 from elastic_trainer.agent.effects import (
     Close,
     Dial,
@@ -51,49 +51,6 @@ WORKERS_SAVE_S = 0.2
 WORKERS_SHOW_S = 0.01
 
 
-@dataclass
-class Link:
-    """A TCP connection; each side has its own number for it."""
-
-    ends: tuple[Node, Node]
-    conns: tuple[int, int]
-    open: bool = True
-    queues: tuple[deque, deque] = field(default_factory=lambda: (deque(), deque()))
-
-
-@dataclass(eq=False)
-class Node:
-    """A machine with one agent, and a script in place of its workers."""
-
-    me: Member
-    machine: Membership
-    offset: float
-    alive: bool = True
-    silent: bool = False
-    """Power is off: nothing answers, not even a refusal."""
-    paused: bool = False
-    saves: bool = True
-    """Its workers say that they have saved when they are asked to leave."""
-    links: dict[int, Link] = field(default_factory=dict)
-    accepted: itertools.count = field(default_factory=lambda: itertools.count(1, 2))
-    waiting: deque = field(default_factory=deque)
-    """Inputs of a paused process."""
-    dialing: dict[int, list] = field(default_factory=dict)
-    """Dials under way, and what is to go out once they succeed."""
-    board_calls: deque = field(default_factory=deque)
-    """One call at a time, as the client's board thread does them; the first is under way."""
-    tick_at: float | None = None
-    formed: EpochFormed | None = None
-    working: int | None = None
-    """Epoch whose workers run here."""
-    stopped: JobStopped | None = None
-    notices: list[Notice] = field(default_factory=list)
-    events: list[tuple[float, str, dict]] = field(default_factory=list)
-    step: int = 0
-    view: dict[str, object] = field(default_factory=dict)
-    """What differs in the view of its worker from one that waits in the all-reduce."""
-
-
 class Cluster:
     """The simulation. Times are virtual seconds."""
 
@@ -102,19 +59,12 @@ class Cluster:
         self.now = 0.0
         self.random = random.Random(seed)
         self.nodes: list[Node] = []
-        self.board: tuple[BoardState, int] | None = None
-        self.board_down_until = 0.0
-        self.board_stalled_until = 0.0
-        self.board_cut: set[str] = set()
-        """Nodes that cannot reach the board."""
-        self.lose_replies = False
         self.cut: set[tuple[str, str]] = set()
         """(from node, to node): nothing gets through, nothing is refused."""
         self.refusing: set[tuple[str, str]] = set()
         """(from node, to node): the address means another machine there, and it refuses."""
-        self.epoch_owner: dict[int, str] = {}
-        self.term_owner: dict[int, str] = {}
         self.published: dict[int, EpochFormed] = {}
+        self.board = SimBoard(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
 
@@ -141,7 +91,7 @@ class Cluster:
         offset = self.random.uniform(0, 1000) if offset is None else offset
         node = Node(me, Membership(me, job, self.settings, **machine), offset)
         self.nodes.append(node)
-        self._feed(node, lambda now: node.machine.start(now))
+        self.feed(node, lambda now: node.machine.start(now))
         return node
 
     def kill(self, node: Node, *, silent: bool = False) -> None:
@@ -161,10 +111,10 @@ class Cluster:
         """SIGCONT: what came meanwhile is read first, then timers fire; or the other way round."""
         node.paused = False
         if late_first:
-            self._feed(node, lambda now: node.machine.tick(now))
+            self.feed(node, lambda now: node.machine.tick(now))
         while node.waiting and not node.paused and node.alive:
-            self._feed(node, node.waiting.popleft())
-        self._feed(node, lambda now: node.machine.tick(now))
+            self.feed(node, node.waiting.popleft())
+        self.feed(node, lambda now: node.machine.tick(now))
 
     def partition(self, group: set[str]) -> None:
         """Cut the machines of `group` off from all others, both ways."""
@@ -177,9 +127,7 @@ class Cluster:
         """Undo all cuts, board faults and pauses."""
         self.cut.clear()
         self.refusing.clear()
-        self.board_cut.clear()
-        self.board_down_until = self.board_stalled_until = self.now
-        self.lose_replies = False
+        self.board.heal()
         for node in self.nodes:
             if node.paused:
                 self.resume(node)
@@ -188,11 +136,11 @@ class Cluster:
         """Break the node's connections; the processes on both ends live."""
         for conn, link in list(node.links.items()):
             self._hang_up(link, by=node)
-            self._feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
+            self.feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
 
     def report(self, node: Node, report: Report) -> None:
         """Have the node's agent report something."""
-        self._feed(node, lambda now: node.machine.reported(report, now))
+        self.feed(node, lambda now: node.machine.reported(report, now))
 
     def seen(self, node: Node, epoch: int, *, stalled: bool) -> WorkersSeen:
         """Return what the node's agent sees of its one worker: it stands still."""
@@ -273,8 +221,8 @@ class Cluster:
             sum(n.machine.is_coordinator for n in up) == 1
             and len(formed) == 1
             and None not in formed
-            and self.board is not None
-            and up[0].formed.epoch == max(self.published) == self.board[0].epoch
+            and self.board.content is not None
+            and up[0].formed.epoch == max(self.published) == self.board.content[0].epoch
             and len(up[0].formed.members) == size
             and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
             == {n.me.agent_id for n in up}
@@ -291,7 +239,7 @@ class Cluster:
 
     def describe(self) -> str:
         """Return what each agent thinks, for a failed test."""
-        lines = [f"t={self.now:.3f} board={self.board} cut={sorted(self.cut)}"]
+        lines = [f"t={self.now:.3f} board={self.board.content} cut={sorted(self.cut)}"]
         for n in self.nodes:
             state = "up" if n.alive else "dead"
             lines.append(
@@ -305,13 +253,13 @@ class Cluster:
 
     # --- performing effects --------------------------------------------------------------
 
-    def _at(self, when: float, function: Callable[[], None]) -> None:
+    def at(self, when: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (when, next(self._serial), function))
 
-    def _delay(self) -> float:
+    def delay(self) -> float:
         return self.delay_s * self.random.uniform(0.5, 2.0)
 
-    def _feed(self, node: Node, step: Callable[[float], list]) -> None:
+    def feed(self, node: Node, step: Callable[[float], list]) -> None:
         if not node.alive:
             return
         if node.paused:
@@ -325,18 +273,18 @@ class Cluster:
             when = max(self.now, due - node.offset + 1e-9)
             if node.tick_at is None or when < node.tick_at or node.tick_at < self.now:
                 node.tick_at = when
-                self._at(when, lambda: self._tick(node, when))
+                self.at(when, lambda: self._tick(node, when))
 
     def _tick(self, node: Node, when: float) -> None:
         if node.tick_at == when and node.alive and not node.paused:
             node.tick_at = None
-            self._feed(node, lambda now: node.machine.tick(now))
+            self.feed(node, lambda now: node.machine.tick(now))
 
     def _perform(self, node: Node, effect: object) -> None:
         match effect:
             case Dial(conn, address, port):
                 node.dialing[conn] = []
-                self._at(self.now + self._delay(), lambda: self._dial(node, conn, address, port))
+                self.at(self.now + self.delay(), lambda: self._dial(node, conn, address, port))
             case Send(conns, message):
                 if isinstance(message, Formed):
                     self._check_published(node, message)
@@ -351,13 +299,13 @@ class Cluster:
                     self._send(node, node.links.pop(conn), None)
                 node.dialing.pop(conn, None)
             case ReadBoard():
-                self._call_board(node, lambda: self._read_board(node))
+                self.board.call(node, lambda: self.board.read(node))
             case SwapBoard(state, token):
-                self._call_board(node, lambda: self._swap_board(node, state, token))
+                self.board.call(node, lambda: self.board.swap(node, state, token))
             case OpenStore(epoch):
-                self._at(
-                    self.now + self._delay(),
-                    lambda: self._feed(
+                self.at(
+                    self.now + self.delay(),
+                    lambda: self.feed(
                         node, lambda now: node.machine.store_opened(epoch, node.me.node, 1, now)
                     ),
                 )
@@ -374,7 +322,7 @@ class Cluster:
         assert there, f"{node.me.agent_id} dials {address}:{port}"
         target = next((n for n in there if n.alive), there[-1])
         if target.silent or self._is_cut(node, target) or self._is_cut(target, node):
-            self._at(
+            self.at(
                 self.now + self.settings.dial_timeout_s,
                 lambda: self._dial_failed(node, conn, refused=False),
             )
@@ -385,16 +333,16 @@ class Cluster:
             node.links[conn] = target.links[link.conns[1]] = link
             for payload in node.dialing.pop(conn):
                 self._send(node, link, payload)
-            self._feed(node, lambda now: node.machine.opened(conn, now))
+            self.feed(node, lambda now: node.machine.opened(conn, now))
 
     def _dial_failed(self, node: Node, conn: int, *, refused: bool) -> None:
         if node.dialing.pop(conn, None) is not None:
-            self._feed(node, lambda now: node.machine.closed(conn, now, refused=refused))
+            self.feed(node, lambda now: node.machine.closed(conn, now, refused=refused))
 
     def _send(self, node: Node, link: Link, payload: bytes | None) -> None:
         side = 0 if link.ends[0] is node else 1
         link.queues[side].append(payload)
-        self._at(self.now + self._delay(), lambda: self._deliver(link, side))
+        self.at(self.now + self.delay(), lambda: self._deliver(link, side))
 
     def _deliver(self, link: Link, side: int) -> None:
         source, target = link.ends[side], link.ends[1 - side]
@@ -403,7 +351,7 @@ class Cluster:
         if not target.alive:
             return
         if self._is_cut(source, target):
-            self._at(self.now + 0.1, lambda: self._deliver(link, side))  # as TCP sends again
+            self.at(self.now + 0.1, lambda: self._deliver(link, side))  # as TCP sends again
             return
         payload = link.queues[side].popleft()
         conn = link.conns[1 - side]
@@ -411,7 +359,7 @@ class Cluster:
             self._hang_up(link, by=source)
         elif conn in target.links:
             message = decode(payload)
-            self._feed(target, lambda now: target.machine.received(conn, message, now))
+            self.feed(target, lambda now: target.machine.received(conn, message, now))
 
     def _hang_up(self, link: Link, by: Node) -> None:
         if not link.open:
@@ -422,94 +370,20 @@ class Cluster:
 
         def told() -> None:
             if self._is_cut(by, other):
-                self._at(self.now + 0.1, told)
+                self.at(self.now + 0.1, told)
                 return
             link.open = False
             if other.links.pop(conn, None) is not None:
-                self._feed(other, lambda now: other.machine.closed(conn, now))
+                self.feed(other, lambda now: other.machine.closed(conn, now))
 
-        self._at(self.now + self._delay(), told)
-
-    # --- the board -----------------------------------------------------------------------
-
-    def _call_board(self, node: Node, call: Callable[[], None]) -> None:
-        node.board_calls.append(call)
-        if len(node.board_calls) == 1:
-            self._at(self.now + self._delay(), call)
-
-    def _answer(self, node: Node, step: Callable[[float], list]) -> None:
-        """Give the answer of the call under way and begin the next."""
-        self._feed(node, step)
-        node.board_calls.popleft()
-        if node.board_calls:
-            self._at(self.now + self._delay(), node.board_calls[0])
-
-    def _board_answers(self, node: Node) -> bool:
-        if self.now < self.board_stalled_until:
-            self._at(self.board_stalled_until, node.board_calls[0])
-            return False
-        if self.now < self.board_down_until or node.me.node in self.board_cut:
-            self._at(
-                self.now + 0.3,
-                lambda: self._answer(node, lambda now: node.machine.board_failed("down", now)),
-            )
-            return False
-        return True
-
-    def _read_board(self, node: Node) -> None:
-        if self._board_answers(node):
-            state, token = self.board or (None, None)
-            self._answer(node, lambda now: node.machine.board_read(state, token, now))
-
-    def _swap_board(self, node: Node, state: BoardState, token: int | None) -> None:
-        if not self._board_answers(node):
-            return
-        won = token == (self.board[1] if self.board else None)
-        if won:
-            self._check_swap(node, self.board[0] if self.board else BoardState(), state)
-            state = BoardState.decode(state.encode())
-            self.board = (state, (token or 0) + 1)
-        newest, new_token = self.board or (BoardState(), 0)
-        if self.lose_replies and self.random.random() < 0.5:
-            self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
-        else:
-            self._at(
-                self.now + self._delay(),
-                lambda: self._answer(
-                    node, lambda now: node.machine.board_swapped(newest, new_token, now, won=won)
-                ),
-            )
-
-    def commit_checkpoint(self, step: int = 0) -> None:
-        """Swap the board as a worker's checkpoint commit does, in between the agents' swaps."""
-        if self.board is not None:
-            state, token = self.board
-            commit = Commit(epoch=state.epoch, step=step, dir=f"{step}", manifest_sha256="")
-            self.board = (replace(state, commits=(*state.commits[-2:], commit)), token + 1)
+        self.at(self.now + self.delay(), told)
 
     # --- invariants, and the script in place of workers ----------------------------------------
 
-    def _check_swap(self, node: Node, old: BoardState, new: BoardState) -> None:
-        me, holder = node.me.agent_id, new.lease.holder if new.lease else None
-        newest = max([old.epoch, *self.published])
-        assert new.epoch in (old.epoch, newest + 1), f"epoch {old.epoch} -> {new.epoch}"
-        assert new.commits == old.commits
-        assert holder in (me, None), "puts another's name on the board"
-        if new.epoch > old.epoch:
-            assert old.lease is not None
-            assert old.lease.holder == holder == me, "a number without the lease"
-            self.epoch_owner[new.epoch] = me
-        if new.lease is None:
-            assert old.lease is not None
-            assert old.lease.holder == me, "gives up another's lease"
-            assert new.ended is not None
-        elif old.lease is None or (old.lease.holder, old.lease.term) != (me, new.lease.term):
-            assert old.lease is None or new.lease.term > old.lease.term
-            assert self.term_owner.setdefault(new.lease.term, me) == me, "two winners of a term"
-
     def _check_published(self, node: Node, formed: Formed) -> None:
-        assert self.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
-        assert self.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
+        board = self.board
+        assert board.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
+        assert self.board.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
         assert len(formed.members) in self.settings.rung_nodes
         assert len({m.node for m in formed.members}) == len(formed.members)
         assert not {m.node for m in formed.members} & formed.barred.keys()
@@ -518,7 +392,7 @@ class Cluster:
         node.notices.append(notice)
         match notice:
             case EpochFormed(epoch=epoch):
-                assert epoch in self.epoch_owner, "told before it is on the board"
+                assert epoch in self.board.epoch_owner, "told before it is on the board"
                 assert self.published.setdefault(epoch, notice) == notice, "published twice"
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
                 node.formed = notice
@@ -539,14 +413,14 @@ class Cluster:
             case JobStopped():
                 node.stopped, node.working = notice, None
                 # The process ends a little later: what it was to send goes out first.
-                self._at(self.now + 0.05, lambda: self.kill(node))
+                self.at(self.now + 0.05, lambda: self.kill(node))
 
     def _later(self, node: Node, epoch: int, delay: float, report: Report) -> None:
         def say() -> None:
             if node.working == epoch and node.alive:
                 if node.paused:
-                    self._at(self.now + 0.1, say)
+                    self.at(self.now + 0.1, say)
                     return
                 self.report(node, report)
 
-        self._at(self.now + delay, say)
+        self.at(self.now + delay, say)

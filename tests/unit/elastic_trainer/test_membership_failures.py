@@ -140,7 +140,7 @@ def test_checkpoints_on_the_board_are_progress():
         victim = named(cluster, f"node{i}")
         cluster.fail_worker(victim, Kind.CRASH, f"{'ABCD'[i]}Error: x", committed=0)
         cluster.run(cluster.now + 3.0)
-        cluster.commit_checkpoint(step=10 * i + 10)
+        cluster.board.commit(step=10 * i + 10)
         cluster.run(cluster.now + 1.0)
     assert len(cluster.up) == 6
     assert coordinator(cluster).machine.ctx.history.progress == 30

@@ -80,9 +80,9 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
         case "heal":
             cluster.cut.clear()
         case "board_down":
-            cluster.board_down_until = cluster.now + 0.5 * which
+            cluster.board.down_until = cluster.now + 0.5 * which
         case "lose_replies":
-            cluster.lose_replies = True
+            cluster.board.lose_replies = True
         case "worker" if node:
             cluster.fail_worker(node)
         case "crash" if node:
@@ -93,13 +93,13 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             for each in alive:
                 cluster.fail_worker(each, Kind.INFRASTRUCTURE, "OSError: [Errno 5]")
         case "commit":
-            cluster.commit_checkpoint(step=which)
+            cluster.board.commit(step=which)
         case "reset" if node:
             cluster.reset(node)
         case "stall":
-            cluster.board_stalled_until = cluster.now + 3.0 * which
+            cluster.board.stalled_until = cluster.now + 3.0 * which
         case "board_cut":
-            cluster.board_cut.add(names[which % nodes])
+            cluster.board.cut.add(names[which % nodes])
         case "leave" if node:
             cluster.report(node, NodeLeaving(reason="a failed check"))
         case "slow":

@@ -1,0 +1,58 @@
+"""A machine of the simulated cluster, and its connections."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+from elastic_trainer.agent.membership import Membership
+from elastic_trainer.agent.notices import (
+    EpochFormed,
+    JobStopped,
+    Member,
+    Notice,
+)
+
+
+@dataclass
+class Link:
+    """A TCP connection; each side has its own number for it."""
+
+    ends: tuple[Node, Node]
+    conns: tuple[int, int]
+    open: bool = True
+    queues: tuple[deque, deque] = field(default_factory=lambda: (deque(), deque()))
+
+
+@dataclass(eq=False)
+class Node:
+    """A machine with one agent, and a script in place of its workers."""
+
+    me: Member
+    machine: Membership
+    offset: float
+    alive: bool = True
+    silent: bool = False
+    """Power is off: nothing answers, not even a refusal."""
+    paused: bool = False
+    saves: bool = True
+    """Its workers say that they have saved when they are asked to leave."""
+    links: dict[int, Link] = field(default_factory=dict)
+    accepted: itertools.count = field(default_factory=lambda: itertools.count(1, 2))
+    waiting: deque = field(default_factory=deque)
+    """Inputs of a paused process."""
+    dialing: dict[int, list] = field(default_factory=dict)
+    """Dials under way, and what is to go out once they succeed."""
+    board_calls: deque = field(default_factory=deque)
+    """One call at a time, as the client's board thread does them; the first is under way."""
+    tick_at: float | None = None
+    formed: EpochFormed | None = None
+    working: int | None = None
+    """Epoch whose workers run here."""
+    stopped: JobStopped | None = None
+    notices: list[Notice] = field(default_factory=list)
+    events: list[tuple[float, str, dict]] = field(default_factory=list)
+    step: int = 0
+    view: dict[str, object] = field(default_factory=dict)
+    """What differs in the view of its worker from one that waits in the all-reduce."""

@@ -1,0 +1,151 @@
+"""Membership and the board: leases, other jobs, partitions, a board that fails; virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from membership_sim import Cluster
+from test_membership import coordinator, others, settings, started
+
+from elastic_trainer.agent.notices import StopAsked
+
+
+def test_a_second_job_is_refused_and_named():
+    cluster = started(2)
+    intruder = cluster.add("node9", job="other")
+    cluster.run(cluster.now + 1.0)
+    assert intruder.stopped.code == 93
+    assert "live in job job" in intruder.stopped.reason
+
+
+def test_a_second_job_is_refused_also_when_it_cannot_reach_the_first():
+    cluster = started(2)
+    intruder = cluster.add("node9", job="other")
+    cluster.partition({"node9"})
+    cluster.run(cluster.now + 30.0)
+    assert intruder.stopped.code == 93
+
+
+def test_a_dead_jobs_run_is_taken_over_after_a_while():
+    cluster = started(2)
+    for node in list(cluster.up):
+        cluster.kill(node)
+    for i in range(2):
+        cluster.add(f"node{i}", job="next")
+    took = cluster.run_until(cluster.settled, within=20.0)
+    assert took >= cluster.settings.takeover_refused_s
+
+
+def test_a_board_that_does_not_answer_leaves_the_running_epoch_alone():
+    cluster = started(3)
+    cluster.board.down_until = cluster.now + 60.0
+    cluster.run(cluster.now + 59.0)
+    assert cluster.settled()
+    assert max(cluster.published) == 1
+
+
+def test_no_epoch_is_formed_without_the_board():
+    cluster = started(3)
+    cluster.board.down_until = cluster.now + 30.0
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 29.0)
+    assert max(cluster.published) == 1
+    cluster.run_until(cluster.settled, within=5.0)
+
+
+def test_a_minority_cut_off_forms_nothing_that_stands():
+    cluster = started(5)
+    cut_off = {n.me.node for n in others(cluster)[:2]}
+    cluster.partition(cut_off)
+    cluster.run(cluster.now + 30.0)
+    majority = [n for n in cluster.up if n.me.node not in cut_off]
+    newest = max(cluster.published)
+    assert {n.formed.epoch for n in majority} == {newest}
+    cluster.heal()
+    cluster.run_until(cluster.settled, within=60.0)
+
+
+@pytest.mark.parametrize("earlier_s", [0.0, 0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
+def test_a_coordinator_cut_off_forms_nothing_is_replaced_and_joins_again(earlier_s):
+    cluster = started(5)
+    old = coordinator(cluster)
+    # It misses the others before they miss it.
+    cluster.cut |= {(n.me.node, old.me.node) for n in others(cluster)}
+    cluster.run(cluster.now + earlier_s)
+    cluster.partition({old.me.node})
+    cluster.run(cluster.now + 40.0)
+    assert old.formed is None or old.formed.epoch == 1
+    assert {n.formed.epoch for n in cluster.up if n is not old} == {2}
+    cluster.heal()
+    cluster.run_until(cluster.settled, within=60.0)
+
+
+def test_a_checkpoint_commit_between_costs_only_another_try():
+    cluster = started(3)
+    victim = others(cluster)[0]
+    cluster.kill(victim)
+    for _ in range(20):
+        cluster.run(cluster.now + 0.001)
+        cluster.board.commit()
+    cluster.run_until(cluster.settled, within=2.0)
+
+
+def test_a_deposed_coordinator_ends_nobodys_job():
+    cluster = started(5)
+    old, member = coordinator(cluster), others(cluster)[0]
+    cluster.partition({old.me.node, member.me.node})
+    cluster.board.cut |= {old.me.node, member.me.node}
+    cluster.run(cluster.now + 30.0)
+    assert old.machine.is_coordinator
+    cluster.report(old, StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 1.0)
+    cluster.board.cut.clear()
+    cluster.run(cluster.now + 2.0)
+    assert not old.machine.is_coordinator
+    assert old.stopped is None
+    assert member.stopped is None
+    cluster.heal()
+    cluster.run(cluster.now + 30.0)
+    assert {n.stopped.code for n in cluster.nodes} == {91}  # by the coordinator that counts
+
+
+def test_a_board_that_is_down_for_long_does_not_end_a_campaign():
+    cluster = started(2)
+    cluster.kill(coordinator(cluster), silent=True)
+    cluster.board.down_until = cluster.now + 45.0
+    cluster.run(cluster.now + 45.0)
+    cluster.run_until(cluster.settled, within=20.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_lease_won_unheard_is_taken_up(seed):
+    cluster = Cluster(settings(3), seed=seed)
+    for i in range(3):
+        cluster.add(f"node{i}")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.board.lose_replies = True
+    cluster.kill(coordinator(cluster))
+    cluster.run(cluster.now + 3.0)
+    cluster.board.lose_replies = False
+    cluster.run_until(cluster.settled, within=2.0)
+
+
+def test_epochs_rise_also_over_a_board_that_was_emptied():
+    cluster = started(2)
+    cluster.board.content = None
+    cluster.run_until(lambda: cluster.settled() and max(cluster.published) > 1, within=30.0)
+
+
+def test_a_live_lease_is_not_taken_where_its_address_means_another_machine():
+    """Not even when one renewal of it is a little late."""
+    cluster = started(2)
+    live = coordinator(cluster).me
+    cluster.run(cluster.settings.lease_renew_s + 0.1)
+    cluster.refusing.add(("far", live.node))
+    far = cluster.add("far", job="other")
+    cluster.run(2 * cluster.settings.lease_renew_s - 0.1)
+    cluster.board.cut.add(live.node)
+    cluster.run(cluster.now + 1.5)
+    cluster.board.cut.clear()
+    cluster.run(cluster.now + 20.0)
+    assert far.stopped.code == 93
+    assert coordinator(cluster).me == live
