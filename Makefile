@@ -12,7 +12,7 @@ demo: .venv/ready
 	$(PY) -m examples.demo
 
 test: .venv/ready
-	$(PY) -m pytest tests -n 2 --dist worksteal
+	$(PY) -m pytest tests -n 2 --dist worksteal --durations 15
 
 lint: .venv/ready
 	.venv/bin/ruff check .
