@@ -1,0 +1,175 @@
+"""`holdfast preflight`: is every node fit for the job?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    exit_with_problems,
+    folder_of,
+    json_option,
+    print_json,
+    set_option,
+)
+from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.ops.preflight import Where
+    from launcher.ops.preflight_checks import Expected, NodeReport
+
+EPILOG = """\b
+Examples:
+  holdfast preflight job.yaml
+  holdfast preflight --partition train --gpus 8 --dir /lustre/ckpt
+  holdfast preflight --nodes node[07,19-21] --check storage --check clock
+  holdfast preflight --to local
+"""
+
+
+@click.command("preflight", epilog=EPILOG)
+@click.argument("job", required=False)
+@click.option("--to", "target", type=click.Choice(["slurm", "local"]), default="slurm")
+@click.option("--partition", metavar="NAME", help="All nodes of it  [default: the job's]")
+@click.option("--nodes", metavar="LIST", help="Slurm's node list, as n[1-4,7].")
+@click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs of a node.")
+@click.option("--dir", "directory", metavar="DIR", help="Shared folder that is written to.")
+@click.option("--free-gib", type=float, default=1.0, show_default=True, help="Free in DIR.")
+@click.option("--shm-gib", type=float, default=1.0, show_default=True, help="Free in /dev/shm.")
+@click.option(
+    "--check", "names", multiple=True, metavar="NAME", help="Only this check; repeatable."
+)
+@click.option("--skip", multiple=True, metavar="NAME", help="Not this check; repeatable.")
+@click.option("--timeout", default=300.0, show_default=True, help="Seconds for all nodes.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="For submitit's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
+)
+@set_option
+@json_option
+def preflight(  # noqa: PLR0917  click passes options by name
+    job: str | None,
+    target: str,
+    partition: str | None,
+    nodes: str | None,
+    gpus: int | None,
+    directory: str | None,
+    free_gib: float,
+    shm_gib: float,
+    names: Sequence[str],
+    skip: Sequence[str],
+    timeout: float,
+    folder: Path | None,
+    sets: Sequence[str],
+    as_json: bool,
+) -> int:
+    """Check every node of a partition or a list: GPUs, storage, /dev/shm, clocks, versions.
+
+    With JOB, partition, GPUs, the folder and the environment are the job's. Exit codes: 0 all
+    nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
+    """
+    from launcher.ops.preflight import Preflight, Where
+    from launcher.ops.preflight_checks import Expected
+
+    try:
+        where, expected = _asked(
+            job,
+            sets,
+            Where(cluster=target, partition=partition, nodes=nodes, gres_gpus=gpus or 0),
+            Expected(
+                gpus=gpus or 0,
+                directory=str(Path(directory or ".").absolute()),
+                min_free_gib=free_gib,
+                min_shm_gib=shm_gib,
+            ),
+            given={"gpus": gpus is not None, "directory": directory is not None},
+        )
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        place = (folder or Path("runs") / ".preflight" / stamp).absolute()
+        say = (lambda _: None) if as_json else lambda text: click.echo(text, err=True)
+        round_ = Preflight(where=where, folder=place, say=say)
+        reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    failed = [report for report in reports if report.level == "fail"]
+    if not failed:
+        round_.tidy()
+    if as_json:
+        print_json({"ok": not failed, "nodes": [_plain(report) for report in reports]})
+    else:
+        _print_table(reports)
+        kept = f"; what they wrote is in {place}" if failed and place.is_dir() else ""
+        click.echo(f"{len(reports) - len(failed)} of {len(reports)} nodes are fit{kept}")
+    return EXIT_FAILED if failed else EXIT_DONE
+
+
+def _asked(
+    job: str | None,
+    sets: Sequence[str],
+    where: Where,
+    expected: Expected,
+    *,
+    given: Mapping[str, bool],
+) -> tuple[Where, Expected]:
+    """Fill in what the command line leaves to the job; `given` says what it does not."""
+    if job is None:
+        if sets:
+            raise UserError("HF610", "--set changes a job; name one")
+        return where, expected
+    from launcher.render.local import checkpoint_dir, resolve
+    from launcher.spec import load_spec
+
+    spec, base_dir = load_spec(job, sets), folder_of(job)
+    if not given["gpus"]:
+        count = spec.cluster.gpus_per_node if spec.device == "cuda" else 0
+        where, expected = replace(where, gres_gpus=count), replace(expected, gpus=count)
+    if not given["directory"]:
+        runs = Path("runs").absolute() / "-"
+        place = Path(checkpoint_dir(spec, run_dir=runs, base_dir=base_dir)).absolute()
+        # It may not be there yet: what is above it is on the same storage.
+        there = next(folder for folder in (place, *place.parents) if folder.is_dir())
+        expected = replace(expected, directory=str(there))
+    venv = spec.env.venv
+    where = replace(
+        where,
+        partition=where.partition or (None if where.nodes else spec.slurm.partition),
+        account=spec.slurm.account,
+        qos=spec.slurm.qos,
+        reservation=spec.slurm.reservation,
+        python=None if venv is None else f"{resolve(venv, base_dir)}/bin/python",
+    )
+    return where, expected
+
+
+def _plain(report: NodeReport) -> dict[str, object]:
+    return {**asdict(report), "level": report.level}
+
+
+def _print_table(reports: Sequence[NodeReport]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("node", "result", "check", "what"):
+        table.add_column(name, overflow="fold")
+    for report in reports:
+        rows = [(f.level, f.check, f.text) for f in report.findings] or [
+            ("fail", "start", report.problem)
+        ]
+        for index, (level, check, text) in enumerate(rows):
+            table.add_row(report.node if index == 0 else "", level, check, text)
+    console.print(table, highlight=False, markup=False)

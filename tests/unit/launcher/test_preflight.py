@@ -1,0 +1,226 @@
+"""Preflight: the checks, the verdict over all nodes, and submitit's local executor."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import stat
+import subprocess
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.backends.commands import Answer as Said
+from launcher.cli.main import run_cli
+from launcher.errors import UserError
+from launcher.ops import preflight_checks as checks
+from launcher.ops.preflight import Preflight, Where, choose
+from launcher.ops.preflight_checks import Expected, Finding, NodeReport, judge, run_checks
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def report(node, **values):
+    findings = tuple(Finding(check=name, value=value) for name, value in values.items())
+    return NodeReport(node=node, findings=findings)
+
+
+def levels(reports):
+    return {
+        report.node: [f.check for f in report.findings if f.level != "ok"] for report in reports
+    }
+
+
+# -- over all nodes ----------------------------------------------------------------------------
+
+
+def test_who_differs_from_the_others_is_named():
+    reports = [
+        report("a", clock=0.1, storage=1000.0, versions="torch 1"),
+        report("b", clock=0.2, storage=900.0, versions="torch 1"),
+        report("c", clock=5.0, storage=950.0, versions="torch 1"),
+        report("d", clock=0.1, storage=90.0, versions="torch 1"),
+        report("e", clock=0.1, storage=800.0, versions="torch 2"),
+        NodeReport(node="f", problem="no answer"),
+    ]
+    judged = judge(reports, Expected())
+    assert levels(judged) == {
+        **{name: [] for name in "abf"},
+        "c": ["clock"],
+        "d": ["storage"],
+        "e": ["versions"],
+    }
+    assert [each.level for each in judged] == ["ok", "ok", "fail", "warn", "fail", "fail"]
+    texts = {f.text for each in judged for f in each.findings}
+    assert "torch 2; most nodes have torch 1" in texts
+    assert "+4.9 s from the other nodes' clocks; mend NTP on c" in texts
+
+
+def test_what_has_failed_already_keeps_its_words():
+    failed = Finding(check="storage", level="fail", text="full", value=1.0)
+    reports = [report("a", storage=100.0), report("b", storage=100.0)]
+    reports.append(NodeReport(node="c", findings=(failed,)))
+    assert judge(reports, Expected())[2].findings == (failed,)
+
+
+@given(
+    st.lists(
+        st.builds(
+            report,
+            st.text(max_size=3),
+            clock=st.floats(-1e9, 1e9),
+            storage=st.floats(0, 1e6),
+            versions=st.sampled_from("ab"),
+        ),
+        max_size=8,
+        unique_by=lambda each: each.node,
+    )
+)
+def test_the_verdict_never_makes_anything_better_or_loses_a_node(reports):
+    judged = judge(reports, Expected())
+    assert [each.node for each in judged] == [each.node for each in reports]
+    assert all(len(a.findings) == len(b.findings) for a, b in zip(judged, reports, strict=True))
+    usual = [f for each in judged for f in each.findings if f.check == "versions"]
+    if usual:
+        assert sum(f.level == "ok" for f in usual) * 2 >= len(usual)
+
+
+# -- on a node ---------------------------------------------------------------------------------
+
+
+def test_every_check_answers_here(tmp_path):
+    answer = run_checks(checks.CHECKS, Expected(directory=str(tmp_path), min_shm_gib=0))
+    assert [finding.check for finding in answer.findings] == list(checks.CHECKS)
+    assert {f.check: f.level for f in answer.findings if f.level == "fail"} == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_raises_is_a_failed_check():
+    def broken(expected):
+        raise ValueError("no")
+
+    (finding,) = run_checks({"mine": broken}, Expected()).findings
+    assert (finding.check, finding.level) == ("mine", "fail")
+    assert "ValueError: no" in finding.text
+
+
+def test_missing_gpus_fail(monkeypatch):
+    monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+
+    def answers(text):
+        done = subprocess.CompletedProcess((), 0, stdout=text)
+        monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: done)
+        return checks.check_gpus(Expected(gpus=2))
+
+    assert answers("0\n1\n").level == "ok"
+    bad = answers("0\nUnable to determine the device handle for GPU 0000:0F\n")
+    assert (bad.level, bad.value) == ("fail", 1)
+    assert "1 of 2 GPUs" in bad.text
+
+    def hangs(*_, **__):
+        raise subprocess.TimeoutExpired("nvidia-smi", 30)
+
+    monkeypatch.setattr(checks.subprocess, "run", hangs)
+    assert checks.check_gpus(Expected(gpus=2)).level == "fail"
+
+
+def test_storage_that_cannot_be_written_or_is_full_fails(tmp_path, monkeypatch):
+    bad = checks.check_storage(Expected(directory=str(tmp_path / "no")))
+    assert bad.level == "fail"
+    assert "No such file" in bad.text
+    usage = Usage(100, 99, 1)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(checks, "_WRITE_BYTES", 1 << 20)
+    assert "make room" in checks.check_storage(Expected(directory=str(tmp_path))).text
+    assert checks.check_shm(Expected()).level == "fail"
+
+
+def test_leftovers_are_told_and_live_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "SHM", tmp_path)
+    assert checks.check_leftovers(Expected()).text == "none"
+    for name in ("holdfast-r-n1-a", "holdfast-r-n1-b", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").touch()
+        (tmp_path / name / "image").write_bytes(b"0" * 8192)
+    with (tmp_path / "holdfast-r-n1-b" / "owner").open("r+") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        finding = checks.check_leftovers(Expected())
+    assert finding.level == "warn"
+    assert finding.text.startswith("1 stale folders")
+    assert "holdfast-r-n1-a" in finding.text
+
+
+# -- rounds ------------------------------------------------------------------------------------
+
+
+def test_checks_are_chosen_by_name():
+    known = dict.fromkeys("abc", checks.check_shm)
+    assert list(choose(known, [], [])) == ["a", "b", "c"]
+    assert list(choose(known, ["c", "a"], ["a"])) == ["c"]
+    for names, skip in ((["x"], []), ([], ["x"]), (["a"], ["a"])):
+        with pytest.raises(UserError) as error:
+            choose(known, names, skip)
+        assert error.value.code == "HF660"
+
+
+class Slurm:
+    """Says what sinfo would."""
+
+    def __init__(self, out):
+        self.out = out
+
+    def run(self, argv, *, timeout_s, stdin=""):
+        return Said(argv=tuple(argv), code=0, out=self.out, err="")
+
+
+def test_nodes_that_are_down_are_not_asked(tmp_path):
+    slurm = Slurm("n1|down\nn2|drained\nn3|idle*\nn4|draining\n")
+    found = Preflight(where=Where(), folder=tmp_path / "f", commands=slurm).run(Expected())
+    assert [(each.node, each.level) for each in found] == [
+        (name, "fail") for name in ("n1", "n2", "n3", "n4")
+    ]
+    assert "Slurm has it drained" in found[1].problem
+
+
+@pytest.mark.parametrize(
+    "where",
+    [Where(partition="a b"), Where(nodes="n1;rm"), Where(partition="-p"), Where(nodes="no")],
+)
+def test_wrong_names_are_refused(tmp_path, where):
+    with pytest.raises(UserError) as error:
+        Preflight(where=where, folder=tmp_path / "f", commands=Slurm("")).run(Expected())
+    assert error.value.code == "HF661"
+
+
+def test_this_machine_by_submitits_local_executor(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--dir", str(tmp_path), "--shm-gib", "0", "--timeout", "100"]
+    assert run_cli(["preflight", "--to", "local", "--json", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (node,) = answer["nodes"]
+    assert answer["ok"]
+    assert [finding["check"] for finding in node["findings"]] == list(checks.CHECKS)
+    assert list((tmp_path / "runs" / ".preflight").iterdir()) == []  # nothing pickled is left
+
+
+def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, capsys):
+    folder = tmp_path / "files"
+    options = ["--check", "shm", "--shm-gib", "1e9", "--folder", str(folder), "--timeout", "100"]
+    assert run_cli(["preflight", "--to", "local", *options]) == 1
+    out = capsys.readouterr().out
+    assert "enlarge or empty" in out
+    assert f"0 of 1 nodes are fit; what they wrote is in {folder}" in out
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_wrong_options_are_told(tmp_path, capsys):
+    assert run_cli(["preflight", "--to", "local", "--check", "x"]) == 2
+    assert "HF660" in capsys.readouterr().err
+    assert run_cli(["preflight", "--to", "local", "--set", "a=b"]) == 2
+    assert "HF610" in capsys.readouterr().err
