@@ -190,7 +190,8 @@ class Keeper:
             if parse_name(path.name) is None:
                 continue
             with contextlib.suppress(OSError, TornImageError), _opened(path) as image:
-                found.append({"file": path.name, "header": image.header().to_dict()})
+                header = image.header().to_dict()
+                found.append({"file": path.name, "header": header, "committed": image.committed})
         return found
 
     def _verify(self, file: str) -> dict[str, Any]:

@@ -34,11 +34,15 @@ class ImageWriter:
         directory: the agent's, in memory.
         epoch: of this worker.
         rank: of this worker.
+        num_ranks: of the epoch.
         shard: which part of the state it holds, of how many.
     """
 
-    def __init__(self, directory: Path, *, epoch: int, rank: int, shard: tuple[int, int]) -> None:
-        self._directory, self._epoch, self._rank, self._shard = directory, epoch, rank, shard
+    def __init__(
+        self, directory: Path, *, epoch: int, rank: int, num_ranks: int, shard: tuple[int, int]
+    ) -> None:
+        self._directory, self._epoch, self._rank = directory, epoch, rank
+        self._num_ranks, self._shard = num_ranks, shard
         self._parts: tuple[Part, ...] = ()
         self._images: dict[int, Image] = {}
         self._views: dict[int, list[Tensor]] = {}
@@ -87,6 +91,10 @@ class ImageWriter:
             if slot not in self._images and not stop.is_set():
                 at = self._header(0).payload_at
                 fault_in(torch.frombuffer(self._make(slot).map, dtype=torch.uint8, offset=at), stop)
+
+    def commit(self, slot: int) -> None:
+        """Note in the image of `slot` that its step is committed."""
+        self._images[slot].commit()
 
     def close(self) -> None:
         """Unmap the images; the files stay, for the next epoch to restore from."""
@@ -143,6 +151,7 @@ class ImageWriter:
             rank=self._rank,
             shard=shard,
             num_shards=num_shards,
+            num_ranks=self._num_ranks,
             index_bytes=len(self._index),
             payload_bytes=self._payload_bytes,
             crc=0,

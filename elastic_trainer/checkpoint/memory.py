@@ -26,6 +26,7 @@ from elastic_trainer.snapshots.image import PAGE, Header, Image
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Authenticate, Peer, PeerLink, read_peers
 
 AUTHENTICATE_S: Final = 5.0
+READY_POLL_S: Final = 0.02
 GIVE_UP_AFTER: Final = 3
 """Failed snapshots in a row after which an epoch makes do with storage."""
 
@@ -97,7 +98,7 @@ class MemoryTier:
         epoch: of membership.
         every_steps: snapshot each multiple of it; 0 for none.
         emit: writes an event; of rank 0.
-        ready: whether what else must be safe before a step is committed, its ledger, is.
+        ready: whether what else must be safe before a step may be gone on from, its ledger, is.
     """
 
     def __init__(
@@ -115,7 +116,13 @@ class MemoryTier:
         self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
         self._ready = ready
         self.shard = shard_of(layout, rank)
-        self._writer = ImageWriter(place.directory, epoch=epoch, rank=rank, shard=self.shard)
+        self._writer = ImageWriter(
+            place.directory,
+            epoch=epoch,
+            rank=rank,
+            num_ranks=layout.world_size,
+            shard=self.shard,
+        )
         buddy = copy_node(layout, rank, place.workers)
         self._buddy = None if buddy is None else place.members[buddy]
         self._link: PeerLink | None = None
@@ -198,8 +205,6 @@ class MemoryTier:
             return 0.0, 0.0, 0.0
         if pending.error is not None:
             return 0.0, 1.0, 0.0
-        if not self._ready():
-            return 0.0, 0.0, 0.0
         return float(not pending.unready), 0.0, float(pending.unready)
 
     def agreed(self, copied: float, failed: float, unready: float = 0.0) -> int | None:
@@ -224,6 +229,7 @@ class MemoryTier:
             return None
         self._pending, self._failures = None, 0
         self._committed_slot, self.committed_step = pending.slot, pending.step
+        self._writer.commit(pending.slot)
         return pending.step
 
     def wait(self, timeout_s: float) -> None:
@@ -260,9 +266,17 @@ class MemoryTier:
         self._end(pending, error)
 
     def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
-        """Body of the thread: digest, then copy."""
+        """Body of the thread: digest, then copy.
+
+        An image that can be taken says that this rank has completed the step, ledger and all:
+        a restore may go on from a step that was not committed yet.
+        """
         error: str | None = None
         try:
+            while not self._ready():
+                if self._stop.wait(READY_POLL_S):
+                    self._end(pending, "the ledger of the step could not be written")
+                    return
             whole = image.seal(header)
             if self._buddy is not None:
                 self._copy(image, whole, pending.slot)

@@ -30,6 +30,7 @@ from elastic_trainer.checkpoint.memory import Place
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
+    everybody_got_there,
     missing_shards,
     newest_first,
     sources,
@@ -77,6 +78,8 @@ def restore_from_memory(
         if missing_shards(holdings, key):
             on_skip(step, describe_missing(holdings, key))
             continue
+        if not everybody_got_there(holdings, key):
+            continue  # nothing is lost: it was not committed
         found = _verified(holdings, key, place, group)
         good = [holding for holding, _ in found]
         if missing_shards(good, key):
@@ -138,7 +141,14 @@ def _survey(place: Place, group: Collective) -> list[Holding]:
 
 
 def _holding(me: Peer, file: str, image: Image) -> Holding:
-    return Holding(header=image.header(), file=file, node=me.node, address=me.address, port=me.port)
+    return Holding(
+        header=image.header(),
+        file=file,
+        node=me.node,
+        address=me.address,
+        port=me.port,
+        committed=image.committed,
+    )
 
 
 def _verified(

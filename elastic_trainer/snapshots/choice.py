@@ -21,6 +21,8 @@ class Holding:
     address: str
     """Of the agent that serves it."""
     port: int
+    committed: bool = False
+    """Its writer knew the step to be committed. A copy's keeper never does."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -35,6 +37,7 @@ class Holding:
             "node": self.node,
             "address": self.address,
             "port": self.port,
+            "committed": self.committed,
         }
 
     @classmethod
@@ -57,6 +60,19 @@ def missing_shards(holdings: Sequence[Holding], key: tuple[int, int]) -> list[in
     num_shards = max((header.num_shards for header in mine), default=1)
     held = {header.shard for header in mine if header.num_shards == num_shards}
     return [shard for shard in range(num_shards) if shard not in held]
+
+
+def everybody_got_there(holdings: Iterable[Holding], key: tuple[int, int]) -> bool:
+    """Return whether every rank is known to have completed the step of `key`.
+
+    A replica of HSDP may hold the whole state of a step that a rank of another has not
+    completed: its ledger has no line of that step, so nobody may go on from it. Known it is by
+    the commit, or by an image of every rank, its own or the copy.
+    """
+    mine = [holding for holding in holdings if holding.key == key]
+    num_ranks = max((holding.header.num_ranks for holding in mine), default=1)
+    ranks = {holding.header.rank for holding in mine}
+    return len(ranks) >= num_ranks or any(holding.committed for holding in mine)
 
 
 def sources(

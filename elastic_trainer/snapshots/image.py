@@ -3,7 +3,8 @@
 A header of one page, an index (JSON: which part of which tensor lies where), and the bytes of
 the tensors. The header has the CRC-32 of all that follows it, and one of itself. It is marked
 torn before anything else is written and whole after everything is, so that a worker killed at
-any moment leaves an image that is not taken.
+any moment leaves an image that is not taken. The last bytes of the header's page say whether its
+writer knew the step to be committed.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ PAGE: Final = 4096
 ALIGNMENT: Final = 64
 """Of each tensor in the payload, bytes: a cache line."""
 
-_MAGIC: Final = b"HFSNAP1\n"
-_HEADER: Final = struct.Struct("<8sIIQQQQQQQ")
+_MAGIC: Final = b"HFSNAP2\n"
+_HEADER: Final = struct.Struct("<8sIIQQQQQQQQ")
 _NUMBERS: Final = (
     "epoch",
     "step",
     "rank",
     "shard",
     "num_shards",
+    "num_ranks",
     "index_bytes",
     "payload_bytes",
 )
 """Of the header, in its order."""
 _CRC: Final = struct.Struct("<I")
+_COMMITTED: Final = b"COMMITTD"
 _TORN, _WHOLE = 0, 1
 _NAME: Final = re.compile(r"(own|copy)-e([0-9]{1,12})-r([0-9]{1,9})-s([01])")
 
@@ -57,6 +60,8 @@ class Header:
     """Which part of the state it is; replicas of HSDP have the same."""
     num_shards: int
     """Parts that make the whole state."""
+    num_ranks: int
+    """Of that epoch; more than shards where replicas hold the same."""
     index_bytes: int
     payload_bytes: int
     crc: int
@@ -82,6 +87,7 @@ class Header:
             self.rank,
             self.shard,
             self.num_shards,
+            self.num_ranks,
             self.index_bytes,
             self.payload_bytes,
         )
@@ -204,6 +210,7 @@ class Image:
     def tear(self) -> None:
         """Mark the image as being written."""
         self.map[: len(_MAGIC)] = bytes(len(_MAGIC))
+        self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
 
     def seal(self, header: Header) -> Header:
         """Mark the image as whole; return the header, now with the CRC of what was written."""
@@ -213,6 +220,15 @@ class Image:
         self.map[len(_MAGIC) : len(raw)] = raw[len(_MAGIC) :]
         self.map[: len(_MAGIC)] = raw[: len(_MAGIC)]
         return whole
+
+    def commit(self) -> None:
+        """Note that the step is committed: every rank has completed it and left its image."""
+        self.map[PAGE - len(_COMMITTED) : PAGE] = _COMMITTED
+
+    @property
+    def committed(self) -> bool:
+        """Whether its writer knew the step to be committed."""
+        return self.map[PAGE - len(_COMMITTED) : PAGE] == _COMMITTED
 
     def header(self) -> Header:
         """Return the header.

@@ -108,6 +108,7 @@ class PeerLink:
                 node=self.peer.node,
                 address=self.peer.address,
                 port=self.peer.port,
+                committed=bool(row["committed"]),
             )
             for row in rows
         ]

@@ -10,6 +10,7 @@ from elastic_trainer.snapshots.buddies import copy_node, shard_of
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
+    everybody_got_there,
     missing_shards,
     newest_first,
     sources,
@@ -83,18 +84,36 @@ def test_replicas_of_hsdp_need_no_copy() -> None:
     assert all(copy_node(wide, rank, 4) is not None for rank in range(8))
 
 
-def holding(step: int, shard: int, *, epoch: int = 1, num: int = 2, node: str = "a") -> Holding:
+def holding(
+    step: int,
+    shard: int,
+    *,
+    epoch: int = 1,
+    num: int = 2,
+    node: str = "a",
+    replica: int = 0,
+    replicas: int = 1,
+    committed: bool = False,
+) -> Holding:
     header = Header(
         epoch=epoch,
         step=step,
-        rank=shard,
+        rank=shard + num * replica,
         shard=shard,
         num_shards=num,
+        num_ranks=num * replicas,
         index_bytes=0,
         payload_bytes=0,
         crc=0,
     )
-    return Holding(header=header, file=f"f{shard}", node=node, address="127.0.0.1", port=1)
+    return Holding(
+        header=header,
+        file=f"f{shard}",
+        node=node,
+        address="127.0.0.1",
+        port=1,
+        committed=committed,
+    )
 
 
 def test_the_newest_step_goes_first_and_then_the_newest_epoch() -> None:
@@ -107,6 +126,19 @@ def test_a_snapshot_is_whole_when_every_shard_is_there() -> None:
     assert missing_shards(held, (7, 1)) == []
     assert missing_shards(held, (8, 1)) == [1]
     assert "lacks 1 of 2 parts (1)" in describe_missing(held, (8, 1))
+
+
+def test_a_whole_replica_is_not_enough_where_another_may_lack_the_step() -> None:
+    one = [holding(7, shard, replicas=2) for shard in (0, 1)]
+    assert missing_shards(one, (7, 1)) == []
+    assert not everybody_got_there(one, (7, 1))
+    three = [*one, holding(7, 0, replicas=2, replica=1)]
+    assert not everybody_got_there(three, (7, 1))
+    assert everybody_got_there([*three, holding(7, 1, replicas=2, replica=1)], (7, 1))
+    known = holding(7, 1, replicas=2, committed=True)
+    assert everybody_got_there([one[0], known], (7, 1))
+    assert not everybody_got_there([*one, holding(6, 0, replicas=2, committed=True)], (7, 1))
+    assert everybody_got_there([holding(7, 0), holding(7, 1)], (7, 1))
 
 
 def test_own_memory_is_read_first_and_others_in_turn() -> None:
@@ -127,5 +159,5 @@ def test_what_is_chosen_is_never_mixed(rows: list[tuple[int, int, int]]) -> None
 
 
 def test_a_holding_survives_the_wire() -> None:
-    held = holding(7, 1)
+    held = holding(7, 1, committed=True)
     assert Holding.from_dict(held.to_dict()) == held

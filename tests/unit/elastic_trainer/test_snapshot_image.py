@@ -47,6 +47,7 @@ def write_image(path: Path, *, step: int = 7, payload: bytes = b"") -> Header:
         rank=1,
         shard=1,
         num_shards=4,
+        num_ranks=8,
         index_bytes=len(index),
         payload_bytes=payload_bytes,
         crc=0,
@@ -172,3 +173,17 @@ def test_file_names_are_read_back_and_nothing_else_is() -> None:
     assert parse_name(name) == ("copy", 3, 12, 1)
     for other in ("own-e1-r1-s2", "../own-e1-r1-s0", "own-e1-r1-s0x", "", "own-e-1-r1-s0"):
         assert parse_name(other) is None
+
+
+def test_that_its_step_is_committed_is_forgotten_with_it(tmp_path: Path) -> None:
+    header = write_image(tmp_path / "image")
+    image = Image(tmp_path / "image")
+    assert not image.committed
+    image.commit()
+    assert image.committed
+    assert image.verify() == header
+    image.tear()
+    assert not image.committed
+    image.seal(header)
+    assert not image.committed
+    image.close()
