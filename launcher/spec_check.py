@@ -191,7 +191,8 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF161", "segment", message, "version")
     if slurm.container is not None and spec.env.image is None:
         message = f"{slurm.container} runs an image, and env.image has none; name one"
-        yield finding("HF164", "container", message)
+        keys = frozenset({"slurm.container", "env.image"})
+        yield Finding("HF164", "slurm.container", message, keys)
     for index, mount in enumerate(slurm.container_mounts):
         if "," in mount or not mount.startswith("/") or mount.count(":") > 2:
             message = f"expected /path, /path:/there or /path:/there:ro, found {mount}"

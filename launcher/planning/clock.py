@@ -82,15 +82,17 @@ def limit_seconds(text: str | None) -> int | None:
 def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
     """Return how long a save is taken to last, from the request on, in seconds.
 
-    A step must end first, on the lowest rung the longest; then fp32 parameters and Adam's two
-    moments are written by the fewest nodes. A script that takes no requests has what
+    A step must end first; then fp32 parameters and Adam's two moments are written. Counted
+    with half of the nodes, or `elastic.min_nodes` if that is more: a job that has lost most of
+    its nodes may need a `slurm.save_s` of its own. A script that takes no requests has what
     `elastic.stop_grace_s` gives it.
     """
     if spec.command is not None:
         return spec.elastic.stop_grace_s
     size = spec.shape.num_params() * BYTES_PER_PARAM
-    write_s = size / min(ladder.min_nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
-    step_s = (shortest_step_s(spec) or 0.0) * SLOW_STEP * ladder.max_nodes / ladder.min_nodes
+    nodes = max(ladder.min_nodes, ladder.max_nodes // 2)
+    write_s = size / min(nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
+    step_s = (shortest_step_s(spec) or 0.0) * SLOW_STEP * ladder.max_nodes / nodes
     return SETTLE_S + step_s + write_s
 
 

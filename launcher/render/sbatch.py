@@ -21,6 +21,7 @@ from launcher.render.shell import (
     Quoted,
     check_path,
     file_pattern,
+    home_path,
     sbatch_option,
     template,
     words,
@@ -138,7 +139,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "automatic": fabric_variables(spec),
         "variables": env.variables,
         "secrets": {
-            name: (None if each.file is None else resolve(each.file, base_dir), each.env)
+            name: (None if each.file is None else _secret_file(each.file, base_dir), each.env)
             for name, each in env.secrets.items()
         },
         "clock": clock,
@@ -152,6 +153,10 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         **_container(spec, run=run, base_dir=base_dir),
     }
     return template("job.sbatch.j2").render(values)
+
+
+def _secret_file(path: str, base_dir: str | Path) -> Quoted:
+    return home_path(path if path.startswith("~/") else str(Path(base_dir) / path))
 
 
 def _sbatch_sections(
@@ -253,17 +258,20 @@ def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, An
         options = (f"--container-image={image}", f"--container-mounts={mounts}")
         return {"srun_container": (*options, "--no-container-mount-home"), "inside": None}
     nv = ("--nv",) if spec.device == "cuda" else ()
-    inside = words("apptainer", "exec", *nv, "--bind", mounts, image, CONTAINER_PYTHON)
+    inside = words("apptainer", "exec", *nv, "--bind", mounts, image)
     return {"srun_container": (), "inside": inside}
 
 
 def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
     """Return SOURCE:TARGET for all that the nodes read and write; none within another."""
-    data = [resolve(spec.data.path, base_dir)] if spec.command is None else []
-    if spec.command is None and spec.data.tokenizer != "bytes":
-        data.append(resolve(spec.data.tokenizer, base_dir))
-    if spec.data.format == "megatron":
-        data = [str(PurePath(path).parent) for path in data]  # a prefix of two files
+    data = []
+    if spec.command is None:
+        corpus = PurePath(resolve(spec.data.path, base_dir))
+        # Megatron's path may be the prefix of two files; the root of all is mounted anyway.
+        above = spec.data.format == "megatron" and len(corpus.parts) > 2
+        data = [str(corpus.parent if above else corpus)]
+        if spec.data.tokenizer != "bytes":
+            data.append(resolve(spec.data.tokenizer, base_dir))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
     if spec.command is not None:
         paths.append(resolve(spec.code.dir, base_dir))

@@ -7,7 +7,6 @@ what is text of a script already must say so by its type, `Quoted`.
 from __future__ import annotations
 
 import re
-import shlex
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 TEMPLATES: Final = Path(__file__).with_name("templates")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_@%+=:,./^-]+")
+_PLAIN_WORD: Final = re.compile(r"[A-Za-z0-9_@%+:,./-][A-Za-z0-9_@%+=:,./-]*")
 
 
 class Quoted(str):
@@ -29,7 +29,19 @@ class Quoted(str):
 
 def quoted(value: object) -> Quoted:
     """Return one word of bash that means `value`; what is Quoted stays as it is."""
-    return value if isinstance(value, Quoted) else Quoted(shlex.quote(str(value)))
+    if isinstance(value, Quoted):
+        return value
+    text = str(value)
+    if _PLAIN_WORD.fullmatch(text):
+        return Quoted(text)
+    return Quoted("'" + text.replace("'", "'\\''") + "'")
+
+
+def home_path(path: str) -> Quoted:
+    """Return one word of bash for a path; ~/ is the home of whom the job runs as."""
+    if path.startswith("~/"):
+        return Quoted('"$HOME"/' + quoted(path[2:]))
+    return quoted(path)
 
 
 def words(*values: object) -> Quoted:

@@ -1,0 +1,77 @@
+"""The scripts of five example jobs, to be read in review; HOLDFAST_UPDATE_GOLDEN=1 writes them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.planning.search import plan
+from launcher.render.sbatch import render_slurm
+from launcher.spec import load_spec
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "slurm"
+EXAMPLES = ("llama3-405b", "llama3-70b", "llama3-8b", "finetune", "tiny-cpu")
+KIB = 1024
+
+
+def rendered(name):
+    spec = load_spec(ROOT / "examples" / f"{name}.yaml")
+    return render_slurm(
+        spec,
+        plan(spec),
+        run_id=f"{name}-1",
+        run_dir=f"/shared/runs/{name}-1",
+        base_dir="/home/user/jobs",
+        python="/opt/holdfast/bin/python",
+    )
+
+
+@pytest.fixture(params=EXAMPLES)
+def golden(request):
+    return FOLDER / f"{request.param}.sbatch"
+
+
+def test_the_script_is_the_one_reviewed(golden):
+    script = rendered(golden.stem)["job.sbatch"]
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        golden.write_text(script)
+    assert script == golden.read_text(), "if it is meant: HOLDFAST_UPDATE_GOLDEN=1 pytest " + str(
+        Path(__file__).relative_to(ROOT)
+    )
+
+
+def test_bash_can_read_it(golden):
+    done = subprocess.run(
+        ["bash", "-n", golden], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_shellcheck_has_nothing_to_say(golden):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    done = subprocess.run(
+        ["shellcheck", "--severity=style", golden],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_golden_script_has_its_example():
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(EXAMPLES)
+
+
+def test_2048_nodes_and_spares_are_one_page():
+    bundle = rendered("llama3-405b")
+    assert "#SBATCH --nodes=2052\n" in bundle["job.sbatch"]
+    assert len(bundle["job.sbatch"].encode()) < 16 * KIB
+    assert sum(len(text.encode()) for text in bundle.values()) < 16 * KIB
+    assert max(len(line) for line in bundle["job.sbatch"].splitlines()) <= 120
