@@ -254,6 +254,8 @@ def _reset_signals(*, fresh: bool) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    # A scheduler's word to the whole step, which the agent hears too. Who wants it sets a handler.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if fresh:
         return
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
@@ -371,7 +373,7 @@ def main() -> int:
     parser.add_argument("--preload", default=DEFAULT_PRELOAD, help="module to import; '' for none")
     args = parser.parse_args()
     die_with_parent(args.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # sent to a whole step: the agent decides
     os.set_inheritable(args.fd, False)
     with socket.socket(fileno=args.fd) as sock:

@@ -40,7 +40,7 @@ from elastic_trainer.agent.reporter import Reporter
 from elastic_trainer.agent.running import Running
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
-from elastic_trainer.agent.stop_signals import StopSignals
+from elastic_trainer.agent.stop_signals import REPEATABLE, StopSignals
 from elastic_trainer.agent.tasks import WorkerExited, WorkerStarted, ZygoteLost
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers, has_run
@@ -89,7 +89,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._newest = -1
         self._zygotes_lost = 0
         self._signals = StopSignals(waker.wake)
-        self._stops_asked = 0
+        self._urgings, self._stop_asked = 0, False
         self._told_ready = self._left = False
         self._error = ""
         self._result: JobStopped | None = None
@@ -357,8 +357,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():
-            self._stops_asked += 1
-            if self._stops_asked == 1:
+            self._urgings += name != REPEATABLE
+            if not self._stop_asked:
+                self._stop_asked = True
                 self._membership.report(StopAsked(reason=name))
-            else:
+            if self._urgings > 1:
                 self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")

@@ -1,19 +1,15 @@
-"""What a worker finds in its environment, and how a node finds its own address."""
+"""What a worker finds in its environment."""
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+from elastic_trainer.agent.addresses import interface_of
 from elastic_trainer.agent.notices import EpochFormed, Member
 
 ROLE = "default"
-_SIOCGIFADDR = 0x8915
 
 
 def base_environment(
@@ -105,56 +101,3 @@ def group_rank_of(formed: EpochFormed, me: Member) -> int:
     """Return this node's index among the members; -1 when it is not one of them."""
     ids = [member.agent_id for member in formed.members]
     return ids.index(me.agent_id) if me.agent_id in ids else -1
-
-
-def interface_addresses() -> dict[str, str]:
-    """Return interface name -> its first IPv4 address, for those that have one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # no IPv4 address there
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
-def interface_of(address: str) -> str | None:
-    """Return the interface that has `address`; None when that is not known."""
-    if address.startswith("127."):
-        return "lo"
-    addresses = interface_addresses()
-    return next((name for name, held in addresses.items() if held == address), None)
-
-
-def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
-    """Return the numeric address under which peers reach this node.
-
-    Args:
-        interface: name of the interface to use, or `auto`: the one of the default route.
-        cidr: network the address must lie in; goes before `interface`.
-
-    Raises:
-        ValueError: no address fits; the message lists what there is.
-    """
-    addresses = interface_addresses()
-    listed = ", ".join(f"{name}={held}" for name, held in sorted(addresses.items())) or "none"
-    if cidr is not None:
-        network = ipaddress.ip_network(cidr, strict=False)
-        for held in addresses.values():
-            if ipaddress.ip_address(held) in network:
-                return held
-        raise ValueError(f"network.cidr: no address of this node is in {cidr}; it has {listed}")
-    if interface != "auto":
-        if interface in addresses:
-            return addresses[interface]
-        raise ValueError(f"network.interface: no {interface} with an address here; have {listed}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the route (RFC 5737 address)
-        except OSError:  # no default route, as on compute nodes that are cut off from outside
-            held = (held for name, held in addresses.items() if name != "lo")
-            return next(held, "127.0.0.1")
-        return str(probe.getsockname()[0])

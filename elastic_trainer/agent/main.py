@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from elastic_trainer.agent.accelerators import healthy
+from elastic_trainer.agent.addresses import local_address
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.environment import base_environment, local_address
+from elastic_trainer.agent.environment import base_environment
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.notices import Member

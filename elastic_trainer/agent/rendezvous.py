@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from elastic_trainer.agent.addresses import local_address
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
 from elastic_trainer.agent.file_board import FileBoard
@@ -86,7 +87,7 @@ class HoldfastRendezvous(RendezvousHandler):
         """
         if not params.endpoint:
             raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
-        address = params.get("address") or params.local_addr or _own_address()
+        address = params.get("address") or params.local_addr or local_address()
         ports = parse_ports(params.get("ports"))
         crashes: list[BaseException] = []
         reactor = Reactor(crashed=crashes.append)
@@ -230,13 +231,3 @@ class HoldfastRendezvous(RendezvousHandler):
                 break
         self._close()
         return True
-
-
-def _own_address() -> str:
-    """Return the address this machine reaches the outside from, without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737: never a real host
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

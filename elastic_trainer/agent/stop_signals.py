@@ -1,4 +1,9 @@
-"""SIGTERM and SIGINT, put aside until the agent's loop takes them."""
+"""SIGTERM, SIGINT and SIGUSR2, put aside until the agent's loop takes them.
+
+All ask for a save and an end. A second SIGTERM or SIGINT means: at once, without saving. Slurm
+signals every process of a step, and `launcher.node` passes on what it gets; so the same wish comes
+twice, and it does so as SIGUSR2, which may come any number of times.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-NUMBERS: Final = (signal.SIGTERM, signal.SIGINT)
+NUMBERS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+REPEATABLE: Final = signal.SIGUSR2.name
 
 
 class StopSignals:
-    """Handles both while it is entered, on the main thread.
+    """Handles them while it is entered, on the main thread.
 
     Args:
         wake: called from the handler, to wake the loop.

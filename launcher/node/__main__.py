@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,8 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
 
         return beat(attempt, os.environ)
     if args.command == "agent":
+        # From here on: `srun` sends it to the whole step, perhaps before the agent has begun.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         from launcher.node.agent import NodeAgent
 
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

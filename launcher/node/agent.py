@@ -31,7 +31,7 @@ STAND_IN_S = 60.0
 """How long a caretaker has before the next one takes its place."""
 TAKEN = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 LAST_WORDS_S = 10.0
-"""Between the second SIGTERM, after which the agent leaves without saving, and SIGKILL."""
+"""Between the first SIGTERM and SIGKILL, for an agent that has not ended in time."""
 
 
 class NodeAgent:
@@ -63,23 +63,26 @@ class NodeAgent:
         """
         # Before signals wait: while the environment is copied there is nothing to save.
         start = agent_start(self._attempt.run_dir, node=self._node, env=self._env)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
-        # The agent must get signals as usual; there are no threads yet that preexec_fn could hurt.
+        signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
         process = subprocess.Popen(
             self._command(start.python),
             env=start.env,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),  # noqa: PLW1509
+            preexec_fn=_as_agent,  # noqa: PLW1509  there are no threads here
         )
         while process.poll() is None:
             taken = signal.sigtimedwait(TAKEN, min(1.0, self._beat_s))
             if taken is not None and taken.si_signo != signal.SIGCHLD:
-                self._ask(process, signal.Signals(taken.si_signo).name)
+                self._ask(signal.Signals(taken.si_signo).name)
+            if self._asked:
+                # Again and again: it may not listen yet. It comes from Slurm too, which signals
+                # every process of the step; SIGUSR2 is the one that says no more when it repeats.
+                process.send_signal(signal.SIGUSR2)
             self._look_at_clock(process)
             self._look_at_beat()
         code = process.returncode if process.returncode >= 0 else EXIT_FAILED
         with contextlib.suppress(OSError):
             self._attempt.note_exit(self._node, code)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         if self._batch_lost():
             self._take_care()
         return code
@@ -92,26 +95,25 @@ class NodeAgent:
             *("--attempt", self._attempt.name),
         ]
 
-    def _ask(self, process: subprocess.Popen[bytes], why: str) -> None:
-        """Ask the job, through this node's agent, to save and end. Twice would mean: at once."""
+    def _ask(self, why: str) -> None:
+        """From now on ask the job, through this node's agent, to save and end."""
         if self._asked:
             return
         self._asked = True
         say(f"{self._node}: {why}: the job is asked to save and to end")
-        process.send_signal(signal.SIGTERM)
         if limit := self._env.get("HOLDFAST_SHUTDOWN_S"):
             self._kill_at = time.monotonic() + float(limit)
 
     def _look_at_clock(self, process: subprocess.Popen[bytes]) -> None:
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             say(f"{self._node}: the agent has not ended in time after it was asked to")
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(LAST_WORDS_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            for _ in range(2):  # the second means: without saving
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LAST_WORDS_S / 2)
+            process.kill()
         if self._watch.lost and self._save_by is not None and time.time() >= self._save_by:
-            self._ask(process, "the time limit is near and the batch host is lost")
+            self._ask("the time limit is near and the batch host is lost")
 
     def _look_at_beat(self) -> None:
         if time.monotonic() < self._read_at:
@@ -178,3 +180,9 @@ class NodeAgent:
         os.write(fd, f"{self._node}\n".encode())
         os.close(fd)
         return True
+
+
+def _as_agent() -> None:
+    """Let the agent have signals as usual, but one: it would be killed before it listens."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TAKEN)

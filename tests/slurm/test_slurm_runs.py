@@ -71,8 +71,10 @@ def test_asked_to_save_it_requeues_itself_and_finishes(slurm, plain, tmp_path):
     assert run.ended(job, "COMPLETED").restarts == 1
     run.check_done(plain, STEPS)
     assert [event["code"] for event in run.events("run.ended")] == [91, 0]
-    resumed = [e for e in run.events("trainer.started") if e["epoch"] > 1]
-    assert {e["resume_step"] for e in resumed} == {run.events("trainer.stopping")[0]["step"]}
+    second = run.events("run.started")[1]["t_unix"]
+    resumed = next(e for e in run.events("trainer.started") if e["t_unix"] > second)
+    done = [e["step"] for e in run.events("step.completed") if e["t_unix"] < second]
+    assert resumed["resume_step"] == max(done), "saved at the step it was stopped at"
 
 
 def test_cancelled_with_save_it_leaves_a_checkpoint_and_stays_stopped(slurm, plain, tmp_path):
@@ -96,3 +98,63 @@ def test_a_second_job_of_a_live_run_names_the_first_and_exits_with_93(slurm, tmp
     said = (run.path / "logs" / f"slurm-{second}.out").read_text()
     assert f"live in job {job}.0" in said
     assert slurm.job(job).state == "RUNNING"
+
+
+def test_two_jobs_on_the_same_nodes_do_not_take_each_others_ports(slurm, plain, tmp_path):
+    shared = ("slurm.exclusive=false", "slurm.mem=100M", "slurm.cpus=1")
+    runs = [
+        make_run(slurm, tmp_path / name, steps=STEPS, nodes=2, sets=shared) for name in ("a", "b")
+    ]
+    jobs = [run.submit("-w", "n1,n2") for run in runs]
+    runs[0].until("both run", lambda: all(slurm.job(job).state == "RUNNING" for job in jobs))
+    for run, job in zip(runs, jobs, strict=True):
+        run.ended(job, "COMPLETED")
+        run.check_done(plain, STEPS)
+        ports = {event["port"] for event in run.events("agent.started")}
+        assert ports <= set(range(29400, 29500))
+
+
+def test_what_a_dead_slurmd_leaves_running_is_deposed_by_the_next_attempt(slurm, plain, tmp_path):
+    run = make_run(slurm, tmp_path, steps=10**6, nodes=2, sets=("checkpoint.every_steps=2",))
+    job = run.submit()
+    run.wait_step(4)
+    host = slurm.job(job).batch_host
+    stale = next(name for name in slurm.names[:2] if name != host)
+    slurm.kill_slurmd(stale)
+    slurm.run("scontrol", "requeue", job)
+    again = f"{job}.1"
+    begun = run.path / "attempts" / again / "begin.json"
+    run.until("the next attempt", begun.exists)
+    run.until(
+        "the next attempt trains",
+        lambda: any(
+            e["reason"] == "start" and e["t_unix"] > begun.stat().st_mtime
+            for e in run.events("epoch.formed")
+        ),
+    )
+    assert slurm.on(stale, "pgrep", "-f", "launcher.node agent", check=False).stdout
+    run.until(
+        "what was left has ended",
+        lambda: any(
+            e["node"] == stale and "stale" in e["reason"] for e in run.events("agent.exit")
+        ),
+    )
+    epochs = [e["epoch"] for e in run.events("checkpoint.committed")]
+    assert epochs == sorted(epochs), "nothing of the old attempt was committed after the new one"
+    account = run.audit()
+    assert (account.lost, account.repeated) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_at_the_time_limit_it_saves_requeues_and_finishes(slurm, plain, tmp_path):
+    times = ("slurm.time=2", "slurm.save_s=20", "slurm.shutdown_s=30", "slurm.signal_lead_s=100")
+    steps = 600
+    run = make_run(slurm, tmp_path, steps=steps, nodes=2, sets=times)
+    job = run.submit()
+    ended = run.ended(job, "COMPLETED", timeout_s=1500)
+    assert ended.restarts >= 1
+    run.check_done(plain, steps)
+    codes = [event["code"] for event in run.events("run.ended")]
+    assert codes[-1] == 0
+    assert set(codes[:-1]) == {91}

@@ -6,12 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_trainer.agent.environment import (
-    base_environment,
-    interface_addresses,
-    interface_of,
-    local_address,
-)
+from elastic_trainer.agent.environment import base_environment
 from elastic_trainer.agent.store import EpochStore, parse_ports
 
 WAIT = timedelta(seconds=10)
@@ -75,17 +70,6 @@ def test_good_ranges() -> None:
     assert parse_ports(None) == range(1)
     assert parse_ports("29400-29402") == range(29400, 29403)
     assert parse_ports("29400") == range(29400, 29401)
-
-
-def test_addresses_are_found_by_interface_and_network() -> None:
-    assert interface_addresses()["lo"] == "127.0.0.1"
-    assert interface_of("127.0.0.9") == "lo"
-    assert interface_of("203.0.113.77") is None
-    assert local_address(interface="lo") == "127.0.0.1"
-    assert local_address(cidr="127.0.0.0/8") == "127.0.0.1"
-    assert local_address().count(".") == 3
-    with pytest.raises(ValueError, match=r"network\.cidr: .* 203\.0\.113\.0/24; it has .*lo=127"):
-        local_address(cidr="203.0.113.0/24")
 
 
 def test_the_base_environment_keeps_what_the_user_set() -> None:
