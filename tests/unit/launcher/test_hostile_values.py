@@ -26,7 +26,8 @@ ATTACKS = (
     f">{CANARY}", "${HOME}", "$HOME", "~", "~root", "*", "?", "[a-z]", "{a,b}", "!!", "-rf",
     "--wrap=x", "\\", "'", '"', "'\"'\"'", "#", "# x", " # x", "%j", "%%", "%", "{{ 7 * 7 }}",
     "{% raw %}", "{#", "EOF", "#SBATCH --uid=0", "\n#SBATCH --uid=0", "packjob", "a b", " ", "é",
-    "\u2028", "😀", "\x85", "\ud800", "\x00", "\x1b[31m", "x" * 300, "=", "=a", "null", "a:b", "a,b",
+    "\u2028", "😀", "\x85", "\ud800", "\x00", "\x1b[31m", "x" * 300, "=", "=a", "null", "a:b",
+    "a,b",
 )  # fmt: skip
 HOSTILE = st.one_of(
     st.sampled_from(ATTACKS),
