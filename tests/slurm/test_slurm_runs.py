@@ -77,7 +77,7 @@ def test_asked_to_save_it_requeues_itself_and_finishes(slurm, plain, tmp_path):
     assert resumed["resume_step"] == max(done), "saved at the step it was stopped at"
 
 
-def test_cancelled_with_save_it_leaves_a_checkpoint_and_stays_stopped(slurm, plain, tmp_path):
+def test_cancelled_with_save_it_leaves_a_checkpoint_and_stays_stopped(slurm, tmp_path):
     run = make_run(slurm, tmp_path, steps=10**6, nodes=2)
     job = run.submit()
     run.wait_step(4)
@@ -114,7 +114,7 @@ def test_two_jobs_on_the_same_nodes_do_not_take_each_others_ports(slurm, plain, 
         assert ports <= set(range(29400, 29500))
 
 
-def test_what_a_dead_slurmd_leaves_running_is_deposed_by_the_next_attempt(slurm, plain, tmp_path):
+def test_what_a_dead_slurmd_leaves_running_is_deposed_by_the_next_attempt(slurm, tmp_path):
     run = make_run(slurm, tmp_path, steps=10**6, nodes=2, sets=("checkpoint.every_steps=2",))
     job = run.submit()
     run.wait_step(4)
