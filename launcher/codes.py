@@ -159,6 +159,7 @@ CODES: Final[dict[str, Code]] = {
     "HF643": Code("The run cannot be given to that group.", "Use a group that you are in."),
     "HF660": Code("No such check.", "Use one of those listed."),
     "HF661": Code("A partition or nodes that Slurm does not know.", "See `sinfo`."),
+    "HF662": Code("Nothing of the run runs where it is wanted.", "See `holdfast status`."),
     "HF620": Code("A report cannot be drawn in this format.", "Write .html."),
     # Platforms: submitting, watching, cancelling.
     "HF650": Code("A program that the platform's commands need is missing.", "Install it."),

@@ -88,12 +88,17 @@ def gather_stacks(
     targets: Sequence[Target],
     *,
     deadline_s: float = GATHER_S,
+    spy_too: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Dump:
-    """Ask all workers at once and return what they said within `deadline_s`."""
+    """Ask all workers at once and return what they said within `deadline_s`.
+
+    With `spy_too` py-spy, where it is installed, looks at workers that answer as well: it
+    says more, but takes longer.
+    """
     begin = clock()
     spy = find_py_spy()
-    asked = [_ask(target, spy) for target in targets]
+    asked = [_ask(target, spy, spy_too=spy_too) for target in targets]
     while clock() - begin < deadline_s and not all(one.done() for one in asked):
         time.sleep(_POLL_S)
     dump = Dump()
@@ -159,7 +164,7 @@ def keep_stacks(
     return thread
 
 
-def _ask(target: Target, spy: str | None) -> _Asked:
+def _ask(target: Target, spy: str | None, *, spy_too: bool = False) -> _Asked:
     asked = _Asked(target, kernel_view(target.pid))
     state, masks = state_of(target.pid), _signal_masks(target.pid)
     runs = state not in {"", "T", "t", "Z"}
@@ -167,7 +172,8 @@ def _ask(target: Target, spy: str | None) -> _Asked:
     if runs and masks.get("SigCgt", 0) >> (STACKS_SIGNAL - 1) & 1:
         asked.stacks_from = asked.stacks_size = _size(stacks_path(target.heartbeat))
         _signal(target.pid, STACKS_SIGNAL)
-    elif spy is not None and state not in {"", "Z"}:
+    silent = asked.stacks_from < 0
+    if spy is not None and state not in {"", "Z"} and (spy_too or silent):
         asked.spy = subprocess.Popen(
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
             stdin=subprocess.DEVNULL,

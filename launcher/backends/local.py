@@ -310,7 +310,7 @@ class LocalCluster:
         """Return the environment of an agent; many nodes share few cores, so one thread each."""
         return {
             **base,
-            "PYTHONPATH": _with_packages(base.get("PYTHONPATH")),
+            "PYTHONPATH": with_packages(base.get("PYTHONPATH")),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONUNBUFFERED": "1",
@@ -330,7 +330,7 @@ class LocalCluster:
         ]
 
 
-def _with_packages(python_path: str | None) -> str:
+def with_packages(python_path: str | None) -> str:
     """Let agents import the packages this launcher runs from, also from a checkout."""
     root = Path(__file__).resolve().parents[2]
     if root.name in ("site-packages", "dist-packages"):

@@ -24,6 +24,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
     "describe": ("launcher.cli.describe", "Show all that is known about a run."),
     "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
+    "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
+    "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
     "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
