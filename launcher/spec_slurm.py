@@ -77,8 +77,13 @@ def _form(pattern: re.Pattern[str], example: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _number(value: Any) -> Any:
+    """Take a bare number for the text it is written as."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _memory(value: Any) -> Any:
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    text = _number(value)
     if text is None or (isinstance(text, str) and _MEMORY.fullmatch(text)):
         return text
     raise refuse("HF015", f"expected memory per node as 0, 512G or 2T, found {describe(value)}")
@@ -152,6 +157,16 @@ Memory = Annotated[
     BeforeValidator(_memory),
     _written("string", "integer", "null"),
 ]
+Switches = Annotated[
+    Annotated[Text, _form(_SWITCHES, "count[@time] as 2@2:00:00")] | None,
+    BeforeValidator(_number),
+    _written("string", "integer", "null"),
+]
+Array = Annotated[
+    Annotated[Text, AfterValidator(_array)] | None,
+    BeforeValidator(_number),
+    _written("string", "integer", "null"),
+]
 Word = Annotated[Text, AfterValidator(_word), AfterValidator(_not_a_separator)]
 Line = Annotated[OpenText, AfterValidator(_not_a_separator)]
 """Any one line that sbatch can be given."""
@@ -182,16 +197,12 @@ class Slurm(Section):
         None, description="--mem of a node, as 512G; null: all of an exclusive one."
     )
     exclusive: bool = Field(True, description="--exclusive: no other job on the nodes.")
-    switches: Annotated[Text, _form(_SWITCHES, "count[@time] as 2@2:00:00")] | None = Field(
-        None, description="--switches, as 2@2:00:00 (topology/tree)."
-    )
+    switches: Switches = Field(None, description="--switches, as 2@2:00:00 (topology/tree).")
     segment: Count | None = Field(
         None, description="--segment: nodes of one block (topology/block, Slurm 24.05)."
     )
     exclude: Hosts = Field((), description="--exclude: nodes not to use.")
-    array: Annotated[Text, AfterValidator(_array)] | None = Field(
-        None, description="--array, as 0-3%2; each task is a run of its own."
-    )
+    array: Array = Field(None, description="--array, as 0-3%2; each task is a run of its own.")
     dependency: Annotated[Text, _form(_DEPENDENCY, "afterok:123 or the like")] | None = Field(
         None, description="--dependency, as afterok:123."
     )

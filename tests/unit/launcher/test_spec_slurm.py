@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launcher.planning.search import plan
+from launcher.render.fabric import fabric_variables
+from launcher.render.sbatch import render_slurm, render_sweep
+from launcher.spec import JobSpec
+from launcher.spec_slurm import array_indices
+from launcher.spec_source import Where
+
+from conftest import JOB  # isort: skip
+
+DOC = Path(__file__).parents[3] / "docs" / "slurm.md"
+PLACES = {"run_id": "r", "run_dir": "/runs/r", "base_dir": "/home/me", "python": "/opt/python"}
+
+
+def script(spec):
+    return render_slurm(spec, plan(spec), **PLACES)["job.sbatch"]
+
+
+@pytest.mark.parametrize(
+    ("set_", "message"),
+    [
+        ("slurm.time=1:2:3:4", "HF015 slurm.time: expected sbatch's"),
+        ("slurm.partition=a b", "HF015 slurm.partition: expected a name without spaces"),
+        ("slurm.mem=lots", "HF015 slurm.mem: expected memory per node"),
+        ("slurm.version=new", "HF015 slurm.version: expected year.month"),
+        ("slurm.array=3-1", "HF015 slurm.array: expected sbatch's form"),
+        ("slurm.array=0-99999", "HF015 slurm.array: expected sbatch's form"),
+        ("slurm.comment=a packjob", "HF015 slurm.comment: some versions of sbatch"),
+        ("slurm.extra=[licenses=a]", "HF162 slurm.extra[0]: expected --option"),
+        ("slurm.extra=[--output=/x]", "HF162 slurm.extra[0]: --output has a key of its own"),
+        ("slurm.extra=[--outp=/x]", "HF162 slurm.extra[0]: --outp may be read as --output"),
+        ("slurm.umask='9'", "HF015 slurm.umask: expected four octal digits"),
+        ("slurm.container=pyxis", "HF164 slurm.container: pyxis runs an image"),
+        ("slurm.container_mounts=['a,b']", "HF015 slurm.container_mounts.0: expected /path"),
+        ("slurm={gres: 'gpu:8', gpu_type: h100}", "HF016 slurm.gres: gres and gpu_type exclude"),
+        ("slurm={array: 0-3, restart: chain}", "HF016 slurm.restart: tasks of an array"),
+        ("slurm={fabric: efa, fabric_devices: mlx5}", "HF016 slurm.fabric_devices: fabric: efa"),
+        ("slurm.segment=16", "HF161 slurm.segment: sbatch has --segment since 24.05"),
+        ("slurm={segment: 16, version: 23.11}", "HF161 slurm.segment: sbatch has --segment since"),
+        ("slurm={segment: 4, switches: 1, version: 24.11}", "HF016 slurm.segment: switches are"),
+        ("env.variables={SLURM_JOB_ID: x}", "HF165 env.variables.SLURM_JOB_ID: SLURM_JOB_ID is"),
+        ("env.variables={'a b': x}", "HF165 env.variables.a b: 'a b' is no name"),
+        ("env.variables={DB_PASSWORD: x}", "HF163 env.variables.DB_PASSWORD: is named like a"),
+        ("env.secrets={A: {file: /x, env: A}}", "HF163 env.secrets.A: expected {file: PATH}"),
+        ("env={variables: {A: x}, secrets: {A: {env: B}}}", "HF016 env.variables.A: A is in"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(mistakes, set_, message):
+    assert any(message in line for line in mistakes(set_)), mistakes(set_)
+
+
+def test_a_token_is_refused_and_not_repeated():
+    token = "ghp_" + "a1B2" * 9
+    with pytest.raises(Exception, match="HF163") as caught:
+        JobSpec.from_text(f"{JOB}slurm: {{setup: ['export X={token}']}}\n")
+    assert token not in str(caught.value)
+    assert caught.value.problems[0].where.__class__ is Where
+
+
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [("0-3", [0, 1, 2, 3]), ("1,5,9%2", [1, 5, 9]), ("0-10:5", [0, 5, 10]), ("7", [7])],
+)
+def test_arrays(text, indices):
+    assert array_indices(text) == indices
+
+
+def test_every_task_of_an_array_is_a_run_of_its_own(make_spec):
+    spec = make_spec("slurm.array='1,3'")
+    bundle = render_slurm(spec, plan(spec), **PLACES)
+    names = ["job.sbatch", "1/job.json", "1/spec.yaml", "3/job.json", "3/spec.yaml"]
+    assert list(bundle) == names
+    assert '"run_id": "r-3"' in bundle["3/job.json"]
+    assert '"dir": "/runs/r/3/checkpoints"' in bundle["3/job.json"]
+    assert "\nhf_run=/runs/r/$SLURM_ARRAY_TASK_ID\n" in bundle["job.sbatch"]
+
+
+def test_a_sweep_has_the_values_of_each_task(make_spec):
+    specs = [make_spec(f"train.optimizer.lr={lr}") for lr in (0.1, 0.2)]
+    bundle = render_sweep([(spec, plan(spec)) for spec in specs], **PLACES)
+    assert "#SBATCH --array=0-1\n" in bundle["job.sbatch"]
+    assert '"lr": 0.1' in bundle["0/job.json"]
+    assert '"lr": 0.2' in bundle["1/job.json"]
+
+
+def test_nodes_are_the_top_rung_and_spares(make_spec):
+    assert "#SBATCH --nodes=7\n" in script(make_spec("cluster.spares=3"))
+
+
+def test_resources_are_asked_for_as_written(make_spec):
+    assert "#SBATCH --gpus-per-node=h100:8\n" in script(make_spec("slurm.gpu_type=h100"))
+    shared = script(make_spec("slurm={gres: 'gpu:h100:8', exclusive: false, cpus: 64}"))
+    assert "#SBATCH --gres=gpu:h100:8\n" in shared
+    assert "--gpus-per-node" not in shared
+    assert "--exclusive" not in shared
+    assert "--mem" not in shared
+    assert '  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\\n' in shared
+    assert "export OMP_NUM_THREADS=8 " in shared
+
+
+def test_restarts_by_requeue_chain_or_not_at_all(make_spec):
+    again = script(make_spec())
+    chain = script(make_spec("slurm={restart: chain, max_requeues: 4}"))
+    none = script(make_spec("slurm.restart=none"))
+    assert "#SBATCH --requeue\n" in again
+    assert "hf_node again" in again
+    assert "#SBATCH --no-requeue\n" in chain
+    assert "sbatch --parsable --dependency=singleton /runs/r/job.sbatch" in chain
+    assert "HOLDFAST_MAX_REQUEUES=4" in chain
+    assert "hf_node again" not in chain + none
+    assert "#SBATCH --no-requeue\n" in none
+
+
+def test_fabrics_are_for_gpus(make_spec):
+    def names(*sets):
+        return {variable.name for variable in fabric_variables(make_spec(*sets))}
+
+    assert {"NCCL_NET", "NCCL_IB_HCA"} <= names("slurm.fabric=infiniband")
+    assert "FI_PROVIDER" in names("slurm.fabric=efa")
+    assert "NCCL_NET" not in names()
+    assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= names("network.interface=ib0")
+    assert names("cluster.gpu=cpu", "slurm.fabric=efa") == {"PYTHONFAULTHANDLER"}
+
+
+def test_the_example_of_the_page_is_a_job_file():
+    (text,) = re.findall(r"```yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
+    base = re.sub(r"cluster: .*\n", "", JOB)
+    spec = JobSpec.from_text(base + text, "slurm.md", ["train.global_batch=512"])
+    assert "#SBATCH --nodes=66\n" in script(spec)
+    assert "HF_TOKEN: {env: HF_TOKEN}" in text
