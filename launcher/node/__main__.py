@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "end":
             sub.add_argument("code", type=int, help="exit code of srun")
         if name == "agent":
-            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif python3")
+            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
     args = parser.parse_args(argv)
     try:
         return _run(args, Attempt.of_env(args.run, os.environ))

@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -21,12 +22,12 @@ from launcher.node.attempt import Attempt
 from launcher.node.decide import BeatWatch, OnBoard, is_over
 from launcher.node.end import save_by, take_over
 from launcher.node.say import say
-from launcher.ops.staging import agent_start
 
 READ_BEATS = 5
 """A caretaker reads the beat every so many beats."""
 LEASE_READS = 60
 """So many readings of an unchanged lease, a second apart: nobody coordinates any more."""
+CONTAINER_PYTHON = "python3"
 STAND_IN_S = 60.0
 """How long a caretaker has before the next one takes its place."""
 TAKEN = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -41,7 +42,8 @@ class NodeAgent:
         attempt: which attempt this is.
         node: this node's name.
         env: of this process.
-        prefix: command that stands in for python, as a container's: `apptainer exec IMAGE python3`.
+        prefix: command that runs another in a container: `apptainer exec IMAGE`; its Python is
+            then the container's own.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class NodeAgent:
             The agent's exit code.
         """
         # Before signals wait: while the environment is copied there is nothing to save.
-        start = agent_start(self._attempt.run_dir, node=self._node, env=self._env)
+        python, env = self._start()
         signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
         process = subprocess.Popen(
-            self._command(start.python),
-            env=start.env,
+            self._command(python),
+            env=env,
             preexec_fn=_as_agent,  # noqa: PLW1509  there are no threads here
         )
         while process.poll() is None:
@@ -87,9 +89,21 @@ class NodeAgent:
             self._take_care()
         return code
 
+    def _start(self) -> tuple[str, Mapping[str, str]]:
+        """Return the interpreter and the environment: of this node's own copy where there is one.
+
+        The copy is held, by a lock, as long as this process lives.
+        """
+        if not (self._attempt.run_dir / "env" / "archive.json").is_file():
+            return sys.executable, self._env  # imports nothing that most runs do not need
+        from launcher.ops.staging import agent_start
+
+        start = agent_start(self._attempt.run_dir, node=self._node, env=self._env)
+        return start.python, start.env
+
     def _command(self, python: str) -> list[str]:
         return [
-            *(self._prefix or (python,)),
+            *((*self._prefix, CONTAINER_PYTHON) if self._prefix else (python,)),
             *("-P", "-m", "elastic_trainer.agent", "--run-dir", str(self._attempt.run_dir)),
             *("--node", self._node, "--job", self._attempt.name),
             *("--attempt", self._attempt.name),

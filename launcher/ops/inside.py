@@ -18,6 +18,7 @@ from launcher.ops.runs import Run, current_job
 from launcher.ops.standing import make_backends, target_of
 
 SCRIPT = "job.sbatch"
+CONTAINER_PYTHON = "python3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ def read_script(text: str) -> InScript:
     container = [word for word in words[:module] if word.startswith(("--container", "--no-cont"))]
     inside = words[words.index("--") + 1 : -1] if "--" in words[module:] else []
     if inside:
-        return InScript(python=inside[-1], prefix=tuple(inside[:-1]))
+        return InScript(python=CONTAINER_PYTHON, prefix=tuple(inside))
     own = shlex.split(python[1])[0]
     # With pyxis the whole step is in the container, where its own Python is.
     found = words[module - 3] if container else own

@@ -14,6 +14,7 @@ import pytest
 from elastic_trainer.agent.board import BoardState, Ended, Lease
 from elastic_trainer.agent.file_board import FileBoard
 from launcher.node import beat, board
+from launcher.node.agent import NodeAgent
 from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
 from launcher.node.end import end
 from launcher.node.slurm import carry_out, parse_job
@@ -203,3 +204,11 @@ def test_what_is_no_answer_is_no_job():
     assert parse_job("slurm_load_jobs error: garbage").state == ""
     found = parse_job(SHOWN.format("RUNNING", 3))
     assert (found.state, found.restarts) == ("RUNNING", 3)
+
+
+def test_the_agent_runs_in_the_container_with_its_python(tmp_path):
+    attempt = Attempt(run_dir=tmp_path, job_id="7", restart=0)
+    inside = NodeAgent(attempt, "n1", {}, ["apptainer", "exec", "a b.sif"])
+    command = inside._command("/p")
+    assert command[:6] == ["apptainer", "exec", "a b.sif", "python3", "-P", "-m"]
+    assert NodeAgent(attempt, "n1", {})._command("/p")[:3] == ["/p", "-P", "-m"]
