@@ -75,7 +75,7 @@ def test_frozen_storage_stops_commits_but_not_training(tmp_path, disk, plain):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_slow_storage_costs_no_step(tmp_path, disk, plain):
-    freeze = Freeze(step=5, seconds=0.4, times=12)
+    freeze = Freeze(step=5, seconds=1.0, times=6)  # writers wait 0.2 s of each
     result, windows = run_frozen(tmp_path, disk, plain, freeze)
     assert {event["epoch"] for event in events(result.run_dir, "epoch.formed")} == {1}
     assert sum(len(within(result, "step.completed", w)) for w in windows) >= 1
