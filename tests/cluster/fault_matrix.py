@@ -39,6 +39,7 @@ train:
   recompute: none
   optimizer: {{lr: 3.0e-3, min_lr_ratio: 1.0}}
 data: {{path: text.txt, format: text, tokenizer: bytes}}
+numbers: {{replica_check_steps: 2}}
 checkpoint: {{every_s: null, every_steps: 7, keep: 3}}
 elastic: {{min_nodes: 1, hang_ceiling_s: 30, start_ceiling_s: 60, join_timeout_s: 60,
           heartbeat_s: 0.5, dead_after_s: 4, max_restarts: 100000, node_failures: 100000}}
@@ -56,6 +57,8 @@ class Layout:
     nodes: int
     workers: int = 1
     """Per node."""
+    replicas: bool = False
+    """Whether ranks hold the same parameters: all of HSDP's, the norms with tp."""
 
 
 LAYOUTS = {
@@ -63,9 +66,9 @@ LAYOUTS = {
     for layout in (
         Layout("dp3", "{dp: auto}", nodes=3),
         Layout("dp4", "{dp: auto}", nodes=4),
-        Layout("hsdp", "{dp: auto, dp_replicate: 2}", nodes=4),
-        Layout("pp2-tp2", "{tp: 2, pp: 2, dp: auto}", nodes=2, workers=2),
-        Layout("dp2-tp2", "{tp: 2, dp: auto}", nodes=2, workers=2),
+        Layout("hsdp", "{dp: auto, dp_replicate: 2}", nodes=4, replicas=True),
+        Layout("pp2-tp2", "{tp: 2, pp: 2, dp: auto}", nodes=2, workers=2, replicas=True),
+        Layout("dp2-tp2", "{tp: 2, dp: auto}", nodes=2, workers=2, replicas=True),
     )
 }
 
@@ -328,6 +331,9 @@ def check_exact(result: Result, plain: Mapping[int, float], *, state_lost: bool 
         assert events(result.run_dir, "state.lost"), told
     # What went back is said, and nothing else is.
     assert bool(summary["fallbacks"]) == bool(summary["committed_steps_redone"]), told
+    # Replicas were compared bit for bit, at the start of every epoch too.
+    assert not events(result.run_dir, "replica.mismatch"), told
+    assert events(result.run_dir, "replica.checked") or not result.layout.replicas, told
     curve = losses(result.run_dir)
     assert sorted(curve) == list(range(1, summary["steps"] + 1)), told
     for step in sorted(curve.keys() & plain.keys()):
