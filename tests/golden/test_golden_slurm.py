@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,31 @@ def test_2048_nodes_and_spares_are_one_page():
     assert len(bundle["job.sbatch"].encode()) < 16 * KIB
     assert sum(len(text.encode()) for text in bundle.values()) < 16 * KIB
     assert max(len(line) for line in bundle["job.sbatch"].splitlines()) <= 120
+
+
+def test_2048_nodes_are_rendered_in_no_time():
+    spec = load_spec(ROOT / "examples" / "llama3-405b.yaml")
+    planned = plan(spec)
+    places = {"run_id": "r", "run_dir": "/shared/r", "base_dir": "/jobs"}
+    start = time.process_time()
+    render_slurm(spec, planned, **places)
+    assert time.process_time() - start <= 0.3, "the first one, which compiles the template"
+    start = time.process_time()
+    render_slurm(spec, planned, **places)
+    assert time.process_time() - start <= 0.05
+
+
+def test_the_command_costs_little_more_than_the_libraries_it_needs():
+    # In processor time, and as a ratio: a busy machine stretches both.
+    bare = "import click, jinja2, pydantic.main, pydantic.json_schema, ruamel.yaml"
+    render = ["-m", "launcher.cli.main", "render", "examples/llama3-405b.yaml"]
+    least = min(cpu_s([sys.executable, "-c", bare]) for _ in range(3))
+    assert min(cpu_s([sys.executable, *render]) for _ in range(3)) <= 4 * least
+
+
+def cpu_s(command):
+    """Return the processor time of a command, seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
