@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,49 @@ def test_a_requeued_job_runs_the_code_that_was_submitted(slurm):
         if path.lstat().st_mode & 0o027 and not path.is_symlink() and path.name != "finish"
     ]
     assert loose == []
+
+
+STAGED = """\
+import os, sys
+from pathlib import Path
+import staged_mark
+
+Path(sys.argv[1], "said-" + os.environ["RANK"]).write_text(f"{sys.prefix} {staged_mark.__file__}")
+"""
+
+
+@pytest.mark.timeout(400)
+def test_nodes_start_from_their_own_copy_of_the_environment(slurm):
+    folder, disk = slurm.dir / "staged", slurm.dir / "disk"
+    venv = folder / "my env"
+    folder.mkdir()
+    make = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(venv)]
+    subprocess.run(make, check=True, timeout=100)
+    (site,) = venv.glob("lib/python3*/site-packages")
+    # torch need not be copied for this test: it is found where the tests have it.
+    (site / "rest.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{ROOT}\n")
+    (site / "staged_mark.py").write_text("")
+    code = folder / "code"
+    code.mkdir()
+    (code / "train.py").write_text(STAGED)
+    job = JOB.replace(
+        "slurm:", f"code: {{dir: code}}\nenv: {{venv: my env, stage: {disk}}}\nslurm:"
+    )
+    (folder / "job.yaml").write_text(job)
+    done = holdfast(slurm, "submit", "job.yaml", "--run-dir", "runs/r", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr + done.stdout
+    run = folder / "runs" / "r"
+    (site / "later.py").write_text("changed after it was submitted")
+    slurm.wait_state(json.loads(done.stdout)["job_id"], "COMPLETED", timeout_s=WAIT_S)
+    (copy,) = [path for path in disk.iterdir() if path.is_dir()]
+    for rank in (0, 1):
+        prefix, mark = (run / f"said-{rank}").read_text().rsplit(" ", 1)
+        assert prefix == str(copy)
+        assert Path(mark).is_relative_to(copy)
+    assert not list(copy.glob("lib/*/site-packages/later.py"))
+    told = [
+        json.loads(line)
+        for path in (run / "events").glob("staging-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert sorted(event["how"] for event in told) == ["found", "unpacked"]
