@@ -144,12 +144,26 @@ class SlurmBackend:
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
-        """Send the batch shell USR2, as the end of its time does; False: it does not run."""
-        return self._scancel(["--batch", "--signal=USR2"], job)
+        """Send the batch shell USR2, as the end of its time does; False: it does not run.
+
+        Only to a job that runs: scancel tries for minutes to signal one that waits.
+        """
+        if self.status([job])[job].state is not JobState.RUNNING:
+            return False
+        argv = ["scancel", "--batch", "--signal=USR2", *_cluster(job), job.id]
+        try:
+            answer = self._commands.run(argv, timeout_s=self._patience.query_s)
+        except TimedOutError:
+            return False  # it was put back into the queue a moment ago
+        if answer.code and not words.had_ended(answer.err):
+            raise failure(answer)
+        return answer.code == 0
 
     def cancel(self, job: JobRef) -> None:
         """End the job by scancel; one that has ended already is no error."""
-        self._scancel([], job)
+        answer = self._act(["scancel", *_cluster(job), job.id])
+        if answer.code and not words.had_ended(answer.err):
+            raise failure(answer)
 
     def output_files(self, job: JobRef) -> list[Path]:
         """Return the logs of the batch script: one for each submission, its requeues included."""
@@ -195,15 +209,6 @@ class SlurmBackend:
             return answer
 
         return retried(act, for_s=self._patience.retry_act_s, sleep=self._sleep)
-
-    def _scancel(self, options: Sequence[str], job: JobRef) -> bool:
-        cluster = [f"--clusters={job.cluster}"] if job.cluster else []
-        answer = self._act(["scancel", *options, *cluster, job.id])
-        if words.had_ended(answer.err):
-            return False
-        if answer.code:
-            raise failure(answer)
-        return True
 
     def _sbatch(self, argv: Sequence[str]) -> Answer:
         """Run sbatch once. What surely was not taken may be tried again; the rest is unsure."""
@@ -271,6 +276,10 @@ def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
 def ignored_variables(env: Mapping[str, str]) -> list[str]:
     """Return sbatch's variables in `env`: the job file says what is submitted, so they are not."""
     return sorted(name for name in env if name.startswith("SBATCH_"))
+
+
+def _cluster(job: JobRef) -> list[str]:
+    return [f"--clusters={job.cluster}"] if job.cluster else []
 
 
 def _unknown(away: str) -> JobStatus:

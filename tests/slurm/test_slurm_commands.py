@@ -154,9 +154,7 @@ def test_logs_follow_a_rank_over_a_requeue(user, slurm):
         (["slurm.gres=gpu:16"], "HF652 "),
         (["slurm.gres=fpga:1"], "HF652 cluster.gpus_per_node: "),
         (["slurm.constraint=nosuch"], "HF652 slurm.constraint: "),
-        (["slurm.partition=spare"], "HF652 "),
         (["slurm.reservation=nosuch"], "HF652 slurm.reservation: "),
-        (["slurm.cpus=4000"], "HF652 "),
     ],
 )
 def test_what_slurm_refuses_leaves_nothing_behind(user, sets, told):
@@ -188,6 +186,15 @@ def test_why_a_job_waits_and_cancelling_it(user, slurm):
     user("cancel", "second")
     assert user.state("second") == "cancelled"
     assert user.state("first") == "running"
+
+
+def test_what_slurm_takes_but_will_never_start(user):
+    user.submit("slurm.partition=spare", nodes=4, more=["--run-dir", "runs/one"])
+
+    def told():
+        return "more nodes than its partition gives" in user.json("why", "one")["why"]
+
+    until("the reason", told, timeout_s=WAIT_S)
 
 
 def test_a_controller_that_is_away(user, slurm):

@@ -252,23 +252,32 @@ def test_check_asks_without_submitting():
 
 
 def test_cancelling():
-    slurm, commands = backend({"scancel": (0, "", "")})
+    slurm, commands = backend({"scancel": (0, "", ""), "squeue": (0, line(), "")})
     slurm.cancel(ref(cluster="big"))
     assert slurm.ask_to_save(ref())
-    assert commands.calls == [
+    assert commands.asked("scancel") == [
         ("scancel", "--clusters=big", "17"),
         ("scancel", "--batch", "--signal=USR2", "17"),
     ]
-    late = (1, "", "scancel: error: Kill job error on job id 17: Job/step already completing\n")
-    slurm, _ = backend(
-        {"scancel": [(1, "", late[2].replace("completing", "completing or completed"))]}
-    )
+    late = "scancel: error: Kill job error on job id 17: Job/step already completing or completed\n"
+    slurm, _ = backend({"scancel": (1, "", late), "squeue": (0, line(), "")})
     slurm.cancel(ref())
     assert not slurm.ask_to_save(ref())
     denied = "scancel: error: Kill job error on job id 17: Access/permission denied"
-    slurm, _ = backend({"scancel": (1, "", denied)})
+    slurm, _ = backend({"scancel": (1, "", denied), "squeue": (0, line(), "")})
     with pytest.raises(PermanentError, match="permission denied"):
         slurm.cancel(ref())
+    with pytest.raises(PermanentError, match="permission denied"):
+        slurm.ask_to_save(ref())
+
+
+def test_a_job_that_waits_is_not_signalled_for_scancel_would_hang():
+    slurm, commands = backend({"scancel": (0, "", ""), "squeue": (0, line(state="PENDING"), "")})
+    assert not slurm.ask_to_save(ref())
+    assert not commands.asked("scancel")
+    hangs = TimedOutError("scancel did not answer within 20 s")
+    slurm, _ = backend({"scancel": hangs, "squeue": (0, line(), "")})
+    assert not slurm.ask_to_save(ref())
 
 
 def test_description_and_events():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -10,6 +11,8 @@ from launcher.backends import slurm_parse as parse
 from launcher.backends.slurm_parse import SEPARATOR, SlurmJob, expand_nodes
 
 SUBMIT = 1_767_225_600
+GOLDEN = Path(__file__).parents[2] / "golden" / "slurm-22.05"
+"""What a real Slurm 22.05.8 has printed."""
 
 
 def row(*fields):
@@ -208,3 +211,44 @@ def test_rows_of_any_values_give_a_job(values):
     [job] = parse.parse_squeue(row("17", *values))
     assert job.id == "17"
     assert job.state == job.state.upper()
+
+
+def golden(name):
+    return (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_what_a_real_squeue_has_printed():
+    jobs = {job.id: job for job in parse.parse_squeue(golden("squeue"))}
+    assert {job.id: (job.raw_id, job.state, job.reason) for job in jobs.values()} == {
+        "2": ("2", "PENDING", "BeginTime"),
+        "3_1": ("3", "PENDING", "JobArrayTaskLimit"),
+        "3_2": ("3", "PENDING", "JobArrayTaskLimit"),
+        "1": ("1", "RUNNING", ""),
+        "3_0": ("4", "RUNNING", ""),
+        "5": ("5", "FAILED", "NonZeroExitCode"),
+    }
+    assert jobs["1"].script == "/s/a b|c/job.sbatch"
+    assert (jobs["2"].submit, jobs["2"].start, jobs["2"].end) == (1795273821, 1795277421, None)
+
+
+def test_what_a_real_scontrol_has_printed():
+    jobs = [parse.of_scontrol(fields) for fields in parse.parse_scontrol(golden("scontrol"))]
+    assert [(job.id, job.raw_id, job.state, job.code) for job in jobs if job] == [
+        ("1", "1", "RUNNING", 0),
+        ("3", "3", "PENDING", 0),  # the tasks that wait, in one
+        ("3_0", "4", "RUNNING", 0),
+        ("5", "5", "FAILED", 91),
+    ]
+    assert jobs[0] is not None
+    assert (jobs[0].script, jobs[0].work_dir) == ("/s/a b|c/job.sbatch", "/s/a b|c")
+    assert (jobs[0].restarts, jobs[0].nodes) == (0, "n1")
+
+
+def test_what_a_real_sacct_has_printed_without_accounting():
+    jobs = parse.parse_completion(golden("sacct-completion"))
+    assert [(job.id, job.state, job.nodes) for job in jobs] == [
+        ("1", "COMPLETED", "n1"),
+        ("5", "FAILED", "n1"),
+        ("3", "COMPLETED", "n1"),
+        ("2", "CANCELLED", ""),
+    ]
