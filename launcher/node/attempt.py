@@ -54,6 +54,8 @@ class Attempt:
     """Slurm's."""
     restart: int
     """How often Slurm has put the job back into the queue before."""
+    array_task: str = ""
+    """Of a task of an array: 123_4. One task has the array's own number, which means them all."""
 
     @classmethod
     def of_env(cls, run_dir: Path, env: Mapping[str, str]) -> Attempt:
@@ -67,7 +69,14 @@ class Attempt:
             raise NodeError(
                 "HF673", f"SLURM_JOB_ID={job_id!r}: this is for the inside of a Slurm job"
             )
-        return cls(run_dir.absolute(), job_id, int(restart))
+        array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
+        array_task = f"{array}_{task}" if array and task else ""
+        return cls(run_dir.absolute(), job_id, int(restart), array_task)
+
+    @property
+    def slurm_id(self) -> str:
+        """What Slurm's commands must be told to mean this job and no other."""
+        return self.array_task or self.job_id
 
     @property
     def name(self) -> str:

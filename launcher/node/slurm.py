@@ -60,14 +60,14 @@ def carry_out(
         Whether it was done; False: it was not ours to do any more.
     """
     commands = {
-        "requeue": ["scontrol", "requeue", attempt.job_id],
-        "cancel": ["scancel", attempt.job_id],
+        "requeue": ["scontrol", "requeue", attempt.slurm_id],
+        "cancel": ["scancel", attempt.slurm_id],
         "cancel-next": ["scancel", attempt.next_job() or ""],
     }
     for act in acts:
         pause_s = 2.0
         while True:
-            shown = run(["scontrol", "--oneliner", "show", "job", attempt.job_id])
+            shown = run(["scontrol", "--oneliner", "show", "job", attempt.slurm_id])
             if shown.returncode == 0:
                 job = parse_job(shown.stdout)
                 if job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:

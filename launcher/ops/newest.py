@@ -21,6 +21,8 @@ _LONG_TAILS = 64
 _LONG_BYTES = 256 * 1024
 _SHORT_BYTES = 8 * 1024
 _MAX_FILES = 8192
+_OF_SUBMIT = ("code", "environment")
+"""Events of these families come before the first attempt, or between two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ def news_of(events: list[Event], config: TrainConfig) -> News:
         layouts=layouts_of(config),
         start_step=config.start_from.step if config.start_from else 0,
     )
+    # What submit itself has noted says nothing of a run that waits.
+    events = [event for event in events if event.event.partition(".")[0] not in _OF_SUBMIT]
     progress.apply(events)
     code, reason = _end(events)
     return News(

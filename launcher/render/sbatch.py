@@ -117,6 +117,10 @@ def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array:
 def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) -> str:
     """Return the text of the batch script."""
     slurm, env, base_dir = spec.slurm, spec.env, places.base_dir
+    if array is not None and slurm.restart == "chain":
+        # A successor of one task would be the whole array once more.
+        message = "an array cannot be chained; use requeue or none"
+        raise UserError.many([spec.problem("HF016", "slurm.restart", message)])
     run = check_path(places.run_dir, "run directory")
     run_id = check_path(places.run_id, "run id")
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
@@ -148,7 +152,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "max_requeues": slurm.max_requeues,
         "cpus": slurm.cpus is not None,
         "script": f"{run}/{SCRIPT}",
-        "log_pattern": f"{file_pattern(run)}/logs",
+        "run_pattern": file_pattern(run),
         "container_python": CONTAINER_PYTHON,
         **_container(spec, run=run, base_dir=base_dir),
     }

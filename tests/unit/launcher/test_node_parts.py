@@ -212,3 +212,13 @@ def test_the_agent_runs_in_the_container_with_its_python(tmp_path):
     command = inside._command("/p")
     assert command[:6] == ["apptainer", "exec", "a b.sif", "python3", "-P", "-m"]
     assert NodeAgent(attempt, "n1", {})._command("/p")[:3] == ["/p", "-P", "-m"]
+
+
+def test_a_task_of_an_array_never_speaks_for_the_others(tmp_path):
+    # The last task has the array's own number: `scontrol requeue 17` would mean all of them.
+    env = {"SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
+    task = Attempt.of_env(tmp_path, env)
+    assert task.name == "17.0"
+    controller = Controller(answer(SHOWN.format("RUNNING", 0)))
+    assert run_acts(task, controller, "requeue", "cancel")
+    assert {command[-1] for command in controller.asked} == {"17_3"}

@@ -69,11 +69,11 @@ def worker_fails(log, detail="RuntimeError: boom"):
 
 
 def test_status_of_a_pending_run(slurm, capsys):
-    slurm.is_now("PENDING", "Resources", nodes="", start=int(time.time()) + 3700)
+    slurm.is_now("PENDING", "Resources", nodes="", start=int(time.time()) + 9000)
     out, _ = cli(capsys, "status", "one")
     assert out.startswith(str(Path("runs/one").absolute()))
     assert "state      pending\n" in out
-    assert "expected to start in 1 h 1 min" in out
+    assert "expected to start in 2 h 2" in out
     assert "enough nodes are not free yet; it is next in line (Resources)" in out
     answer = as_json(capsys, "status", "runs/one")
     assert (answer["state"], answer["job_id"], answer["target"]) == ("pending", "17", "slurm")
@@ -288,6 +288,8 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
 
 def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):
     def act():
+        while not Path("runs/two/submitted.json").exists():
+            time.sleep(0.05)
         slurm.is_now("RUNNING")
         worker_fails(trains("runs/two"))
 

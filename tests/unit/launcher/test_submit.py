@@ -217,6 +217,7 @@ def test_a_sweep_is_one_array_with_a_run_for_each_task(slurm, capsys):
         (["--sweep", "cluster.nodes=2,3"], "HF654 --sweep: its values change what is asked"),
         (["--sweep", "train.seed=1,2", "--set", "checkpoint.dir=c"], "HF654 checkpoint.dir"),
         (["--sweep", "train.seed=1,2", "--set", "slurm.array=0-3"], "HF016 slurm.array"),
+        (["--sweep", "train.seed=1,2", "--set", "slurm.restart=chain"], "HF016 slurm.restart"),
         (["--sweep", "train.seed=" + ",".join(map(str, range(1001)))], "at most 1,000"),
         (["--sweep", "train.seed=1,2", "--watch"], "HF610"),
         (["--upgrade"], "HF610 --upgrade"),
