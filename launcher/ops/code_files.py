@@ -133,8 +133,8 @@ class _Rules:
 
 
 def _alien(folder: Path) -> bool:
-    """Return whether `folder` is a virtual environment or a run directory."""
-    if (folder / "pyvenv.cfg").is_file():
+    """Return whether `folder` is a virtual environment, a sweep or a run directory."""
+    if (folder / "pyvenv.cfg").is_file() or (folder / "sweep.json").is_file():
         return True
     return (folder / "job.json").is_file() and (folder / "events").is_dir()
 

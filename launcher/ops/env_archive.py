@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -72,6 +73,22 @@ def pack(venv: Path, run_dir: Path, *, stage: str) -> Archive:
             "HF612", f"{folder} cannot be written: {error.strerror or error}; make room"
         ) from error
     return archive
+
+
+def share(run_dir: Path, other: Path) -> None:
+    """Let run `other` use the archive of `run_dir`: a link, and its record.
+
+    Raises:
+        UserError: HF612 it cannot be written.
+    """
+    try:
+        archive = load_archive(run_dir)
+        assert archive is not None, f"{run_dir} has packed nothing"
+        (other / "env").mkdir(exist_ok=True)
+        os.link(run_dir / "env" / archive.file, other / "env" / archive.file)
+        shutil.copy(run_dir / ARCHIVE_JSON, other / ARCHIVE_JSON)
+    except (OSError, StagingError) as error:
+        raise UserError("HF612", f"{other} cannot be written: {error}") from error
 
 
 def load_archive(run_dir: Path) -> Archive | None:

@@ -108,22 +108,38 @@ def survey(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> CodeFiles |
     )
 
 
-def freeze_run(run_dir: Path, files: CodeFiles, *, wall: Callable[[], float] = time.time) -> Frozen:
+def freeze_run(
+    run_dir: Path,
+    files: CodeFiles,
+    *,
+    home: Path | None = None,
+    wall: Callable[[], float] = time.time,
+) -> Frozen:
     """Copy `files` into a new run and make its job.json point there.
 
     Args:
         run_dir: the run directory, with job.json in it.
         files: what `survey` returned.
+        home: folder that gets the copy; None: the run. The tasks of an array share one.
         wall: the clock.
 
     Raises:
         UserError: HF641 a file cannot be copied; HF612 the run directory cannot be written.
     """
-    frozen = _freeze(run_dir, files, wall)
+    frozen = _freeze(home or run_dir, files, wall)
+    adopt(run_dir, frozen, wall=wall)
+    return frozen
+
+
+def adopt(run_dir: Path, frozen: Frozen, *, wall: Callable[[], float] = time.time) -> None:
+    """Make a new run use code that was frozen already, as for the task before it.
+
+    Raises:
+        UserError: HF612 the run directory cannot be written.
+    """
     _record(run_dir, frozen, ())
     _point_job_to(run_dir, frozen)
     _log(run_dir, wall).emit("code.frozen", **frozen.fields())
-    return frozen
 
 
 def upgrade(run_dir: Path, *, wall: Callable[[], float] = time.time) -> tuple[Frozen, Frozen]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.ops.code_files import CodeFiles
-from launcher.ops.env_archive import load_archive, pack
+from launcher.ops.env_archive import load_archive, pack, share
 from launcher.ops.environment import (
     Environment,
     changes,
@@ -20,7 +20,7 @@ from launcher.ops.environment import (
     load_environment,
     record_environment,
 )
-from launcher.ops.freeze import Frozen, freeze_run, load_frozen, survey, upgrade
+from launcher.ops.freeze import Frozen, adopt, freeze_run, load_frozen, survey, upgrade
 from launcher.render.local import resolve
 from launcher.spec import JobSpec
 
@@ -57,13 +57,20 @@ def survey_run(spec: JobSpec, *, base_dir: str | Path, run_dir: Path, look: bool
 
 
 def keep_run(
-    run_dir: Path, found: Survey, *, wall: Callable[[], float] = time.time
+    run_dir: Path,
+    found: Survey,
+    *,
+    home: Path | None = None,
+    like: Path | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> Frozen | None:
     """Copy the code, record the environment and pack it where it is to be staged.
 
     Args:
         run_dir: the run directory, with job.json in it.
         found: what `survey_run` returned.
+        home: folder that gets the copy of the code; None: the run.
+        like: a run for which this was just done: its copies are used, not made again.
         wall: the clock.
 
     Returns:
@@ -72,12 +79,19 @@ def keep_run(
     Raises:
         UserError: HF641 a file cannot be copied; HF612 the run cannot be written; HF202.
     """
-    frozen = None if found.code is None else freeze_run(run_dir, found.code, wall=wall)
+    frozen = None if like is None else load_frozen(like)[0]
+    if frozen is not None:
+        adopt(run_dir, frozen, wall=wall)
+    elif found.code is not None:
+        frozen = freeze_run(run_dir, found.code, home=home, wall=wall)
     if found.environment is None:
         return frozen
     record_environment(run_dir, found.environment, wall=wall)
     if found.stage is not None and found.environment.prefix is not None:
-        pack(Path(found.environment.prefix), run_dir, stage=found.stage)
+        if like is None:
+            pack(Path(found.environment.prefix), run_dir, stage=found.stage)
+        else:
+            share(like, run_dir)
     return frozen
 
 

@@ -305,8 +305,10 @@ def _make(prepared: Prepared, made: list[Path], wall: Callable[[], float]) -> Fr
             run_dirs.create(run_dir, inner)
         config = run_dirs.load(run_dir)
         _check_checkpoints(config, made)
-        found = keep_run(run_dir, prepared.kept, wall=wall)
-        frozen = frozen or found
+        # The tasks of an array share one copy of everything.
+        like = None if run_dir == prepared.runs[0] else prepared.runs[0]
+        home = prepared.run_dir
+        frozen = keep_run(run_dir, prepared.kept, home=home, like=like, wall=wall)
     return frozen
 
 

@@ -279,10 +279,11 @@ def test_excludes(source, exclude, names, under_git):
 
 
 def test_caches_environments_and_runs_are_never_code(source, tmp_path):
-    for name in ("__pycache__", ".git", "node_modules", "venv", "runs/r1", "here"):
+    for name in ("__pycache__", ".git", "node_modules", "venv", "runs/r1", "runs/s/code", "here"):
         (source / name).mkdir(parents=True)
         (source / name / "file").write_text("x")
     (source / "venv" / "pyvenv.cfg").write_text("")
+    (source / "runs" / "s" / "sweep.json").write_text("{}")
     (source / "runs" / "r1" / "job.json").write_text("{}")
     (source / "runs" / "r1" / "events").mkdir()
     (source / "pkg" / "m.pyc").write_text("")

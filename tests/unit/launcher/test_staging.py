@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.ops.env_archive import Archive, StagingError, load_archive, pack
+from launcher.ops.env_archive import Archive, StagingError, load_archive, pack, share
 from launcher.ops.record import RunRecord
 from launcher.ops.staging import agent_start, moved, staged
 
@@ -315,3 +315,12 @@ def test_what_is_recorded_is_read_back(venv, run_dir):
     archive = pack(venv, run_dir, stage="/disk")
     assert isinstance(archive, Archive)
     assert load_archive(run_dir) == archive
+
+
+def test_runs_share_an_archive(venv, run_dir):
+    archive = pack(venv, run_dir, stage="/disk")
+    other = run_dir.with_name("r2")
+    other.mkdir()
+    share(run_dir, other)
+    assert load_archive(other) == archive
+    assert (other / "env" / archive.file).samefile(run_dir / "env" / archive.file)

@@ -311,3 +311,15 @@ def test_a_resumed_run_keeps_its_code_until_it_is_upgraded(slurm, capsys):
 
 def test_a_group_that_is_not_there_is_refused(slurm, capsys):
     assert "HF643" in refused(capsys, "--set", "slurm.group=no-such-group", "--run-dir", "one")
+
+
+def test_tasks_of_a_sweep_share_one_copy_of_the_code(slurm, capsys):
+    Path("proj").mkdir()
+    Path("proj/tool.py").write_text("x = 1\n")
+    submit("--set", "code.dir=proj", "--sweep", "train.seed=1,2,3", "--run-dir", "s")
+    folders = {json.loads(Path(f"s/{i}/job.json").read_text())["code"]["dir"] for i in range(3)}
+    (folder,) = folders
+    assert Path(folder).parent == Path("s/code").absolute()
+    assert Path(folder, "tool.py").read_text() == "x = 1\n"
+    assert not list(Path("s").glob("[0-9]/code"))
+    assert len(list(Path("s").glob("[0-9]/environment.json"))) == 3
