@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_trainer.events import Event
 from launcher.ops.progress import describe
 from launcher.ops.record import RunRecord
-from launcher.ops.timeline import worker_rank
+from launcher.ops.timeline import node_names, worker_rank
 
 _RANK_FILE = re.compile(r"([0-9]+)(\.stdout|\.stderr)?\.log")
 _ATTEMPT = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -163,13 +163,14 @@ def event_line(event: Event) -> str | None:
             return (
                 f"rank {worker_rank(event)} starts in epoch {event.epoch} (pid {fields.get('pid')})"
             )
+        case "epoch.formed":  # the layout is known from the first trainer on
+            members = " ".join(node_names(fields.get("members")))
+            return f"epoch {event.epoch} on {members} ({fields.get('reason')})"
         case "trainer.started":
             return (
                 f"epoch {event.epoch} trains from step {fields.get('resume_step')} on, "
                 f"{fields.get('layout')}"
             )
-        case "trainer.finished":
-            return f"the last step, {event.step}, is done"
         case "run.ended":
             return f"attempt ended with code {fields.get('code')}"
         case _:
