@@ -131,15 +131,19 @@ class Lookout:
         return max(over, key=lambda standing: standing.idle_s, default=None)
 
     def seen(self, epoch: int, *, stalled: bool, committed: int | None) -> WorkersSeen:
-        """Return the report of what `look` saw last."""
-        ranks = {local: found.rank for local, found in self._workers.processes().items()}
+        """Return the report of what `look` saw last.
+
+        The processes' states are read now, of all: one that used the processor of late stands
+        still for less than the others, and is the one that is busy.
+        """
+        processes = self._workers.processes()
         return WorkersSeen(
             epoch=epoch,
             stalled=stalled,
             committed=committed,
             workers=tuple(
                 WorkerView(
-                    rank=ranks[standing.local_rank],
+                    rank=processes[standing.local_rank].rank,
                     local_rank=standing.local_rank,
                     step=standing.beat.step,
                     section=standing.beat.section.name.lower(),
@@ -148,9 +152,9 @@ class Lookout:
                     lane=standing.beat.lane,
                     idle_s=standing.idle_s,
                     limit_s=standing.limit_s,
-                    state=standing.state,
+                    state=standing.state or state_of(processes[standing.local_rank].pid),
                 )
                 for standing in self._standing
-                if standing.local_rank in ranks
+                if standing.local_rank in processes
             ),
         )

@@ -110,6 +110,7 @@ class World:
         assert memory.take(live, STEP)
         memory.wait(20)
         assert memory.votes() == (1.0, 0.0, 0.0)
+        assert memory.agreed(float(self.case.layout.world_size), 0.0) == STEP
         memory.close()
 
     def read_memory(self, nodes: list[Peer], root: Path, first: int) -> list[str]:

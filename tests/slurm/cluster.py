@@ -400,7 +400,9 @@ def remove_leftovers() -> None:
 
 def main() -> None:
     """Run a cluster until Ctrl-C: `python tests/slurm/cluster.py [NODES]`; prints how to use it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell starts what it puts into the background with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with SlurmCluster(int(sys.argv[1]) if len(sys.argv) > 1 else 4) as cluster:
         sys.stdout.write(f"export PATH={cluster.dir}/bin:$PATH\n")
         sys.stdout.flush()
