@@ -143,7 +143,8 @@ def test_logs_follow_a_rank_over_a_requeue(user, slurm):
     starts = [line for line in lines if " trains from step " in line]
     assert len(starts) >= 2, out
     assert any(f"-- attempt {job}.1" in line for line in lines), out
-    assert "-- pending" in err
+    # On a machine that is quick it is pending for less than the time between two looks.
+    assert "-- pending" in err or "it is ending" in err
     assert err.endswith("-- cancelled\n")
 
 
