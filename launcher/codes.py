@@ -165,6 +165,17 @@ CODES: Final[dict[str, Code]] = {
     "HF650": Code("A program that the platform's commands need is missing.", "Install it."),
     "HF651": Code("A name that means several runs.", "Name one of them."),
     "HF652": Code("The platform refuses the job; nothing was submitted.", "Mend what it names."),
+    # Kubernetes: reaching a cluster, what it refuses.
+    "HF750": Code("There is no kubeconfig that can be used.", "Bring one, or set KUBECONFIG."),
+    "HF751": Code("The kubeconfig has no such context.", "Use one of those listed."),
+    "HF752": Code("The cluster does not accept the credentials.", "Log in again."),
+    "HF753": Code("A right is missing on the cluster.", "Have the Role named granted."),
+    "HF754": Code("The cluster does not know this kind of job.", "Install what is named."),
+    "HF755": Code("There is no such namespace.", "Make it, or mend kubernetes.namespace."),
+    "HF756": Code("A quota forbids it.", "Ask for less, or end other jobs."),
+    "HF757": Code("Kubernetes refuses a document.", "Mend what it names."),
+    "HF758": Code("An object of that name belongs to something else.", "Use another name."),
+    "HF759": Code("The pods' storage cannot be reached.", "Mend what keeps a pod from it."),
     # The batch script's helpers.
     "HF670": Code("The run is live in another job.", "Cancel that job, or wait for its end."),
     "HF671": Code("A job has failed too often.", "See why; then `submit --resume`."),

@@ -22,6 +22,8 @@ class Target:
     backend: str
     sweep_renderer: str | None = None
     """None: it has no arrays."""
+    sees_other_paths: bool = False
+    """Its nodes see other paths than this machine, so paths cannot be looked at here."""
 
     def load_renderer(self) -> Callable[..., dict[str, str]]:
         """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.

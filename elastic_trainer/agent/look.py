@@ -83,7 +83,7 @@ def look(
     deadline_s: float = DEADLINE_S,
 ) -> list[dict[str, object]]:
     """Return one mapping for each worker here: rank, pid, epoch, node, host, text."""
-    found = find_workers(run_dir.resolve(), node=env.get("SLURMD_NODENAME"))
+    found = find_workers(run_dir.resolve(), node=env.get("SLURMD_NODENAME") or env.get("POD_NAME"))
     found = [worker for worker in found if not ranks or worker.rank in ranks]
     targets = [Target(rank=w.rank, pid=w.pid, heartbeat=w.heartbeat) for w in found]
     dump = gather_stacks(targets, deadline_s=deadline_s, spy_too=True)

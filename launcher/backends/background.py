@@ -118,6 +118,11 @@ class BackgroundBackend:
             self._sleep(_POLL_S)
         return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
 
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return `run_dir`: the nodes are on this machine."""
+        del files
+        return str(run_dir)
+
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return `job`: there are no arrays here."""
         del index, run_dir
@@ -164,6 +169,9 @@ class BackgroundBackend:
         """Return nothing: all there is to tell is in the run's own events."""
         del job
         return []
+
+    def fetch(self, job: JobRef) -> None:
+        """Do nothing: what the run has written is there."""
 
 
 def _refuse_what_cannot_run(files: Mapping[str, str]) -> None:

@@ -11,7 +11,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NewType, Protocol
+from typing import TYPE_CHECKING, NewType, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import threading
+    from contextlib import AbstractContextManager
+
+    from launcher.backends.commands import Answer
 
 JobId = NewType("JobId", str)
 """The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
@@ -118,6 +124,14 @@ class Backend(Protocol):
             tasks: of an array only these; None: all there are, or it is none.
         """
 
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return where the nodes see `run_dir`; the same path where storage is shared.
+
+        Args:
+            run_dir: absolute.
+            files: the bundle.
+        """
+
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of task `index` of the array `job`, whose run is `run_dir`."""
 
@@ -142,3 +156,31 @@ class Backend(Protocol):
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
         """Return what the platform did with `job`, in order of time."""
+
+    def fetch(self, job: JobRef) -> None:
+        """Bring what the run has written into `job.run_dir`; nothing to do where it is shared.
+
+        Everything that reads a run directory calls this before.
+        """
+
+
+@runtime_checkable
+class Reach(Protocol):
+    """What a platform offers besides, whose nodes are reached through it."""
+
+    def inside(self, job: JobRef) -> tuple[str, str]:
+        """Return the interpreter with holdfast and the run directory, as the nodes have them."""
+
+    def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
+        """Run a command beside the agent of `node`, to its end."""
+
+    def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
+        """Run a command there with this terminal; return its exit code."""
+
+
+@runtime_checkable
+class Notices(Protocol):
+    """What a platform offers besides that tells when there is something new."""
+
+    def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:
+        """Set the event, until the end of the context, whenever something of `job` has changed."""

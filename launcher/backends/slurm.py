@@ -124,6 +124,11 @@ class SlurmBackend:
         told = self.status([timeless])[timeless].submitted
         return job if told is None else dataclasses.replace(job, submit_time=told)
 
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return `run_dir`: it is on storage that all nodes share."""
+        del files
+        return str(run_dir)
+
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of one task of an array: 123_4."""
         return dataclasses.replace(job, id=JobId(f"{job.id}_{index}"), run_dir=str(run_dir))
@@ -198,6 +203,9 @@ class SlurmBackend:
             rows.append(now)
         found = [event for row in rows for event in _events(row)]
         return sorted(dict.fromkeys(found), key=lambda event: event.t_unix)
+
+    def fetch(self, job: JobRef) -> None:
+        """Do nothing: what the run has written is there."""
 
     def _act(self, argv: list[str], *, stdin: str = "") -> Answer:
         """Run something that may be done twice; temporary failures are tried again."""

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Final
 
-from elastic_trainer.failures import (
-    EXIT_BUDGET_USED_UP,
-    EXIT_DO_NOT_RESTART,
-    EXIT_SAVED,
-    EXIT_TOO_FEW_NODES,
-)
+from elastic_trainer.failures import EXIT_SAVED
 from launcher.backends.base import JobRef, JobState, JobStatus
+from launcher.backends.code_words import CODE_WORDS
 from launcher.backends.slurm_parse import SlurmJob, expand_nodes
 
 SCRIPT: Final = "job.sbatch"
@@ -71,13 +67,6 @@ _STATE_WORDS: Final[dict[str, str]] = {
     "PREEMPTED": "a job of higher priority took its nodes",
     "TIMEOUT": "its time limit was over before it had saved; raise slurm.time or the lead",
     "REVOKED": "another cluster of the federation runs it",
-}
-
-_CODE_WORDS: Final[dict[int, str]] = {
-    EXIT_SAVED: "saved, and left the queue",
-    EXIT_TOO_FEW_NODES: "too few healthy nodes were left",
-    EXIT_DO_NOT_RESTART: "it would fail again, so it was not restarted",
-    EXIT_BUDGET_USED_UP: "a restart budget is used up",
 }
 
 _REASONS: Final[dict[str, str]] = {
@@ -359,8 +348,8 @@ def _words(job: SlurmJob, state: JobState, code: int | None) -> str:
     known = _STATE_WORDS.get(job.state, "").replace("{id}", job.id)
     if state is JobState.PENDING and not known:
         return reason_words(job.reason, job.id)
-    if not known and code in _CODE_WORDS:
-        return _CODE_WORDS[code]
+    if not known and code in CODE_WORDS:
+        return CODE_WORDS[code]
     if state is JobState.UNKNOWN and not known:
         return f"Slurm says {job.state or 'nothing'}, which is not known here"
     return known

@@ -29,6 +29,7 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
     Without --rank and --node: the job's own output, rank 0, and what happened (lines with --).
     With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
     """
+    from launcher.ops.fetching import fetched
     from launcher.ops.follow_logs import Line, LogReader, Selection
     from launcher.ops.runs import current_job, find_run
     from launcher.ops.standing import make_backends, target_of
@@ -53,6 +54,8 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
             )
             watch.logs(reader, show)
         else:
+            if trouble := fetched(backend, current_job(found)):
+                click.echo(trouble, err=True)
             reader.look()
             show(reader.poll(last=True))
     except UserError as error:

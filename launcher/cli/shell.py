@@ -6,12 +6,17 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.common import exit_with_problems, run_argument
 from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.ops.inside import Place
 
 EPILOG = """\b
 Examples:
@@ -34,7 +39,10 @@ def shell(
     worker's process id is HOLDFAST_WORKER_PID. The exit code is the shell's.
     """
     try:
-        argv, env = _terminal(run, runs, rank, node, command)
+        found = _inside(run, runs, rank, node)
+        if found.place.reach is not None:
+            return _through(found, command)
+        argv, env = _terminal(found, command)
     except UserError as error:
         return exit_with_problems(error, as_json=False)
     sys.stdout.flush()
@@ -42,26 +50,53 @@ def shell(
     return None
 
 
-def _terminal(
-    run: str, runs: Path, rank: int | None, node: str | None, command: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command line, its program as a whole path, and the environment."""
-    from launcher.ops.inside import place_of, step, worker_of
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inside:
+    """Where a shell is wanted, and what it is to know."""
+
+    place: Place
+    node: str
+    variables: dict[str, str]
+
+
+def _inside(run: str, runs: Path, rank: int | None, node: str | None) -> _Inside:
+    from launcher.ops.inside import place_of, worker_of
     from launcher.ops.runs import find_run
 
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
     place = place_of(find_run(run, runs))
-    env = {**place.env, "HOLDFAST_RUN_DIR": str(place.run.path)}
+    variables = {"HOLDFAST_RUN_DIR": place.run_dir or str(place.run.path)}
     if rank is not None:
         worker = worker_of(place.run.path, rank)
-        node, env["HOLDFAST_WORKER_PID"] = worker.node, str(worker.pid)
+        node, variables["HOLDFAST_WORKER_PID"] = worker.node, str(worker.pid)
     assert node is not None
+    if place.target != "local" and node not in place.nodes:
+        listed = ", ".join(place.nodes[:8])
+        raise UserError("HF662", f"{node} is no node of the job now; it has {listed}")
+    return _Inside(place=place, node=node, variables=variables)
+
+
+def _through(found: _Inside, command: Sequence[str]) -> int:
+    """Open the shell through the platform; return its exit code."""
+    place = found.place
+    assert place.reach is not None
+    assert place.job is not None
+    given = [f"{name}={value}" for name, value in found.variables.items()]
+    # Images need not have bash.
+    shell = ["sh", "-c", "command -v bash >/dev/null && exec bash -i; exec sh -i"]
+    argv = ["env", *given, *(command or shell)]
+    return place.reach.terminal_on(place.job, found.node, argv)
+
+
+def _terminal(found: _Inside, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command line, its program as a whole path, and the environment."""
+    from launcher.ops.inside import step
+
+    place = found.place
+    env = {**place.env, **found.variables}
     if place.target == "slurm":
-        if node not in place.nodes:
-            listed = ", ".join(place.nodes[:8])
-            raise UserError("HF662", f"{node} is no node of the job now; it has {listed}")
-        argv = step(place, [node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
+        argv = step(place, [found.node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
     else:
         argv = list(command) or [os.environ.get("SHELL", "sh")]
     program = shutil.which(argv[0])

@@ -38,7 +38,12 @@ Examples:
 
 @click.command("submit", epilog=EPILOG)
 @click.argument("job", required=False)
-@click.option("--to", "target", metavar="TARGET", help="slurm or local  [default: slurm]")
+@click.option(
+    "--to",
+    "target",
+    metavar="TARGET",
+    help="slurm, pytorchjob, jobset, trainjob or local  [default: slurm]",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; contact nothing.")
 @click.option("--watch", is_flag=True, help="Show its progress until it has ended.")
 @click.option(
@@ -203,7 +208,7 @@ def _watch(run: Run, backend: Backend) -> int:
 
     from launcher.backends.base import JobState
     from launcher.ops.progress import LiveView, PlainView
-    from launcher.ops.standing import standings
+    from launcher.ops.standing import standings, target_of
     from launcher.ops.watch import Watch
     from launcher.ops.why import explain
 
@@ -213,7 +218,7 @@ def _watch(run: Run, backend: Backend) -> int:
     except KeyboardInterrupt:
         click.echo(f"the job goes on; see holdfast status {run.path}", err=True)
         raise
-    [standing] = standings([run], {backend.name: backend})
+    [standing] = standings([run], {target_of(run): backend})
     answer = explain(standing, backend.output_files(standing.job), now_unix=time.time())
     click.echo("\n".join(answer.lines()), err=True)
     return EXIT_DONE if standing.state is JobState.DONE else EXIT_FAILED

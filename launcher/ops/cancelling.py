@@ -10,6 +10,7 @@ from pathlib import Path
 from launcher import stop_request
 from launcher.backends.base import Backend, JobId, JobRef, JobState, JobStatus
 from launcher.errors import UserError
+from launcher.ops.fetching import fetched
 from launcher.ops.newest import News, read_news
 from launcher.ops.runs import Run, chain_after, current_job
 
@@ -18,6 +19,7 @@ _ENDING_S = 120.0
 """After a save, or a plain cancel: the platform clears nodes and notes the end."""
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
+_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), ("job.yaml", "terminationGracePeriodSeconds:"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Canceller:
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
+    _trouble: str = ""
 
     def cancel(self, *, save: bool) -> Cancelled:
         """End the run; with `save` its state is saved first.
@@ -69,16 +72,16 @@ class Canceller:
         job = current_job(self.run)
         status = self.backend.status([job])[job]
         if status.state.is_final:
-            return self._outcome(status, was_over=True)
+            return self._outcome(job, status, was_over=True)
         self._ask_to_stay_stopped()
         if save and status.state is not JobState.PENDING:
             status = self._saved(job)
             if status.state.is_final:
-                return self._outcome(status)
+                return self._outcome(job, status)
             self.say("it has not ended in time; it is cancelled without a further save")
         for other in self._chain(job):
             self.backend.cancel(other)
-        return self._outcome(self._wait(job, _ENDING_S))
+        return self._outcome(job, self._wait(job, _ENDING_S))
 
     def _saved(self, job: JobRef) -> JobStatus:
         """Ask for a save and wait until the job has ended, or its time is over."""
@@ -90,7 +93,7 @@ class Canceller:
                 self.backend.ask_to_save(job)
                 asked_at = self.mono()
             status = self.backend.status([job])[job]
-            news = read_news(self.run.path)
+            news = self._news(job)
             now = _progress(status, news)
             if now != told:
                 self.say(now)
@@ -130,8 +133,16 @@ class Canceller:
                 "without it the job would be put back into the queue",
             ) from error
 
-    def _outcome(self, status: JobStatus, *, was_over: bool = False) -> Cancelled:
-        news = read_news(self.run.path)
+    def _news(self, job: JobRef) -> News:
+        """Return the run's own record, brought here where it is elsewhere."""
+        trouble = fetched(self.backend, job)
+        if trouble and trouble != self._trouble:
+            self.say(trouble)
+        self._trouble = trouble
+        return read_news(self.run.path)
+
+    def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
+        news = self._news(job)
         code = status.code if status.code is not None else news.code
         return Cancelled(
             status=status, saved_step=news.progress.saved_step, code=code, was_over=was_over
@@ -139,19 +150,21 @@ class Canceller:
 
 
 def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
-    """Return how long a save may take: the signal lead of the clock chain in the batch script.
+    """Return how long a save may take, by what was submitted, which counts before the job file.
 
-    The script says so itself (HOLDFAST_LEAD_S), so what was submitted counts, not a newer job file.
+    The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
+    grace period.
     """
     for folder in (run_dir, run_dir.parent):
-        try:
-            text = (folder / "job.sbatch").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        _, found, rest = text.partition("HOLDFAST_LEAD_S=")
-        digits = rest.split(maxsplit=1)[0] if found and rest.split() else ""
-        if digits.isascii() and digits.isdigit() and len(digits) < 7:
-            return float(digits)
+        for name, marker in _SAVE_TIMES:
+            try:
+                text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            _, found, rest = text.partition(marker)
+            digits = rest.split(maxsplit=1)[0] if found and rest.split() else ""
+            if digits.isascii() and digits.isdigit() and len(digits) < 7:
+                return float(digits)
     return fallback_s
 
 

@@ -19,9 +19,9 @@ from elastic_trainer.events import Event
 from launcher.ops.progress import describe
 from launcher.ops.record import RunRecord
 from launcher.ops.timeline import node_names, worker_rank
+from launcher.run_files import ATTEMPT
 
 _RANK_FILE = re.compile(r"([0-9]+)(\.stdout|\.stderr)?\.log")
-_ATTEMPT = re.compile(r"[0-9]+(\.[0-9]+)?")
 _CHUNK_BYTES = 1 << 20
 _LONGEST_LINE = 64 * 1024
 """Bytes without a line break after which a line is shown in parts."""
@@ -130,7 +130,7 @@ class LogReader:
     def _found(self) -> Iterator[tuple[str, str]]:
         """Yield (path, label) of the wanted logs there are."""
         for attempt in _scan(self._logs):
-            if not _ATTEMPT.fullmatch(attempt.name) or not attempt.is_dir():
+            if not ATTEMPT.fullmatch(attempt.name) or not attempt.is_dir():
                 continue
             for entry in _scan(Path(attempt.path)):
                 if entry.is_dir():

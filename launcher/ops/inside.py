@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.backends.base import JobState
+from launcher.backends.base import JobRef, JobState, Reach
 from launcher.backends.local import with_packages
 from launcher.backends.slurm import slurm_environment
 from launcher.errors import UserError
+from launcher.ops.fetching import fetched
 from launcher.ops.record import RunRecord
 from launcher.ops.runs import Run, current_job
 from launcher.ops.standing import make_backends, target_of
@@ -54,6 +55,11 @@ class Place:
     """Those it has now."""
     script: InScript
     env: Mapping[str, str]
+    reach: Reach | None = None
+    """The platform, where nodes are reached through it: `nodes` are pods then."""
+    job: JobRef | None = None
+    run_dir: str = ""
+    """As the nodes see it; empty: as this machine does."""
 
 
 def place_of(run: Run) -> Place:
@@ -65,7 +71,8 @@ def place_of(run: Run) -> Place:
     """
     target = target_of(run)
     job = current_job(run)
-    status = make_backends([target])[target].status([job])[job]
+    backend = make_backends([target])[target]
+    status = backend.status([job])[job]
     if status.state is not JobState.RUNNING:
         why = f" ({status.reason})" if status.reason else ""
         raise UserError("HF662", f"{run.shown} is {status.state}{why}: nothing of it runs now")
@@ -74,6 +81,20 @@ def place_of(run: Run) -> Place:
         "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH")),
     }
     script = InScript(python="")
+    if isinstance(backend, Reach):
+        fetched(backend, job)  # who runs where is in the record
+        python, run_dir = backend.inside(job)
+        return Place(
+            run=run,
+            target=target,
+            job_id=job.id,
+            nodes=status.nodes,
+            script=InScript(python=python),
+            env=env,
+            reach=backend,
+            job=job,
+            run_dir=run_dir,
+        )
     if target == "slurm":
         path = run.path / SCRIPT
         # A task of an array has its script a folder higher.

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.backends.base import Backend, JobRef, JobState, JobStatus
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
 from launcher.errors import HoldfastError, UserError
+from launcher.ops.fetching import fetched
 from launcher.ops.newest import News, read_news
 from launcher.ops.runs import Run, current_job
 from launcher.targets import target_named
@@ -35,7 +36,8 @@ class Standing:
     @property
     def state(self) -> JobState:
         """Where it stands: the platform's word, else what the record says of the end."""
-        if self.status.state is JobState.UNKNOWN and self.news is not None:
+        forgotten = self.status.reason == NO_SUCH_JOB or self.status.state is JobState.UNKNOWN
+        if forgotten and self.news is not None:
             code = self.news.code
             if code is not None:
                 return _OF_CODE.get(code, JobState.FAILED)
@@ -74,31 +76,49 @@ def standings(runs: Sequence[Run], backends: Backends | None = None) -> list[Sta
     """Return where `runs` stand; each platform is asked once for all of its runs.
 
     A platform that is away or not installed, and a run that cannot be read, are told and
-    not raised: the others must show.
+    not raised: the others must show. Files are fetched first, where that is needed: of one run
+    always, of many only of those that run now.
     """
     jobs = [(run, target_of(run), current_job(run)) for run in runs]
     answers: dict[tuple[str, JobRef], JobStatus] = {}
+    known: dict[str, Backend] = dict(backends or {})
     for target in dict.fromkeys(target for _, target, _ in jobs):
         asked = list(dict.fromkeys(job for _, name, job in jobs if name == target))
-        answers |= {(target, job): told for job, told in _ask(target, asked, backends).items()}
-    return [_standing(run, target, job, answers[target, job]) for run, target, job in jobs]
+        answers |= {(target, job): told for job, told in _ask(target, asked, known).items()}
+    troubles = [
+        _bring(target, job, answers[target, job], known, one=len(runs) == 1)
+        for _, target, job in jobs
+    ]
+    return [
+        _standing(run, target, job, answers[target, job], trouble)
+        for (run, target, job), trouble in zip(jobs, troubles, strict=True)
+    ]
 
 
-def _ask(target: str, jobs: list[JobRef], backends: Backends | None) -> Mapping[JobRef, JobStatus]:
+def _ask(
+    target: str, jobs: list[JobRef], backends: dict[str, Backend]
+) -> Mapping[JobRef, JobStatus]:
     try:
-        backend = (make_backends([target]) if backends is None else backends)[target]
-        return backend.status(jobs)
+        if target not in backends:
+            backends |= make_backends([target])
+        return backends[target].status(jobs)
     except HoldfastError as error:
         said = error.message if isinstance(error, UserError) else str(error)
-    except KeyError:
-        said = f"{target} is no target here"
     unknown = JobStatus(state=JobState.UNKNOWN, reason=said, words="nothing is known of it here")
     return dict.fromkeys(jobs, unknown)
 
 
-def _standing(run: Run, target: str, job: JobRef, status: JobStatus) -> Standing:
+def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, one: bool) -> str:
+    """Fetch the run's files; return why that failed, or nothing."""
+    away = status.state is JobState.UNKNOWN and status.reason != NO_SUCH_JOB
+    if target not in backends or away or not (one or status.state is JobState.RUNNING):
+        return ""
+    return fetched(backends[target], job)
+
+
+def _standing(run: Run, target: str, job: JobRef, status: JobStatus, trouble: str) -> Standing:
     try:
-        news, problem = read_news(run.path), run.problem
+        news, problem = read_news(run.path), run.problem or trouble
     except UserError as error:
         news, problem = None, run.problem or error.message
     return Standing(run=run, target=target, job=job, status=status, news=news, problem=problem)

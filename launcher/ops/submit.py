@@ -19,6 +19,7 @@ from launcher.live import live_problems
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints import refuse_foreign
+from launcher.ops.fetching import fetched
 from launcher.ops.freeze import Frozen, remove_frozen
 from launcher.ops.keeping import Survey, keep_run, survey_run, upgrade_run
 from launcher.ops.newest import read_news
@@ -99,6 +100,7 @@ def prepare(
     values = sweep_tasks(sweep) if sweep else [{}]
     specs = [load_spec(job, [*sets, *as_sets(each)]) for each in values]
     base_dir = Path(job).absolute().parent
+    look = look and not platform.sees_other_paths
     for spec in specs if look else []:
         if problems := live_problems(spec, base_dir):
             raise UserError.many(problems)
@@ -141,7 +143,9 @@ def submit(
     with permissions.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
             permissions.make_run_dir(prepared.run_dir, group=slurm.group)
-            frozen = _make(prepared, made, wall)
+            there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
+            shared = there == str(prepared.run_dir)
+            frozen = _make(prepared, made, wall, shared=shared)
             job = backend.submit(prepared.run_dir, prepared.files)
         runs = []
         indices = prepared.tasks or (None,)
@@ -198,6 +202,7 @@ def resume(
             f"{run.path} has a live job already: {submission.target} job {job.id} is "
             f"{status.state}; cancel it first (holdfast cancel {run.shown} --save)",
         )
+    fetched(backend, job)
     if read_news(run.path).code == 0:
         return Resumed(run=run, job=None)
     with permissions.umask(permissions.umask_of(run.path)):
@@ -212,7 +217,9 @@ def _go_on(
     upgrade_code: bool,
     wall: Callable[[], float],
 ) -> Resumed:
-    run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
+    folder, files = _bundle_of(run.path, submission)
+    if backend.nodes_run_dir(folder, files) == str(folder):
+        run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
     upgraded = upgrade_run(run.path, wall=wall) if upgrade_code else None
     was_stopped = stop_request.asked(run.path)
     stop_request.withdraw(run.path)
@@ -225,16 +232,20 @@ def _go_on(
     return Resumed(run=_note(run.path, submission.target, ref), job=ref, upgraded=upgraded)
 
 
-def _submit_again(run_dir: Path, submission: Submission, backend: Backend) -> JobRef:
-    """Submit the bundle of a run once more; of a sweep's task, that task alone."""
-    array, _, index = submission.job.id.partition("_")
-    del array
-    folder = run_dir.parent if index else run_dir
-    files = {
+def _bundle_of(run_dir: Path, submission: Submission) -> tuple[Path, dict[str, str]]:
+    """Return where the bundle of a run lies, and its files; a task's is that of its array."""
+    folder = run_dir.parent if submission.job.id.partition("_")[2] else run_dir
+    return folder, {
         path.name: path.read_text(encoding="utf-8", errors="replace")
         for path in folder.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
+
+
+def _submit_again(run_dir: Path, submission: Submission, backend: Backend) -> JobRef:
+    """Submit the bundle of a run once more; of a sweep's task, that task alone."""
+    index = submission.job.id.partition("_")[2]
+    folder, files = _bundle_of(run_dir, submission)
     if not index:
         return backend.submit(folder, files)
     job = backend.submit(folder, files, tasks=[int(index)])
@@ -284,8 +295,13 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
         )
 
 
-def _make(prepared: Prepared, made: list[Path], wall: Callable[[], float]) -> Frozen | None:
-    """Write the run directory, and one for each task; return the frozen code of the first."""
+def _make(
+    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool
+) -> Frozen | None:
+    """Write the run directory, and one for each task; return the frozen code of the first.
+
+    Where storage is not `shared` the checkpoint directory is nothing of this machine's.
+    """
     run_dirs.create(prepared.run_dir, {})
     frozen = None
     top = {name: text for name, text in prepared.files.items() if "/" not in name}
@@ -303,8 +319,8 @@ def _make(prepared: Prepared, made: list[Path], wall: Callable[[], float]) -> Fr
                 if name.startswith(start)
             }
             run_dirs.create(run_dir, inner)
-        config = run_dirs.load(run_dir)
-        _check_checkpoints(config, made)
+        if shared:
+            _check_checkpoints(run_dirs.load(run_dir), made)
         # The tasks of an array share one copy of everything.
         like = None if run_dir == prepared.runs[0] else prepared.runs[0]
         home = prepared.run_dir

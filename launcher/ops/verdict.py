@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from elastic_trainer.failures import (
     Kind,
 )
 from launcher.ops.timeline import worker_rank
+from launcher.run_files import ATTEMPT, attempt_order
 
 EXIT_LOST = 1
 """No agent is left that could say why."""
@@ -24,8 +24,6 @@ EXIT_LOST = 1
 CLI_DONE, CLI_FAILED, CLI_USER, CLI_INTERRUPTED = 0, 1, 2, 130
 
 _TAIL_LINES = 12
-_ATTEMPT = re.compile(r"[0-9]+(\.[0-9]+)?")
-"""Folders of logs: 3 of a local run, 17.3 for the third requeue of a Slurm job."""
 
 RUN_AGAIN = "holdfast run --resume {run}"
 SUBMIT_AGAIN = "holdfast submit --resume {run}"
@@ -166,8 +164,8 @@ def _reason(attempt: Sequence[Event]) -> str:
 def evidence(run_dir: Path, failed: Event | None, codes: Mapping[str, int]) -> Path | None:
     """Return the log that shows why: the failed rank's, else that of an agent that failed."""
     attempts = sorted(
-        (path for path in (run_dir / "logs").glob("*") if _ATTEMPT.fullmatch(path.name)),
-        key=lambda path: [int(part) for part in path.name.split(".")],
+        (path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)),
+        key=lambda path: attempt_order(path.name),
     )
     if not attempts:
         return None

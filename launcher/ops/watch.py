@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus, Notices
 from launcher.errors import PlatformError
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.fetching import fetched
 from launcher.ops.follow_logs import Line, LogReader
 from launcher.ops.newest import news_of, read_news
 from launcher.ops.progress import View
@@ -17,6 +20,8 @@ from launcher.ops.runs import Run, current_job
 
 _MISSING = 3
 """So many answers in a row that there is no such job: it has gone from the platform's memory."""
+_CHANGED_S = 1.0
+"""A platform that says that something has changed is asked after this, not more often."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class Watch:
         say: shows what the platform does with the job, a line each.
         ask_s: between two questions to the platform; controllers serve many users.
         look_s: between two looks at the files.
+        fetch_s: between two times that files are fetched, where storage is not shared.
     """
 
     run: Run
@@ -36,9 +42,12 @@ class Watch:
     say: Callable[[str], None]
     ask_s: float = 10.0
     look_s: float = 0.5
+    fetch_s: float = 3.0
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
     _told: str = ""
+    _trouble: str = ""
+    _fetch_due: float = float("-inf")
 
     def logs(self, reader: LogReader, show: Callable[[list[Line]], None]) -> JobStatus:
         """Show what is logged until the job has ended, over all its requeues; return its end."""
@@ -67,16 +76,37 @@ class Watch:
 
     def _until_the_end(self, look: Callable[[bool], None]) -> JobStatus:
         missing = 0
-        while True:
-            status = self._ask()
-            missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
-            if status.state.is_final or missing >= _MISSING:
-                look(True)
-                return status
-            due = self.mono() + self.ask_s
-            while self.mono() < due:
-                look(False)
-                self.sleep(self.look_s)
+        with self._noticing() as changed:
+            while True:
+                changed.clear()
+                status = self._ask()
+                missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
+                if status.state.is_final or missing >= _MISSING:
+                    self._fetch(now=True)
+                    look(True)
+                    return status
+                now = self.mono()
+                while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
+                    self._fetch()
+                    look(False)
+                    self.sleep(self.look_s)
+
+    def _noticing(self) -> AbstractContextManager[threading.Event]:
+        """Return what tells that the platform should be asked now."""
+        if isinstance(self.backend, Notices):
+            return self.backend.noticing(current_job(self.run))
+        return nullcontext(threading.Event())
+
+    def _fetch(self, *, now: bool = False) -> None:
+        """Bring what is new, where it has to be brought; say what keeps it from coming, once."""
+        if not now and self.mono() < self._fetch_due:
+            return
+        trouble = fetched(self.backend, current_job(self.run))
+        self._fetch_due = self.mono() + self.fetch_s
+        if trouble != self._trouble:
+            self._trouble = trouble
+            if trouble:
+                self.say(trouble)
 
     def _ask(self) -> JobStatus:
         """Ask the platform; say what is new. One that is away is no end."""
@@ -89,7 +119,10 @@ class Watch:
         if text != self._told:
             self._told = text
             self.say(text)
-        if status.reason == NO_SUCH_JOB and (code := read_news(self.run.path).code) is not None:
+        if status.reason != NO_SUCH_JOB:
+            return status
+        self._fetch(now=True)
+        if (code := read_news(self.run.path).code) is not None:
             state = {0: JobState.DONE, 91: JobState.SAVED}.get(code, JobState.FAILED)
             return JobStatus(state=state, code=code, source="events")
         return status

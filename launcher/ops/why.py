@@ -101,11 +101,12 @@ def _pending(standing: Standing, now_unix: float) -> Why:
 
 def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why:
     news, state = standing.news, standing.state
+    platform = _platform_says(standing)
     if news is None or news.last_unix is None:
         return Why(
             state=state,
             short="it runs, but its agents have not written anything yet",
-            more=_last_seen(standing, now_unix),
+            more=[*platform, *_last_seen(standing, now_unix)],
             log=output[-1] if output else None,
             log_lines=_tail(output[-1]) if output else [],
         )
@@ -118,7 +119,7 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
         return Why(
             state=state,
             short=short,
-            more=more,
+            more=[*more, *platform],
             way_out="it goes on by itself when nodes come back",
         )
     failed = first_failure(this_attempt(news.events))
@@ -127,8 +128,14 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
     else:
         short = f"it is {now.state}: {now.step_text}, epoch {now.epoch}"
     more = [] if failed is None else [f"last failure: {_who(failed)}"]
-    more += _last_seen(standing, now_unix)
+    more += [*platform, *_last_seen(standing, now_unix)]
     return Why(state=state, short=short, more=more, failure=_failure(failed))
+
+
+def _platform_says(standing: Standing) -> list[str]:
+    """Return what the platform has to say of a job that runs, as of a node that is away."""
+    said = _joined(standing.status.words, standing.status.reason)
+    return [f"{standing.target}: {said}"] if standing.status.words else []
 
 
 def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why:
@@ -150,6 +157,7 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
     if failed is not None:
         more.append(f"first failure: {_who(failed)}")
     elif state is JobState.FAILED and output:
+        more += [status.words] if status.words and status.words not in short else []
         log = output[-1]  # nothing on the nodes failed, so the batch script, or what it called
         said = _classified(log, code)
         more += [said] if said else []

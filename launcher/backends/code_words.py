@@ -1,0 +1,19 @@
+"""What the exit codes of a job mean, for every platform. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+)
+
+CODE_WORDS: Final[dict[int, str]] = {
+    EXIT_SAVED: "saved, and left the queue",
+    EXIT_TOO_FEW_NODES: "too few healthy nodes were left",
+    EXIT_DO_NOT_RESTART: "it would fail again, so it was not restarted",
+    EXIT_BUDGET_USED_UP: "a restart budget is used up",
+}

@@ -1,0 +1,262 @@
+"""Reaching a cluster, what it refuses, retries and watches, against a small server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_api import Reply, fake_api, kubeconfig, status_object
+
+from launcher.backends.kubernetes_api import Patience
+from launcher.backends.kubernetes_config import connect
+from launcher.backends.kubernetes_documents import CONFIG_MAP, POD, RESOURCES
+from launcher.backends.kubernetes_errors import (
+    BrokenOffError,
+    BusyError,
+    Call,
+    ConflictError,
+    GoneError,
+    NotThereError,
+    refusal,
+    retry_after,
+)
+from launcher.backends.kubernetes_watch import Watcher, wait_until
+from launcher.errors import PermanentError, TemporaryError, UserError
+
+PYTORCHJOB = RESOURCES["PyTorchJob"]
+CALL = Call(
+    verb="create", resource=PYTORCHJOB, namespace="train", name="tiny", server="https://k8s:6443"
+)
+MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+
+
+@pytest.fixture
+def server():
+    with fake_api() as fake:
+        yield fake
+
+
+@pytest.fixture
+def waits():
+    return []
+
+
+@pytest.fixture
+def api(server, tmp_path, waits):
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig(server.url))
+    found = connect(
+        env={"KUBECONFIG": str(path)},
+        patience=Patience(connect_s=2.0, read_s=5.0, retry_s=5.0),
+        sleep=waits.append,
+    )
+    yield found
+    found.client.rest_client.pool_manager.clear()
+
+
+def refused(status, message, *, reason="", headers=None, call=CALL, **details):
+    body = json.dumps(status_object(status, reason, message, **details))
+    return refusal(call, status, body, headers or {})
+
+
+FORBIDDEN = (
+    'pytorchjobs.kubeflow.org is forbidden: User "eve" cannot create resource "pytorchjobs" in '
+    'API group "kubeflow.org" in the namespace "train"'
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "code", "words"),
+    [
+        (401, "Unauthorized", "HF752", "does not accept the kubeconfig's credentials"),
+        (403, FORBIDDEN, "HF753", "you may not create pytorchjobs.kubeflow.org in namespace train"),
+        (403, FORBIDDEN, "HF753", "kubectl create rolebinding NAME --role holdfast-submitter"),
+        (403, "exceeded quota: jobs, requested: count/x=1", "HF756", "a quota of namespace train"),
+        (403, "namespace train because it is being terminated", "HF755", "is being removed"),
+        (403, 'violates PodSecurity "restricted"', "HF757", "a policy of the cluster refuses"),
+        (400, 'admission webhook "v" denied the request: no', "HF757", "refuses to create"),
+        (422, "spec.x: Invalid value", "HF757", "spec.x: Invalid value; mend what it names"),
+        (404, 'namespaces "train" not found', "HF755", "kubectl create namespace train"),
+    ],
+)
+def test_what_the_user_can_mend_has_a_code(status, message, code, words):
+    error = refused(status, message)
+    assert isinstance(error, UserError)
+    assert error.code == code
+    assert words in error.message
+
+
+def test_the_missing_right_is_the_one_that_the_server_names():
+    message = 'User "eve" cannot list resource "pods" in API group "" in the namespace "train"'
+    assert "you may not list pods in namespace train" in refused(403, message).message
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet", "TrainJob", "TrainingRuntime"])
+def test_a_kind_that_is_not_installed_is_named_and_how_to(kind):
+    call = Call(verb="create", resource=RESOURCES[kind], namespace="train")
+    error = refusal(call, 404, "404 page not found\n", {})
+    assert isinstance(error, UserError)
+    assert error.code == "HF754"
+    assert RESOURCES[kind].name in error.message
+    assert "kubectl apply --server-side" in error.message
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(409, ConflictError), (410, GoneError), (429, BusyError), (503, BusyError), (418, Exception)],
+)
+def test_whether_to_try_again_is_a_type(status, kind):
+    assert isinstance(refused(status, "x"), kind)
+    assert isinstance(refused(418, "x"), PermanentError)
+    assert isinstance(refused(404, "x", name="tiny"), NotThereError)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3", 3.0), ("1.5", 1.5), ("9999", 60.0), ("-1", None), ("nan", None), ("soon", None)],
+)
+def test_retry_after(text, seconds):
+    assert retry_after(text) == seconds
+
+
+def test_a_busy_server_is_asked_again_when_it_wants_to_be(api, server, waits):
+    server.says("GET", Reply(429, "x", {"Retry-After": "7"}), Reply(503, "down"))
+    assert api.list_all(POD, "train") == ([], "100")
+    assert waits[0] == 7.0
+    assert len(waits) == 2
+
+
+def test_a_server_that_stays_away_is_temporary(server, tmp_path):
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig("http://127.0.0.1:1"))
+    patience = Patience(connect_s=1.0, read_s=1.0, retry_s=0.0)
+    found = connect(env={"KUBECONFIG": str(path)}, patience=patience)
+    with pytest.raises(
+        BusyError, match=r"the Kubernetes API at http://127.0.0.1:1 does not answer"
+    ):
+        found.list_all(POD, "train")
+
+
+def test_garbage_is_temporary(api, server):
+    server.says("GET", *[Reply(200, "<html>502</html>")] * 50)
+    api._patience = Patience(retry_s=0.0)
+    with pytest.raises(TemporaryError, match="cannot be read: <html>502"):
+        api.list_all(POD, "train")
+
+
+def test_a_create_whose_answer_is_lost_is_not_sent_again(api, server):
+    server.says("POST", Reply(0, after=True))
+    with pytest.raises(BrokenOffError):
+        api.create(CONFIG_MAP, "train", MAP)
+    assert len(server.asked("POST")) == 1
+
+
+def test_a_create_that_was_surely_not_carried_out_is_sent_again(api, server):
+    server.says("POST", Reply(503, "starting"))
+    assert api.create(CONFIG_MAP, "train", MAP)["metadata"]["uid"]
+    assert len(server.asked("POST")) == 2
+    with pytest.raises(ConflictError):
+        api.create(CONFIG_MAP, "train", MAP)
+
+
+def test_a_dry_run_makes_nothing(api, server):
+    api.create(CONFIG_MAP, "train", MAP, dry_run=True)
+    assert server.objects == {}
+    assert "dryRun=All" in server.calls[0]
+    assert "fieldValidation=Strict" in server.calls[0]
+
+
+def test_what_is_not_there(api):
+    assert api.get(CONFIG_MAP, "train", "a") is None
+    assert not api.delete(CONFIG_MAP, "train", "a")
+    assert api.log("train", "p", []) == ""
+
+
+def test_long_lists_come_in_pages(api, server):
+    def page(names, **more):
+        items = [{"metadata": {"name": name}} for name in names]
+        return Reply(200, {"items": items, "metadata": {"resourceVersion": "7", **more}})
+
+    server.says("GET", page("ab", **{"continue": "t&1"}), page("c"))
+    items, version = api.list_all(POD, "train", labels="a=b")
+    assert [item["metadata"]["name"] for item in items] == ["a", "b", "c"]
+    assert version == "7"
+    assert "continue=t%261" in server.calls[1]
+    server.says("GET", page("ab", **{"continue": "t"}), Reply(410, "expired"), page("abc"))
+    assert len(api.list_all(POD, "train")[0]) == 3
+    assert "limit" not in server.calls[-1]
+
+
+def test_no_kubeconfig(tmp_path):
+    env = {"HOME": str(tmp_path)}
+    with pytest.raises(UserError, match=rf"HF750 there is no kubeconfig: {tmp_path}/.kube/config"):
+        connect(env=env)
+    env["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
+    with pytest.raises(UserError, match="HF750"):
+        connect(env=env, pod_files=tmp_path / "nothing")
+    with pytest.raises(UserError, match="HF750"):
+        connect("other", env=env, pod_files=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "a: 1", "\x00"])
+def test_a_kubeconfig_that_is_none(tmp_path, text):
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"HF75[01]"):
+        connect(env={"KUBECONFIG": str(path)})
+
+
+def test_a_context_that_is_not_there_and_one_without_credentials(tmp_path):
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig("http://127.0.0.1:1"))
+    with pytest.raises(UserError, match=r"HF751 .*has no context 'there'; it has here: mend"):
+        connect("there", env={"KUBECONFIG": str(path)})
+    raw = json.loads(path.read_text())
+    raw["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    raw["users"][0]["user"] = {"client-certificate": "/nowhere", "client-key": "/nowhere"}
+    path.write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="HF752 context here"):
+        connect(env={"KUBECONFIG": str(path)})
+
+
+def test_namespace_and_name_of_the_context(api):
+    assert (api.context, api.namespace) == ("here", "train")
+
+
+def line(kind, name, version, **more):
+    metadata = {"name": name, "resourceVersion": str(version)}
+    return json.dumps({"type": kind, "object": {"metadata": metadata, **more}})
+
+
+def watcher(api, waits):
+    return Watcher(api=api, resource=POD, namespace="train", sleep=waits.append)
+
+
+def test_a_watch_goes_on_after_dropped_connections_and_forgotten_versions(api, server, waits):
+    server.put("/api/v1/namespaces/train/pods/a", {"metadata": {"name": "a"}})
+    gone = json.dumps({"type": "ERROR", "object": status_object(410, "Expired", "too old")})
+    server.lines = [
+        [line("ADDED", "b", 102), line("BOOKMARK", "", 110)],  # the server ends it
+        ['{"type": "MODI'],  # the connection breaks within a line
+        [gone],
+        [line("DELETED", "a", 120), line("ADDED", "c", 121)],
+    ]
+    watch = watcher(api, waits)
+    assert wait_until(watch, lambda pods: set(pods) == {"c"}, for_s=30.0)
+    versions = [call.partition("resourceVersion=")[2].split("&")[0] for call in server.asked("wat")]
+    assert versions == ["101", "110", "110", "101"]
+    assert watch.lists == 2
+
+
+def test_a_watch_ends_in_time(api, server, waits):
+    clock = iter(range(1000))
+    watch = watcher(api, waits)
+    watch.mono = lambda: float(next(clock))
+    assert not wait_until(watch, lambda pods: bool(pods), for_s=20.0)
+
+
+def test_a_watch_that_is_not_allowed_says_so(api, server, waits):
+    message = 'User "eve" cannot watch resource "pods" in API group "" in the namespace "train"'
+    server.says("watch=true", Reply(403, status_object(403, "Forbidden", message)))
+    with pytest.raises(UserError, match="HF753 you may not watch pods"):
+        wait_until(watcher(api, waits), lambda pods: bool(pods), for_s=20.0)
