@@ -1,0 +1,388 @@
+"""A cluster as tests see it: the stand-in of this machine, or a real one. Only plain API calls.
+
+What a real cluster cannot do on request (lose a node, answer 503) skips the test there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+from api_faults import Fault
+from api_resources import BY_KIND, RESOURCES
+from kubernetes import client, config
+from kubernetes.stream import stream
+from standin import StandIn
+
+KINDS = {
+    "pytorchjob": "pytorchjobs.kubeflow.org",
+    "jobset": "jobsets.jobset.x-k8s.io",
+    "trainjob": "trainjobs.trainer.kubeflow.org",
+}
+_GONE_S = 30.0
+_T = TypeVar("_T")
+
+
+class Ran(NamedTuple):
+    """What a command in a container did."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Cluster:
+    """A namespace of its own in a cluster, with a claim for shared storage.
+
+    Args:
+        kubeconfig: file whose current context is an administrator's.
+        image: an image with Python and this project.
+        standin: the stand-in, None where the cluster is a real one.
+        folder: for files of the test.
+        storage_class: for the claim, None: the cluster's default.
+    """
+
+    def __init__(
+        self,
+        kubeconfig: Path,
+        image: str,
+        *,
+        standin: StandIn | None,
+        folder: Path,
+        storage_class: str | None = None,
+    ) -> None:
+        self.kubeconfig, self.image = kubeconfig, image
+        self.namespace = f"hf-{uuid.uuid4().hex[:8]}"
+        self.claim = "storage"
+        self._standin, self._folder = standin, folder
+        self._storage_class = storage_class
+        self.api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
+        self.core = client.CoreV1Api(self.api)
+        self.batch = client.BatchV1Api(self.api)
+        self.custom = client.CustomObjectsApi(self.api)
+        self.rbac = client.RbacAuthorizationV1Api(self.api)
+
+    def set_up(self) -> None:
+        """Create namespace and claim."""
+        self.core.create_namespace({"metadata": {"name": self.namespace}})
+        spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"]}
+        spec["resources"] = {"requests": {"storage": "1Gi"}}
+        if self._storage_class is not None:
+            spec["storageClassName"] = self._storage_class
+        claim = {"metadata": {"name": self.claim}, "spec": spec}
+        self.core.create_namespaced_persistent_volume_claim(self.namespace, claim)
+
+        def has_account() -> bool:
+            accounts = self.core.list_namespaced_service_account(self.namespace).items
+            return any(account.metadata.name == "default" for account in accounts)
+
+        self.wait("the default service account", has_account)
+
+    def clear(self) -> None:
+        """Remove the namespace and all in it; bring back nodes, kinds and manners."""
+        if self._standin is not None:
+            self._standin.server.faults.clear()
+            for node in self._standin.nodes:
+                self._standin.kubelets.come_back(node)
+        try:
+            for node in self.nodes():
+                self.core.patch_node(node, {"spec": {"unschedulable": None}})
+            self.core.delete_namespace(self.namespace, grace_period_seconds=0)
+            self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)
+        finally:
+            self.api.close()
+
+    def env(self, **more: str) -> dict[str, str]:
+        """Return an environment in which kubectl and the launcher find this cluster."""
+        return {**os.environ, "KUBECONFIG": str(self.kubeconfig), **more}
+
+    @property
+    def storage(self) -> Path:
+        """The claim's folder on this machine; skips where it is not mounted here."""
+        standin = self._only_here("the claim is not mounted on this machine")
+        path = standin.claims / self.namespace / self.claim
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o777)
+        return path
+
+    def need(self, kind: str) -> None:
+        """Skip where a kind (pytorchjob, jobset, trainjob) is not installed."""
+        name = KINDS[kind]
+        definitions = client.ApiextensionsV1Api(self.api).list_custom_resource_definition().items
+        if all(definition.metadata.name != name for definition in definitions):
+            pytest.skip(f"{name} is not installed in this cluster")
+
+    # Objects
+
+    def create(self, obj: dict[str, Any], **query: str) -> dict[str, Any]:
+        """Create an object of any kind in this namespace."""
+        return self._call("POST", self._path(obj), obj, **query)
+
+    def read(self, kind: str, name: str) -> dict[str, Any]:
+        """Return an object by plural and name, as `pytorchjobs` and `j`."""
+        return self._call("GET", f"{self._folder_of(kind)}/{name}", None)
+
+    def list(self, kind: str, **query: str) -> list[dict[str, Any]]:
+        """Return the objects of a kind in this namespace."""
+        return list(self._call("GET", self._folder_of(kind), None, **query)["items"])
+
+    def patch(self, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Merge into an object."""
+        return self._call("PATCH", f"{self._folder_of(kind)}/{name}", body)
+
+    def delete(self, kind: str, name: str, **query: str) -> None:
+        """Delete an object."""
+        self._call("DELETE", f"{self._folder_of(kind)}/{name}", None, **query)
+
+    def condition(self, kind: str, name: str) -> set[str]:
+        """Return the types of the true conditions of an object."""
+        rows = self.read(kind, name).get("status", {}).get("conditions", [])
+        return {row["type"] for row in rows if row["status"] == "True"}
+
+    def wait_condition(self, kind: str, name: str, *types: str, timeout_s: float = 30.0) -> None:
+        """Wait until one of these conditions is true."""
+        self.wait(
+            f"{kind} {name} {'/'.join(types)}",
+            lambda: self.condition(kind, name) & set(types),
+            timeout_s=timeout_s,
+        )
+
+    # Pods
+
+    def pods(self, selector: str = "") -> list[client.V1Pod]:
+        """Return the pods of the namespace."""
+        found = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return sorted(found, key=lambda pod: str(pod.metadata.name))
+
+    def pod(self, name: str) -> client.V1Pod:
+        return self.core.read_namespaced_pod(name, self.namespace)
+
+    def wait_phase(self, name: str, *phases: str, timeout_s: float = 30.0) -> client.V1Pod:
+        """Wait until a pod is in one of these phases."""
+
+        def look() -> client.V1Pod | None:
+            pod = self.pod(name)
+            return pod if pod.status.phase in phases else None
+
+        return self.wait(f"pod {name} {'/'.join(phases)}", look, timeout_s=timeout_s)
+
+    def wait_gone(self, name: str, timeout_s: float = 30.0) -> None:
+        """Wait until a pod is no more."""
+        names = lambda: {pod.metadata.name for pod in self.pods()}  # noqa: E731
+        self.wait(f"the end of pod {name}", lambda: name not in names(), timeout_s=timeout_s)
+
+    def kill_pod(self, name: str) -> None:
+        """Delete a pod by force; its processes are killed."""
+        self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
+
+    def log(self, name: str, **query: Any) -> str:
+        """Return a pod's log."""
+        answer = self.core.read_namespaced_pod_log(
+            name, self.namespace, _preload_content=False, **query
+        )
+        try:
+            return answer.data.decode()
+        finally:
+            answer.release_conn()
+
+    def wait_log(self, name: str, text: str, timeout_s: float = 30.0) -> str:
+        """Wait until a pod's log has a text; return the log."""
+
+        def look() -> str | None:
+            try:
+                log = self.log(name)
+            except client.ApiException as error:
+                if error.status not in {400, 404}:
+                    raise
+                return None
+            return log if text in log else None
+
+        return self.wait(f"{text!r} in the log of {name}", look, timeout_s=timeout_s)
+
+    def run(self, name: str, *command: str) -> Ran:
+        """Run a command in a pod's container."""
+        session = stream(
+            self.core.connect_get_namespaced_pod_exec,
+            name,
+            self.namespace,
+            command=list(command),
+            stdout=True,
+            stderr=True,
+            stdin=False,
+            tty=False,
+            _preload_content=False,
+        )
+        try:
+            session.run_forever(timeout=60)
+            out, err = session.read_channel(1), session.read_channel(2)
+            return Ran(session.returncode, out, err)
+        finally:
+            session.close()
+            session.sock.shutdown()  # close alone leaves the socket after the server's close
+
+    def events(self, name: str) -> list[str]:
+        """Return what was told of an object, as `reason: message`."""
+        found = self.core.list_namespaced_event(
+            self.namespace, field_selector=f"involvedObject.name={name}"
+        ).items
+        return [f"{event.reason}: {event.message}" for event in found]
+
+    # Nodes
+
+    def nodes(self) -> list[str]:
+        """Return the names of all nodes."""
+        return sorted(node.metadata.name for node in self.core.list_node().items)
+
+    def power_off(self, node: str) -> None:
+        """Take a node's power: it goes NotReady, its pods stay Terminating."""
+        self._only_here("a real node's power stays on").kubelets.power_off(node)
+
+    def silence(self, node: str) -> None:
+        """Stop a node's kubelet: it goes NotReady, its processes go on."""
+        self._only_here("a real node's kubelet goes on").kubelets.go_silent(node)
+
+    def restore(self, node: str) -> None:
+        """Bring a node back."""
+        self._only_here("a real node is not touched").kubelets.come_back(node)
+
+    def wait_ready(self, node: str, *, ready: bool, timeout_s: float = 30.0) -> None:
+        """Wait until a node is ready, or is not."""
+
+        def look() -> bool:
+            rows = self.core.read_node(node).status.conditions
+            return any(row.type == "Ready" and row.status == "True" for row in rows) == ready
+
+        self.wait(f"node {node} ready: {ready}", look, timeout_s=timeout_s)
+
+    # The server's manners
+
+    def fault(self, **what: Any) -> None:
+        """Order an error of the server (api_faults.Fault)."""
+        self._only_here("a real server makes its own errors").server.faults.add(Fault(**what))
+
+    def asked(self) -> list[str]:
+        """Return what the server was asked so far, as `create pods NAME`."""
+        return list(self._only_here("a real server does not tell").server.faults.asked)
+
+    def drop_connections(self) -> None:
+        """Break all connections of the server, watches among them."""
+        self._only_here("a real server's connections stay").server.drop_connections()
+
+    def forget_changes(self) -> None:
+        """Make the server forget: watches from any older version get 410."""
+        self._only_here("a real server forgets on its own").store.compact()
+
+    @contextlib.contextmanager
+    def without(self, kind: str) -> Iterator[None]:
+        """Let a kind (pytorchjob, jobset, trainjob) not be installed for a while."""
+        standin = self._only_here("a real cluster's kinds stay")
+        definitions = client.ApiextensionsV1Api(self.api)
+        definitions.delete_custom_resource_definition(KINDS[kind])
+        try:
+            yield
+        finally:
+            standin.install(KINDS[kind])
+
+    def kubeconfig_for(self, *rules: dict[str, Any], name: str = "limited") -> Path:
+        """Return a kubeconfig of a new service account that a Role with these rules binds."""
+        space = self.namespace
+        self.core.create_namespaced_service_account(space, {"metadata": {"name": name}})
+        role = {"metadata": {"name": name}, "rules": list(rules)}
+        self.rbac.create_namespaced_role(space, role)
+        binding = {
+            "metadata": {"name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": space}],
+            "roleRef": {
+                "kind": "Role",
+                "name": name,
+                "apiGroup": "rbac.authorization.k8s.io",
+            },
+        }
+        self.rbac.create_namespaced_role_binding(space, binding)
+        asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
+        token = self.core.create_namespaced_service_account_token(name, space, asked)
+        return self._kubeconfig_with(token.status.token, name)
+
+    def wait(
+        self, what: str, look: Callable[[], _T], *, timeout_s: float = 30.0, every_s: float = 0.05
+    ) -> _T:
+        """Return the first true answer of `look`.
+
+        Raises:
+            AssertionError: `timeout_s` is over; tells the pods there are.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (found := look()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what}: not within {timeout_s:g} s\n{self._told()}")
+            time.sleep(every_s)
+        return found
+
+    # Inside
+
+    def _only_here(self, why: str) -> StandIn:
+        if self._standin is None:
+            pytest.skip(why)
+        return self._standin
+
+    def _is_gone(self) -> bool:
+        for pod in self.pods():
+            with contextlib.suppress(client.ApiException):
+                self.kill_pod(pod.metadata.name)
+        spaces = self.core.list_namespace().items
+        return all(space.metadata.name != self.namespace for space in spaces)
+
+    def _kubeconfig_with(self, token: str, name: str) -> Path:
+        import yaml
+
+        content = yaml.safe_load(self.kubeconfig.read_text())
+        content["users"] = [{"name": name, "user": {"token": token}}]
+        current = content["current-context"]
+        rows = [row for row in content["contexts"] if row["name"] == current]
+        rows[0]["context"] |= {"user": name, "namespace": self.namespace}
+        content["contexts"] = rows
+        path = self._folder / f"kubeconfig-{name}"
+        path.write_text(json.dumps(content))
+        path.chmod(0o600)
+        return path
+
+    def _path(self, obj: dict[str, Any]) -> str:
+        resource = BY_KIND[obj["apiVersion"], obj["kind"]]
+        return self._folder_of(resource.plural)
+
+    def _folder_of(self, plural: str) -> str:
+        resource = next(r for r in RESOURCES if r.plural == plural)
+        start = f"/apis/{resource.group}" if resource.group else "/api"
+        space = f"/namespaces/{self.namespace}" if resource.namespaced else ""
+        return f"{start}/{resource.version}{space}/{plural}"
+
+    def _call(self, method: str, path: str, body: Any, **query: str) -> Any:
+        headers = {"Accept": "application/json"}
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        headers["Content-Type"] = kind
+        return self.api.call_api(
+            path,
+            method,
+            query_params=list(query.items()),
+            header_params=headers,
+            body=body,
+            response_type="object",
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+        )
+
+    def _told(self) -> str:
+        rows = []
+        for pod in self.pods():
+            name = pod.metadata.name
+            with contextlib.suppress(client.ApiException):
+                rows.append(f"--- {name} {pod.status.phase} {self.events(name)}")
+                rows.append(self.log(name)[-1500:])
+        return "\n".join(rows)
