@@ -224,6 +224,9 @@ def _jobset(name: str, spec: Object, old: Object | None) -> Causes:
     names = [job.get("name") for job in spec.get("replicatedJobs") or ()]
     if len(names) != len(set(names)):
         yield "spec.replicatedJobs: Duplicate value"
+    for i, rule in enumerate((spec.get("failurePolicy") or {}).get("rules") or ()):
+        if not rule.get("name"):
+            yield f"spec.failurePolicy.rules[{i}].name: Required value"
     for i, job in enumerate(spec.get("replicatedJobs") or ()):
         template = (job.get("template") or {}).get("spec") or {}
         last = (template.get("completions") or template.get("parallelism") or 1) - 1

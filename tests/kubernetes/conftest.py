@@ -33,7 +33,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("kubernetes", reason="pip install -e '.[dev]'")
+pytest.importorskip("kubernetes.client", reason="pip install -e '.[dev]'")
 
 from k8s_cluster import Cluster
 from pod_network import why_not

@@ -60,7 +60,13 @@ def jobset_spec(cluster: Cluster, script: str, *, workers: int = 2) -> Object:
     return {
         "failurePolicy": {
             "maxRestarts": 0,
-            "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            "rules": [
+                {
+                    "name": "final",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
         },
         "replicatedJobs": [
             {

@@ -127,7 +127,8 @@ def test_backoff_is_the_sum_of_restarts(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", ["pytorchjobs", "jobsets", "trainjobs"])
 def test_suspension_ends_the_pods_and_resuming_makes_new_ones(cluster: Cluster, kind: str) -> None:
-    uids = _create(cluster, kind, "trap 'exit 0' TERM; " + _STAY)
+    # A worker that says 0 when it is stopped would count as done.
+    uids = _create(cluster, kind, "trap 'exit 143' TERM; " + _STAY)
     before = cluster.wait("two pods", lambda: u if len(u := uids()) == 2 else None)
     for value in (True, False):
         inner = {"suspend": value}
