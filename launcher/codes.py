@@ -83,6 +83,8 @@ CODES: Final[dict[str, Code]] = {
     "HF157": Code(
         "Replicas are to be compared, but there are too few.", "Use dp_replicate: 3 or more."
     ),
+    "HF158": Code("A setting of a manifest that works in some clusters only.", "Check yours."),
+    "HF159": Code("The first worker that ends well ends the job.", "Use `holdfast render`."),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit into each other.",
@@ -93,7 +95,7 @@ CODES: Final[dict[str, Code]] = {
     "HF163": Code("A secret in the job file.", "Name a file or a variable in env.secrets."),
     "HF164": Code("Image and container runtime do not go together.", "Set slurm.container."),
     "HF165": Code("An environment variable that cannot be set.", "Leave it out."),
-    "HF166": Code("A path that a Slurm script cannot carry.", "Use another place."),
+    "HF166": Code("A path that scripts and manifests cannot carry.", "Use another place."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or mend the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),
@@ -192,6 +194,45 @@ CODES: Final[dict[str, Code]] = {
     "HF706": Code("Another corpus than the one the run began with.", "Put the former one back."),
     "HF707": Code("The corpus's files are damaged.", "Copy them again, or make them again."),
     "HF711": Code("The numbers of a step are wrong, and the job is to stop.", "See `numbers`."),
+    # Kubernetes: what `check` finds in manifests; more from HF730.
+    "HF712": Code("A disruption budget that lets no pod go.", "Use minAvailable, a number."),
+    "HF713": Code("RDMA without the right to lock memory.", "Add the capability IPC_LOCK."),
+    "HF715": Code("A key that the API server drops without a word.", "Use the nearest known one."),
+    "HF716": Code("A secret in a manifest.", "Use valueFrom.secretKeyRef."),
+    "HF718": Code("WORLD_SIZE would count pods, not workers.", "Give nprocPerNode as a number."),
+    # Kubernetes: what a job file lacks to be rendered.
+    "HF720": Code("No container image for the pods.", "Set kubernetes.image."),
+    "HF721": Code("No storage that all pods share.", "Set kubernetes.claim."),
+    "HF722": Code("A path that pods do not have.", "Mount it: kubernetes.volumes."),
+    "HF723": Code("A secret that pods cannot read.", "Add {kubernetes: NAME/KEY} to it."),
+    "HF724": Code("Gang scheduling that this kind of job does not have.", "Use a queue."),
+    "HF725": Code("A pod's memory is no more than its /dev/shm.", "Raise kubernetes.memory."),
+    "HF726": Code("job.json is too long for a ConfigMap.", "Raise elastic.min_nodes."),
+    # Kubernetes: what `check` finds in manifests.
+    "HF730": Code(
+        "A document that is no Kubernetes object.", "Give apiVersion, kind and metadata."
+    ),
+    "HF731": Code(
+        "A value that the server takes and the operator does not know.", "Use one listed."
+    ),
+    "HF732": Code("Numbers of replicas that contradict each other.", "Use min <= replicas <= max."),
+    "HF733": Code(
+        "Exit codes decide, but the command has always the same.", "Use `holdfast render`."
+    ),
+    "HF734": Code("An elastic job with a Master.", "Use workers alone."),
+    "HF735": Code("Workers that do not find each other, or not again.", "Add an elasticPolicy."),
+    "HF736": Code("One restart of each pod uses up backoffLimit.", "Raise it."),
+    "HF737": Code("Pods that outlive the job keep their GPUs.", "Use cleanPodPolicy: Running."),
+    "HF739": Code("An autoscaler for a job of fixed layouts.", "Leave metrics out."),
+    "HF740": Code("A suspended job that nobody will start.", "Add the queue's label."),
+    "HF741": Code("A pod that the operator's webhook refuses.", "Mend what is named."),
+    "HF742": Code("Two keys for the workers of a pod.", "Keep spec.nprocPerNode."),
+    "HF744": Code("One lost pod would restart them all.", "Use `holdfast render`."),
+    "HF745": Code("A name that is too long or of the wrong form.", "Shorten it."),
+    "HF746": Code("Shared memory is too small, endless or too large.", "Mount memory there."),
+    "HF747": Code("A pod is killed before it could save.", "Raise the grace period."),
+    "HF748": Code("Variables that the operator sets itself.", "Leave them out."),
+    "HF749": Code("Storage that one node alone can mount.", "Use access mode ReadWriteMany."),
 }
 """Code -> meaning and way out. A code, once released, keeps its meaning."""
 

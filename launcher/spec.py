@@ -25,6 +25,7 @@ from launcher.hardware import tight_domain
 from launcher.spec_check import cross_check
 from launcher.spec_env import Env
 from launcher.spec_errors import MODEL_TAGS, problems_of
+from launcher.spec_kubernetes import Kubernetes, Security, Topology
 from launcher.spec_numbers import Numbers
 from launcher.spec_rules import Facts
 from launcher.spec_slurm import Slurm
@@ -69,8 +70,8 @@ class JobSpec(values.Section):
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
     slurm: Slurm = Field(default_factory=Slurm, description="sbatch's options.")
-    kubernetes: sections.Kubernetes = Field(
-        default_factory=sections.Kubernetes, description="Where pods run."
+    kubernetes: Kubernetes = Field(
+        default_factory=Kubernetes, description="Where and how pods run."
     )
 
     _source: Source = PrivateAttr()
@@ -223,7 +224,9 @@ SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
     "env": Env,
     "network": sections.Network,
     "slurm": Slurm,
-    "kubernetes": sections.Kubernetes,
+    "kubernetes": Kubernetes,
+    "kubernetes.security": Security,
+    "kubernetes.topology": Topology,
 }
 """Dotted path -> model of every section."""
 

@@ -11,6 +11,7 @@ from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
 from launcher.spec_env import SECRET_NAME
+from launcher.spec_kubernetes_rules import kubernetes_findings
 from launcher.spec_rules import (
     Finding,
     auto_finding,
@@ -42,6 +43,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
         *_numbers(spec),
         *_env(spec),
         *_slurm(spec),
+        *kubernetes_findings(spec),
     ]
     if not _touches(bad, {"model"}):
         findings += _model(spec)

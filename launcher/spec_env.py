@@ -15,9 +15,10 @@ _OURS: Final = re.compile(
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|UID|EUID|PPID|PWD|OLDPWD|_|GROUPS|FUNCNAME|DIRSTACK"
     r"|RANDOM|SRANDOM|SECONDS|LINENO|HISTCMD|EPOCHSECONDS|EPOCHREALTIME|PIPESTATUS|OPT(ARG|IND|ERR)"
+    r"|POD_NAME|POD_IP|POD_UID|NODE_NAME|KUBERNETES_.*"
     r"|PS[0-4]|PROMPT_COMMAND|EXECIGNORE|GLOBIGNORE|TMOUT|COMP_.*|READLINE_.*|REPLY|MAPFILE|COPROC)"
 )
-"""What Slurm, the agents or the shell set themselves."""
+"""What Slurm, Kubernetes, the agents or the shell set themselves."""
 SECRET_NAME: Final = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY"
     r"|SECRET_ACCESS_KEY|AUTH)$",
@@ -29,6 +30,8 @@ _SECRET_TEXT: Final = re.compile(
     r"|sk-[\w-]{24,}|xox[abprs]-[\w-]{16,}|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 
+_SECRET_REF: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}")
+
 
 def variable_name(value: str) -> str:
     """Check the name of an environment variable.
@@ -39,7 +42,8 @@ def variable_name(value: str) -> str:
     if not _NAME.fullmatch(value):
         raise refuse("HF165", f"{value!r} is no name of a variable: letters, digits and _ only")
     if _OURS.fullmatch(value):
-        raise refuse("HF165", f"{value} is set by Slurm, the shell or the agents; leave it out")
+        message = f"{value} is set by the platform, the shell or the agents; leave it out"
+        raise refuse("HF165", message)
     return value
 
 
@@ -87,18 +91,32 @@ def _absolute(value: str) -> str:
     return value
 
 
+def _secret_ref(value: str) -> str:
+    if not _SECRET_REF.fullmatch(value):
+        raise refuse("HF015", f"expected NAME/KEY of a Secret, as wandb/api-key, found {value}")
+    return value
+
+
 class Secret(Section):
-    """Where a secret is read when the job starts: one of the two."""
+    """Where a secret is read when the job starts."""
 
     file: Text | None = Field(None, description="A file that the job's user can read on the nodes.")
     env: VariableName | None = Field(
         None, description="A variable of the environment that the job is submitted from."
     )
+    kubernetes: Annotated[Text, AfterValidator(_secret_ref)] | None = Field(
+        None, description="On Kubernetes: NAME/KEY of a Secret in the job's namespace."
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.file is None) == (self.env is None):
+        if self.file is not None and self.env is not None:
             raise refuse("HF163", "expected {file: PATH} or {env: NAME}, one of the two")
+        if self.file is None and self.env is None and self.kubernetes is None:
+            raise refuse(
+                "HF163",
+                "expected {file: PATH}, {env: NAME} or, on Kubernetes, {kubernetes: NAME/KEY}",
+            )
         return self
 
 
@@ -117,7 +135,8 @@ class Env(Section):
     )
     secrets: dict[VariableName, Secret] = Field(
         default_factory=dict,
-        description="Variable -> {file: PATH} or {env: NAME}; never the value itself.",
+        description="Variable -> {file: PATH}, {env: NAME} or, on Kubernetes, "
+        "{kubernetes: NAME/KEY}; never the value itself.",
     )
 
     @model_validator(mode="after")

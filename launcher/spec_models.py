@@ -232,12 +232,3 @@ class Network(Section):
         None, description="Network the addresses are taken from, as 10.0.0.0/8."
     )
     ports: Ports | None = Field(None, description="low-high; null: the system picks.")
-
-
-class Kubernetes(Section):
-    """Where and how pods run."""
-
-    namespace: Text = Field("default", description="Namespace of the job.")
-    image: Text | None = Field(None, description="Container image with holdfast and torch.")
-    queue: Text | None = Field(None, description="Kueue's local queue.")
-    service_account: Text | None = Field(None, description="Service account of the pods.")

@@ -49,6 +49,8 @@ class Target:
         return backend
 
 
+_KUBERNETES: Final = "launcher.backends.kubernetes:KubernetesBackend"
+
 TARGETS: Final[dict[str, Target]] = {
     "local": Target(
         "launcher.render.local:render_local", "launcher.backends.background:BackgroundBackend"
@@ -58,6 +60,9 @@ TARGETS: Final[dict[str, Target]] = {
         "launcher.backends.slurm:SlurmBackend",
         "launcher.render.sbatch:render_sweep",
     ),
+    "pytorchjob": Target("launcher.render.pytorchjob:render_pytorchjob", _KUBERNETES),
+    "jobset": Target("launcher.render.jobset:render_jobset", _KUBERNETES),
+    "trainjob": Target("launcher.render.trainjob:render_trainjob", _KUBERNETES),
 }
 """Platforms by name."""
 

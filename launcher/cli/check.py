@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.common import (
+    EXIT_DONE,
     exit_with_problems,
     folder_of,
     job_argument,
@@ -18,6 +19,7 @@ from launcher.cli.common import (
     set_option,
 )
 from launcher.errors import UserError
+from launcher.ops.manifest_file import check_manifests, is_manifest_file
 
 if TYPE_CHECKING:
     from launcher.planning.search import Plan
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     "--to",
     "target",
     metavar="TARGET",
-    help="Also check it for where it would run: local (the default for gpu: cpu) or slurm.",
+    help="Also check it for where it would run: local (the default for gpu: cpu), slurm, "
+    "pytorchjob, jobset or trainjob.",
 )
 @click.option(
     "--live",
@@ -51,10 +54,13 @@ def check(
     live: bool,
     as_json: bool,
 ) -> None:
-    """Check a job file; report every mistake at once.
+    """Check a job file, or Kubernetes manifests; report every mistake at once.
 
-    Exits with 0 when the job can be planned, else with 2.
+    Exits with 0 when the job can be planned, or the manifests have no mistakes that a server
+    would take; else with 2.
     """
+    if is_manifest_file(job):
+        ctx.exit(_manifests(job, as_json=as_json))
     from launcher.planning.search import plan
     from launcher.planning.summary import plan_dict, summary_lines
     from launcher.spec import load_spec
@@ -73,9 +79,10 @@ def check(
                 raise UserError.many(found)
         planned = plan(spec)
         said = _ask(spec, planned, name or "slurm", folder_of(job)) if live else []
-        if name == "slurm" or (name is None and "slurm" in spec.source.data):
+        shown = name or ("slurm" if "slurm" in spec.source.data else "local")
+        if shown != "local":
             # What only the script shows: times that do not fit, paths it cannot carry.
-            renderer = target_named("slurm").load_renderer()
+            renderer = target_named(shown).load_renderer()
             run_dir = folder_of(job) / "runs" / spec.name
             renderer(spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=folder_of(job))
     except UserError as error:
@@ -89,6 +96,23 @@ def check(
     click.echo(f"{job}: " + click.style("ok", fg="green"))
     for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
+
+
+def _manifests(path: str, *, as_json: bool) -> int:
+    """Lint manifests and say what came of it; return the exit code."""
+    try:
+        warnings, names = check_manifests(path)
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    if as_json:
+        listed = [warning.to_dict() for warning in warnings]
+        print_json({"ok": True, "problems": [], "warnings": listed, "objects": names})
+        return EXIT_DONE
+    print_problems(warnings)
+    click.echo(f"{path}: " + click.style("ok", fg="green"))
+    for name in names:
+        click.echo(f"  {name}")
+    return EXIT_DONE
 
 
 def _ask(spec: JobSpec, planned: Plan, target: str, base_dir: Path) -> list[str]:

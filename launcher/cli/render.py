@@ -24,10 +24,17 @@ from launcher.errors import UserError
 Examples:
   holdfast render examples/llama3-405b.yaml --to slurm
   holdfast render examples/llama3-405b.yaml --to slurm -o runs/405b && sbatch runs/405b/job.sbatch
+  holdfast render examples/llama3-8b.yaml --to jobset | kubectl apply --dry-run=server -f -
 """,
 )
 @job_argument
-@click.option("--to", "target", default="slurm", show_default=True, help="slurm or local.")
+@click.option(
+    "--to",
+    "target",
+    default="slurm",
+    show_default=True,
+    help="slurm, pytorchjob, jobset, trainjob or local.",
+)
 @click.option(
     "-o",
     "--output",

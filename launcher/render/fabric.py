@@ -20,6 +20,17 @@ class Variable(NamedTuple):
     why: str
 
 
+class Fabric(NamedTuple):
+    """What a platform's section of the job file says of the network and the CPUs."""
+
+    name: str
+    """none, infiniband, efa or roce."""
+    devices: str | None
+    """Adapters to use."""
+    cpus: int | None
+    """CPUs of a node that are the job's."""
+
+
 _FABRICS: Final[dict[str, tuple[Variable, ...]]] = {
     "none": (),
     "infiniband": (
@@ -49,11 +60,11 @@ _GPU: Final = (
 )
 
 
-def fabric_variables(spec: JobSpec) -> list[Variable]:
+def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
     """Return what to set before the agents start, in order."""
     found = [Variable("PYTHONFAULTHANDLER", "1", "a crash shows its stack")]
-    if spec.slurm.cpus is not None:
-        threads = max(1, spec.slurm.cpus // spec.cluster.gpus_per_node)
+    if fabric.cpus is not None:
+        threads = max(1, fabric.cpus // spec.cluster.gpus_per_node)
         found.append(Variable("OMP_NUM_THREADS", str(threads), "a node's CPUs over its workers"))
     if spec.network.interface != "auto":
         # Both or none: gloo and NCCL on different networks meet nobody.
@@ -67,8 +78,7 @@ def fabric_variables(spec: JobSpec) -> list[Variable]:
         found.append(
             Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "FSDP2 and TP overlap on more queues")
         )
-    devices = spec.slurm.fabric_devices
-    for variable in _FABRICS[spec.slurm.fabric]:
-        chosen = variable.name == "NCCL_IB_HCA" and devices is not None
-        found.append(variable._replace(value=str(devices)) if chosen else variable)
+    for variable in _FABRICS[fabric.name]:
+        chosen = variable.name == "NCCL_IB_HCA" and fabric.devices is not None
+        found.append(variable._replace(value=str(fabric.devices)) if chosen else variable)
     return found

@@ -15,7 +15,7 @@ from launcher.errors import UserError
 from launcher.planning.clock import Clock, clock_chain
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
-from launcher.render.fabric import fabric_variables
+from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.local import checkpoint_dir, render_local, resolve
 from launcher.render.shell import (
     Quoted,
@@ -140,12 +140,11 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "setup": slurm.setup,
         "fabric": slurm.fabric,
         "cuda": spec.device == "cuda",
-        "automatic": fabric_variables(spec),
+        "automatic": fabric_variables(
+            spec, Fabric(name=slurm.fabric, devices=slurm.fabric_devices, cpus=slurm.cpus)
+        ),
         "variables": env.variables,
-        "secrets": {
-            name: (None if each.file is None else _secret_file(each.file, base_dir), each.env)
-            for name, each in env.secrets.items()
-        },
+        "secrets": _secrets(spec, base_dir),
         "clock": clock,
         "chain": str(clock),
         "restart": slurm.restart,
@@ -157,6 +156,20 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         **_container(spec, run=run, base_dir=base_dir),
     }
     return template("job.sbatch.j2").render(values)
+
+
+def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | None, str | None]]:
+    """Return (file, variable) for each secret: one of the two."""
+    found, problems = {}, []
+    for name, secret in spec.env.secrets.items():
+        file = None if secret.file is None else _secret_file(secret.file, base_dir)
+        if file is None and secret.env is None:
+            message = "Slurm has no Secrets: add file: PATH or env: NAME beside kubernetes:"
+            problems.append(spec.problem("HF163", f"env.secrets.{name}", message))
+        found[name] = (file, secret.env)
+    if problems:
+        raise UserError.many(problems)
+    return found
 
 
 def _secret_file(path: str, base_dir: str | Path) -> Quoted:

@@ -3,7 +3,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.cli.docs import cli_reference, error_reference, resume_reference
+from launcher.cli.docs import (
+    cli_reference,
+    error_reference,
+    job_file_reference,
+    resume_reference,
+)
 from launcher.codes import CODES
 
 ROOT = Path(__file__).parents[3]
@@ -24,6 +29,12 @@ def test_the_error_reference_is_that_of_the_codes():
 def test_the_resume_table_is_that_of_the_keys():
     assert (ROOT / "docs" / "resume.md").read_text() == resume_reference(), (
         "run: python -m launcher.cli.docs resume > docs/resume.md"
+    )
+
+
+def test_the_job_file_reference_is_that_of_the_models():
+    assert (ROOT / "docs" / "job-file.md").read_text() == job_file_reference(), (
+        "run: python -m launcher.cli.docs job-file > docs/job-file.md"
     )
 
 

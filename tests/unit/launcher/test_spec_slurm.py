@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.planning.search import plan
-from launcher.render.fabric import fabric_variables
+from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.sbatch import render_slurm, render_sweep
 from launcher.spec import JobSpec
 from launcher.spec_slurm import array_indices
@@ -119,7 +119,9 @@ def test_restarts_by_requeue_chain_or_not_at_all(make_spec):
 
 def test_fabrics_are_for_gpus(make_spec):
     def names(*sets):
-        return {variable.name for variable in fabric_variables(make_spec(*sets))}
+        spec = make_spec(*sets)
+        fabric = Fabric(name=spec.slurm.fabric, devices=None, cpus=None)
+        return {variable.name for variable in fabric_variables(spec, fabric)}
 
     assert {"NCCL_NET", "NCCL_IB_HCA"} <= names("slurm.fabric=infiniband")
     assert "FI_PROVIDER" in names("slurm.fabric=efa")

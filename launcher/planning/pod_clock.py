@@ -1,0 +1,86 @@
+"""The clock chain of a pod that is asked to go: save < shut-down < grace. Pure.
+
+Kubernetes counts one time, terminationGracePeriodSeconds, from the moment a pod is to end: the
+preStop hook runs first, then comes SIGTERM, and at the end of the grace SIGKILL, whatever was
+still under way. preStop asks for a save and waits for it; after SIGTERM the agent has the
+shut-down to end, with a save of its own should preStop's have come to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_trainer.ladder import Ladder
+from launcher.errors import Problem, UserError
+from launcher.planning.clock import predicted_save_s
+from launcher.spec import JobSpec
+
+END_S: Final = 30.0
+"""For the hook's own start, the agent's last words and the container's end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodClock:
+    """The times of a pod's end, whole seconds."""
+
+    save_s: int
+    """From the request until the state is on storage."""
+    shutdown_s: int
+    """From SIGTERM until workers are killed."""
+    grace_s: int
+    """From the pod's deletion until SIGKILL."""
+
+    @property
+    def save_wait_s(self) -> int:
+        """How long preStop may wait for its save, so that the shut-down still fits."""
+        return self.grace_s - self.shutdown_s
+
+    def __str__(self) -> str:
+        """Return the chain as people read it."""
+        return f"save {self.save_s} s < shut-down {self.shutdown_s} s < grace {self.grace_s} s"
+
+
+def pod_clock(spec: JobSpec, ladder: Ladder) -> PodClock:
+    """Return the chain, what the job file leaves open filled in.
+
+    Raises:
+        UserError: HF160, the times do not fit into each other; with all of them.
+    """
+    wish = spec.kubernetes
+    save_s = predicted_save_s(spec, ladder) if wish.save_s is None else wish.save_s
+    shutdown_s = _round(1.5 * save_s + 30) if wish.shutdown_s is None else wish.shutdown_s
+    grace_s = _round(save_s + shutdown_s + END_S) if wish.grace_s is None else wish.grace_s
+    clock = PodClock(
+        save_s=math.ceil(save_s), shutdown_s=math.ceil(shutdown_s), grace_s=math.ceil(grace_s)
+    )
+    problems = _misfits(spec, clock)
+    if problems:
+        raise UserError.many(problems)
+    return clock
+
+
+def _round(seconds: float) -> int:
+    return math.ceil(seconds / 10) * 10
+
+
+def _misfits(spec: JobSpec, clock: PodClock) -> list[Problem]:
+    """Return every link of the chain that does not hold."""
+    found = []
+
+    def misfit(key: str, message: str) -> None:
+        found.append(spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})"))
+
+    if clock.save_s >= clock.shutdown_s:
+        message = f"a save takes {clock.save_s} s, workers are killed after {clock.shutdown_s} s"
+        misfit("shutdown_s", f"{message}: use shutdown_s {_round(1.5 * clock.save_s + 30)} or so")
+    if clock.shutdown_s >= clock.grace_s:
+        least = _round(clock.save_s + clock.shutdown_s + END_S)
+        message = f"the pod is killed after {clock.grace_s} s, a shut-down may take"
+        misfit("grace_s", f"{message} {clock.shutdown_s} s: use grace_s {least} or so")
+    grace_s = spec.elastic.stop_grace_s
+    if spec.command is not None and clock.save_s > math.ceil(grace_s):
+        message = f"a save takes {clock.save_s} s, a script that takes no requests is killed after"
+        misfit("save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {clock.save_s}")
+    return found

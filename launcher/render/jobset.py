@@ -1,0 +1,129 @@
+"""(spec, plan) -> the bundle of a JobSet: one Indexed Job, an index for each node. Pure.
+
+JobSet by itself answers one failed pod by deleting all of them, and with them every snapshot in
+memory. Here the Job lives through failed pods: it replaces each alone, without an end, and only
+an agent that says "never again" (93, 94) fails it. Its successPolicy ends it with the first
+agent that says "done", so pods still waiting for a node hold nothing up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from launcher.planning.search import Plan
+from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import PodJob, pod_job
+from launcher.render.kubernetes_names import (
+    API_VERSIONS,
+    CONTAINERS,
+    KINDS,
+    QUEUE_LABEL,
+    REPLICATED_JOB,
+)
+from launcher.render.kubernetes_objects import kubernetes_bundle, metadata
+from launcher.render.pod import pod_template
+from launcher.spec import JobSpec
+from launcher.spec_kubernetes import MAX_INT32
+
+FINAL_CODES: Final = (93, 94)
+"""Of an agent whose job has ended for good."""
+
+
+def render_jobset(
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    python: str = "",
+) -> Bundle:
+    """Return the bundle of a JobSet; arguments and errors are those of `render_pytorchjob`."""
+    del python
+    job = pod_job(spec, plan, kind="jobset", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    head = metadata(job, job.name)
+    body = jobset_spec(job)
+    if job.spec.kubernetes.queue is not None:
+        head["labels"] = {**head["labels"], QUEUE_LABEL: job.spec.kubernetes.queue}
+        body["suspend"] = True
+    document = {
+        "apiVersion": API_VERSIONS[job.kind],
+        "kind": KINDS[job.kind],
+        "metadata": head,
+        "spec": body,
+    }
+    return kubernetes_bundle(job, [document])
+
+
+def jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the spec of a JobSet.
+
+    Args:
+        job: the job.
+        labels: more labels of the Job.
+    """
+    wish = job.spec.kubernetes
+    body: dict[str, Any] = {
+        "failurePolicy": {
+            "maxRestarts": 0,
+            "rules": [
+                {
+                    "name": "agentsSaidNeverAgain",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": REPLICATED_JOB,
+                "replicas": 1,
+                "template": {
+                    "metadata": {"labels": {**job.labels, **(labels or {})}},
+                    "spec": _indexed_job(job),
+                },
+            }
+        ],
+    }
+    if wish.ttl_s is not None:
+        body["ttlSecondsAfterFinished"] = wish.ttl_s
+    return body
+
+
+def _indexed_job(job: PodJob) -> dict[str, Any]:
+    wish = job.spec.kubernetes
+    template = pod_template(job)
+    body: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": job.num_pods,
+        "parallelism": job.num_pods,
+        "backoffLimit": wish.restart_limit or MAX_INT32,
+        # By index, or the delay before a pod is replaced would grow with every other's failures.
+        "backoffLimitPerIndex": MAX_INT32,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": CONTAINERS[job.kind],
+                        "operator": "In",
+                        "values": list(FINAL_CODES),
+                    },
+                },
+                {
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+            ]
+        },
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+        "template": {
+            "metadata": template["metadata"],
+            "spec": {"restartPolicy": "Never", **template["spec"]},
+        },
+    }
+    if wish.deadline_s is not None:
+        body["activeDeadlineSeconds"] = wish.deadline_s
+    return body

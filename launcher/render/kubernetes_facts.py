@@ -1,0 +1,233 @@
+"""What a job on Kubernetes comes to, and what keeps it from being rendered. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from launcher.errors import Problem, UserError
+from launcher.planning.pod_clock import PodClock, pod_clock
+from launcher.planning.search import Plan
+from launcher.render.kubernetes_names import (
+    RUN_DIR_ANNOTATION,
+    RUN_ID_ANNOTATION,
+    job_name,
+    labels_of,
+    pod_run_dir,
+)
+from launcher.render.local import resolve
+from launcher.spec import JobSpec
+from launcher.spec_kubernetes import quantity_bytes
+
+_GIB: Final = 2**30
+_SHM_SPARE_GIB: Final = 8
+"""For NCCL's and the data loaders' own segments."""
+_SHM_UNKNOWN_GIB: Final = 64
+"""Of a script, whose state is not known, on nodes whose memory is not."""
+_FILE_SUFFIXES: Final = (".sif", ".sqsh", ".img")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodJob:
+    """One job as its pods need it; everything is checked."""
+
+    spec: JobSpec
+    plan: Plan
+    kind: str
+    """pytorchjob, jobset or trainjob."""
+    name: str
+    run_id: str
+    run_dir: str
+    """As the pods see it."""
+    base_dir: str | Path
+    image: str
+    python: str
+    venv: str | None
+    clock: PodClock
+    shm: str
+    """Size of /dev/shm."""
+
+    @property
+    def num_pods(self) -> int:
+        """Nodes that train, and spares."""
+        return self.plan.ladder.max_nodes + self.spec.cluster.spares
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Of every object and pod."""
+        return {**self.spec.kubernetes.labels, **labels_of(self.name)}
+
+    @cached_property
+    def annotations(self) -> dict[str, str]:
+        """Of the job and its pods."""
+        own = {RUN_ID_ANNOTATION: self.run_id, RUN_DIR_ANNOTATION: self.run_dir}
+        return {**self.spec.kubernetes.annotations, **own}
+
+
+def pod_job(
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    kind: str,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+) -> PodJob:
+    """Return what renderers need, the gaps of the job file filled in.
+
+    Args:
+        spec: the checked job.
+        plan: its plan.
+        kind: pytorchjob, jobset or trainjob.
+        run_id: name of the run.
+        run_dir: run directory on the launcher's side, absolute.
+        base_dir: folder that relative paths of the spec are relative to.
+
+    Raises:
+        UserError: HF160, HF720 to HF725: everything that is missing or cannot work; HF166 a path
+            that no manifest can carry.
+    """
+    _check_text(run_dir, "run directory")
+    _check_text(base_dir, "the job file's folder")
+    wish = spec.kubernetes
+    image, python, venv = _image(spec), "python3", None
+    if wish.python is not None:
+        python = wish.python
+    elif spec.env.venv is not None:
+        venv = resolve(spec.env.venv, base_dir)
+        python = f"{venv}/bin/python"
+    problems = [
+        *_missing(spec, image),
+        *_off_volumes(spec, base_dir=base_dir),
+        *_secrets(spec),
+        *_gang(spec, kind),
+    ]
+    shm = wish.shm or _shm(spec, plan)
+    problems += _tight(spec, shm)
+    try:
+        clock = pod_clock(spec, plan.ladder)
+    except UserError as error:
+        raise UserError.many([*problems, *error.problems]) from error
+    if problems:
+        raise UserError.many(problems)
+    assert image is not None, "a missing one is a problem"
+    return PodJob(
+        spec=spec,
+        plan=plan,
+        kind=kind,
+        name=job_name(run_id),
+        run_id=run_id,
+        run_dir=pod_run_dir(mount=wish.mount, run_id=run_id, run_dir=str(run_dir)),
+        base_dir=base_dir,
+        image=image,
+        python=python,
+        venv=venv,
+        clock=clock,
+        shm=shm,
+    )
+
+
+def _check_text(path: str | Path, what: str) -> None:
+    if bad := re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
+        message = f"{what} {str(path)!r} has {bad[0]!r} in it, which no manifest can carry"
+        raise UserError("HF166", f"{message}; use another place")
+
+
+def _image(spec: JobSpec) -> str | None:
+    """Return the image; env.image too, where that is no file of Slurm's container runtimes."""
+    if spec.kubernetes.image is not None or spec.env.image is None:
+        return spec.kubernetes.image
+    image = spec.env.image
+    is_file = image.startswith(("/", ".", "~")) or image.endswith(_FILE_SUFFIXES)
+    return None if is_file or "://" in image or " " in image else image
+
+
+def _missing(spec: JobSpec, image: str | None) -> Iterator[Problem]:
+    if image is None:
+        message = "pods need an image with holdfast and torch: name one, as registry/holdfast:1.0"
+        if spec.env.image is not None:
+            message += f" (env.image {spec.env.image} is none that a registry has)"
+        yield spec.problem("HF720", "kubernetes.image", message)
+    if spec.kubernetes.claim is None:
+        yield spec.problem(
+            "HF721",
+            "kubernetes.claim",
+            "nothing says where checkpoints and the record of the run are kept: name a "
+            "PersistentVolumeClaim with access mode ReadWriteMany in namespace "
+            f"{spec.kubernetes.namespace} (manifests/examples/claim.yaml is one)",
+        )
+
+
+def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
+    """Yield the paths of the job that are nowhere in its pods."""
+    wish = spec.kubernetes
+    kept = [wish.mount, *(volume.mount for volume in wish.volumes.values())]
+    paths: list[tuple[str, str, bool]] = []
+    if spec.command is None:
+        paths.append(("data.path", spec.data.path, False))
+        if spec.data.tokenizer != "bytes":
+            paths.append(("data.tokenizer", spec.data.tokenizer, False))
+    if spec.checkpoint.dir is not None:
+        paths.append(("checkpoint.dir", spec.checkpoint.dir, True))
+    if spec.env.venv is not None and wish.python is None:
+        paths.append(("env.venv", spec.env.venv, False))
+    for key, written, must_last in paths:
+        path = PurePosixPath(resolve(written, base_dir))
+        places = kept if must_last else [*kept, *wish.image_paths]
+        if any(path.is_relative_to(place) for place in places):
+            continue
+        lost = "what is written there goes with its pod" if must_last else "pods do not have it"
+        way_out = f"use a path under {' or '.join(kept)}, or mount what it is on in "
+        way_out += "kubernetes.volumes"
+        if not must_last:
+            way_out += ", or name its folder in kubernetes.image_paths if the image brings it"
+        yield spec.problem(
+            "HF722", key, f"{path} is on none of the pods' volumes: {lost}; {way_out}"
+        )
+
+
+def _secrets(spec: JobSpec) -> Iterator[Problem]:
+    for name, secret in spec.env.secrets.items():
+        if secret.kubernetes is None:
+            command = f"kubectl create secret generic NAME --from-literal={name}=..."
+            message = (
+                "pods cannot read the launcher's files and environment: add kubernetes: NAME/KEY "
+                f"of a Secret in namespace {spec.kubernetes.namespace} ({command})"
+            )
+            yield spec.problem("HF723", f"env.secrets.{name}", message)
+
+
+def _gang(spec: JobSpec, kind: str) -> Iterator[Problem]:
+    if spec.kubernetes.gang and kind == "jobset":
+        message = (
+            "a JobSet has no gang scheduling of its own: use kubernetes.queue (Kueue starts all "
+            "pods or none), or render to pytorchjob or trainjob"
+        )
+        yield spec.problem("HF724", "kubernetes.gang", message)
+
+
+def _shm(spec: JobSpec, plan: Plan) -> str:
+    """Return the size of /dev/shm that snapshots need, with room for NCCL and data loaders."""
+    memory = spec.kubernetes.memory
+    if spec.command is not None:
+        half = None if memory is None else quantity_bytes(memory) // 2 // _GIB
+        return f"{max(1, half)}Gi" if half is not None else f"{_SHM_UNKNOWN_GIB}Gi"
+    snapshots = plan.snapshots.node_bytes if plan.snapshots.every_steps else 0
+    return f"{math.ceil(snapshots / _GIB) + _SHM_SPARE_GIB}Gi"
+
+
+def _tight(spec: JobSpec, shm: str) -> Iterator[Problem]:
+    memory = spec.kubernetes.memory
+    if memory is None or quantity_bytes(shm) < quantity_bytes(memory):
+        return
+    message = (
+        f"{memory} are not more than the {shm} of /dev/shm, which count towards them: the pod "
+        "would be killed; raise memory, lower shm, or take fewer snapshots "
+        "(checkpoint.memory_every_steps: 0 takes none)"
+    )
+    yield spec.problem("HF725", "kubernetes.memory", message)

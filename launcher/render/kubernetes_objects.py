@@ -1,0 +1,141 @@
+"""What a job on Kubernetes needs besides itself, and the bundle of all of it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from launcher.errors import UserError
+from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import PodJob
+from launcher.render.kubernetes_names import RUN_LABEL, board_name, config_map_name, own_account
+from launcher.render.kubernetes_yaml import to_yaml
+from launcher.render.local import render_local
+
+Object = dict[str, Any]
+JOB_YAML: Final = "job.yaml"
+MAX_CONFIG_BYTES: Final = 1 << 20
+"""Of a ConfigMap, by the API server (and etcd's limit behind it)."""
+KEEP_ANNOTATION: Final = "holdfast.dev/keep"
+"""On the board: it has the commits of checkpoints, and outlives the job."""
+
+
+def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
+    """Return job.yaml, job.json and spec.yaml.
+
+    Args:
+        job: the job.
+        documents: its own, the job itself last.
+
+    Raises:
+        UserError: HF726, job.json is too long for a ConfigMap.
+    """
+    # Paths in job.json are those that pods see.
+    files = render_local(
+        job.spec, job.plan, run_id=job.run_id, run_dir=job.run_dir, base_dir=job.base_dir
+    )
+    before = [config_map(job, files["job.json"]), *board_objects(job), *disruption_budget(job)]
+    head = (
+        f"Holdfast run of {job.spec.name}: {job.plan.ladder.max_nodes:,} nodes and "
+        f"{job.spec.cluster.spares:,} spares.\n"
+        "Rendered from the job file: change that and render again, not this.\n"
+        f"When a pod must go: {job.clock}."
+    )
+    return {JOB_YAML: to_yaml([*before, *documents], head=head), **files}
+
+
+def metadata(job: PodJob, name: str, **annotations: str) -> Object:
+    """Return the metadata of one object."""
+    return {
+        "name": name,
+        "namespace": job.spec.kubernetes.namespace,
+        "labels": job.labels,
+        "annotations": {**job.annotations, **annotations},
+    }
+
+
+def config_map(job: PodJob, job_json: str) -> Object:
+    """Return the ConfigMap with job.json; one that cannot change is not watched by every node.
+
+    Raises:
+        UserError: HF726, it is too long.
+    """
+    size = len(job_json.encode())
+    if size > MAX_CONFIG_BYTES - 4096:
+        raise UserError(
+            "HF726",
+            f"job.json has {size:,} bytes, a ConfigMap takes 1 MiB: raise elastic.min_nodes, so "
+            "that the ladder has fewer rungs",
+        )
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, config_map_name(job.name)),
+        "immutable": True,
+        "data": {"job.json": job_json},
+    }
+
+
+def board_objects(job: PodJob) -> list[Object]:
+    """Return the ConfigMap that is the board, and the right to write it, where it is asked for.
+
+    The board is made here, empty, so that agents need no right to create any. A service account
+    that the job file names has its rights from the admin (manifests/base).
+    """
+    wish = job.spec.kubernetes
+    if wish.board == "file":
+        return []
+    board = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, board_name(job.name), **{KEEP_ANNOTATION: "true"}),
+    }
+    if wish.service_account is not None:
+        return [board]
+    name = own_account(job.name)
+    group = "rbac.authorization.k8s.io"
+    return [
+        board,
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name)},
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "Role",
+            "metadata": metadata(job, name),
+            "rules": [
+                {
+                    "apiGroups": [""],
+                    "resources": ["configmaps"],
+                    "resourceNames": [board_name(job.name)],
+                    "verbs": ["get", "update"],
+                }
+            ],
+        },
+        {
+            "apiVersion": f"{group}/v1",
+            "kind": "RoleBinding",
+            "metadata": metadata(job, name),
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": wish.namespace}],
+        },
+    ]
+
+
+def disruption_budget(job: PodJob) -> list[Object]:
+    """Return the PodDisruptionBudget: drains may take one pod at a time, after its save.
+
+    A whole number of pods that stay: for pods of other controllers than the built-in ones
+    nothing else is allowed (disruption controller, getExpectedPodCount).
+    """
+    if job.num_pods < 2:
+        return []
+    return [
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": metadata(job, job.name),
+            "spec": {
+                "minAvailable": job.num_pods - 1,
+                "selector": {"matchLabels": {RUN_LABEL: job.name}},
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            },
+        }
+    ]

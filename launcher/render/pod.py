@@ -1,0 +1,304 @@
+"""The pod of an agent, one for each node; the same under every kind of job. Pure.
+
+What a pod is given, and may rely on:
+
+command      [PYTHON, -P, -m, launcher.node, pod, RUN_DIR], as PID 1, without a shell
+preStop      [PYTHON, -P, -m, launcher.node, save, RUN_DIR]: ask for a save and wait for it
+RUN_DIR      the run directory on the claim; made by the pod where `submit` has not been
+/etc/holdfast/job.json   as rendered, read-only: copied to RUN_DIR should that have none
+/dev/shm     of `kubernetes.shm`; /tmp is an empty folder where the root is read-only
+
+POD_NAME POD_IP POD_UID NODE_NAME          who and where it is (downward API)
+HOLDFAST_KIND          pytorchjob, jobset or trainjob: which exit codes its controller wants
+HOLDFAST_JOB           name of the job, its label holdfast.dev/run
+HOLDFAST_NAMESPACE     where it lives
+HOLDFAST_ATTEMPT       number of the submission, by its label holdfast.dev/attempt
+HOLDFAST_BOARD         file, or kubernetes://NAMESPACE/NAME of a ConfigMap
+HOLDFAST_SAVE_WAIT_S   how long preStop may wait
+HOLDFAST_SHUTDOWN_S    from SIGTERM until workers are killed
+
+and `env.variables`, `env.secrets` and what the network needs, as on Slurm. Kubernetes replaces
+$(NAME) in commands and variables, so every $ in them is doubled; hooks are not looked into.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from launcher.render.fabric import Fabric, fabric_variables
+from launcher.render.kubernetes_facts import PodJob
+from launcher.render.kubernetes_names import (
+    ATTEMPT_LABEL,
+    CLAIM_VOLUME,
+    CONFIG_DIR,
+    CONFIG_VOLUME,
+    CONTAINERS,
+    RUN_LABEL,
+    SHM_VOLUME,
+    TMP_VOLUME,
+    board_url,
+    config_map_name,
+    own_account,
+)
+from launcher.spec_kubernetes import Kubernetes, Toleration
+
+Object = dict[str, Any]
+HOSTNAME: Final = "kubernetes.io/hostname"
+_NODE: Final = ("-P", "-m", "launcher.node")
+
+
+def pod_template(job: PodJob) -> Object:
+    """Return metadata and spec of the pods."""
+    return {"metadata": _metadata(job), "spec": _spec(job)}
+
+
+def escape(text: str) -> str:
+    """Return a text that Kubernetes leaves as it is where it replaces $(NAME).
+
+    Two $ are one there, and nothing else begins a replacement (third_party/forked/golang/
+    expansion/expand.go).
+    """
+    return text.replace("$", "$$")
+
+
+def node_command(job: PodJob, verb: str) -> list[str]:
+    """Return the words that run `launcher.node VERB RUN_DIR` in a pod."""
+    return [job.python, *_NODE, verb, job.run_dir]
+
+
+def _metadata(job: PodJob) -> Object:
+    wish = job.spec.kubernetes
+    near: dict[str, str] = {}
+    if wish.topology is not None and wish.queue is not None:
+        how = "required" if wish.topology.required else "preferred"
+        label = wish.topology.required or wish.topology.preferred
+        near = {f"kueue.x-k8s.io/podset-{how}-topology": str(label)}
+    return {
+        "labels": job.labels,
+        "annotations": {
+            **job.annotations,
+            "kubectl.kubernetes.io/default-container": CONTAINERS[job.kind],
+            # A pod that is moved costs the others a recovery.
+            "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+            "karpenter.sh/do-not-disrupt": "true",
+            **near,
+        },
+    }
+
+
+def _spec(job: PodJob) -> Object:
+    wish = job.spec.kubernetes
+    own_board = wish.board == "kubernetes"
+    account = wish.service_account or (own_account(job.name) if own_board else None)
+    return _given(
+        serviceAccountName=account,
+        # No rights in pods that need none.
+        automountServiceAccountToken=own_board,
+        enableServiceLinks=False,
+        schedulerName=wish.scheduler,
+        priorityClassName=wish.priority_class,
+        nodeSelector=dict(wish.node_selector) or None,
+        tolerations=_tolerations(job),
+        affinity=_affinity(job),
+        imagePullSecrets=[{"name": name} for name in wish.image_pull_secrets] or None,
+        securityContext=_pod_security(wish),
+        terminationGracePeriodSeconds=job.clock.grace_s,
+        containers=[_container(job)],
+        volumes=_volumes(job),
+    )
+
+
+def _container(job: PodJob) -> Object:
+    wish = job.spec.kubernetes
+    resources = _resources(job)
+    return _given(
+        name=CONTAINERS[job.kind],
+        image=job.image,
+        imagePullPolicy=wish.image_pull_policy,
+        command=[escape(word) for word in node_command(job, "pod")],
+        env=_environment(job),
+        resources={"requests": resources, "limits": resources} if resources else None,
+        securityContext=_container_security(wish),
+        volumeMounts=_mounts(job),
+        lifecycle={"preStop": {"exec": {"command": node_command(job, "save")}}},
+        # What the agent said last, for `kubectl describe`.
+        terminationMessagePolicy="FallbackToLogsOnError",
+    )
+
+
+def _environment(job: PodJob) -> list[Object]:
+    spec, wish = job.spec, job.spec.kubernetes
+    board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
+    found: list[Object] = [
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+            for name, path in (
+                ("POD_NAME", "metadata.name"),
+                ("POD_IP", "status.podIP"),
+                ("POD_UID", "metadata.uid"),
+                ("NODE_NAME", "spec.nodeName"),
+                ("HOLDFAST_NAMESPACE", "metadata.namespace"),
+                ("HOLDFAST_ATTEMPT", f"metadata.labels['{ATTEMPT_LABEL}']"),
+            )
+        ),
+        {"name": "HOLDFAST_KIND", "value": job.kind},
+        {"name": "HOLDFAST_JOB", "value": job.name},
+        {"name": "HOLDFAST_BOARD", "value": board},
+        {"name": "HOLDFAST_SAVE_WAIT_S", "value": str(job.clock.save_wait_s)},
+        {"name": "HOLDFAST_SHUTDOWN_S", "value": str(job.clock.shutdown_s)},
+    ]
+    values = {"PYTHONUNBUFFERED": "1"}
+    if wish.security.run_as_user is not None or wish.security.read_only_root:
+        values["HOME"] = "/tmp"  # noqa: S108  the pod's own: a bare user id has no home
+    if job.venv is not None:
+        values["VIRTUAL_ENV"] = job.venv
+    fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=wish.cpus)
+    values |= {each.name: each.value for each in fabric_variables(spec, fabric)}
+    values |= spec.env.variables
+    found += [{"name": name, "value": escape(value)} for name, value in values.items()]
+    for name, secret in spec.env.secrets.items():
+        assert secret.kubernetes is not None, "pod_job has checked it"
+        where, _, key = secret.kubernetes.partition("/")
+        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}})
+    return found
+
+
+def _resources(job: PodJob) -> dict[str, str]:
+    """Return requests and limits, which are the same: such pods are the last to be evicted."""
+    spec, wish = job.spec, job.spec.kubernetes
+    found = {}
+    if wish.cpus is not None:
+        found["cpu"] = str(wish.cpus)
+    if wish.memory is not None:
+        found["memory"] = wish.memory
+    if spec.device == "cuda":
+        found[wish.gpu_resource] = str(spec.cluster.gpus_per_node)
+    return found | {name: str(count) for name, count in wish.rdma.items()}
+
+
+def _tolerations(job: PodJob) -> list[Object] | None:
+    wish = job.spec.kubernetes
+    found = [_toleration(each) for each in wish.tolerations]
+    if job.spec.device == "cuda":
+        gpus = {"key": wish.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        found += [gpus] if gpus not in found else []
+    return found or None
+
+
+def _toleration(wish: Toleration) -> Object:
+    return _given(
+        key=wish.key,
+        operator=wish.operator or ("Equal" if wish.value is not None else "Exists"),
+        value=wish.value,
+        effect=wish.effect,
+        tolerationSeconds=wish.seconds,
+    )
+
+
+def _affinity(job: PodJob) -> Object | None:
+    wish = job.spec.kubernetes
+    found: Object = {}
+    if wish.exclude:
+        found["nodeAffinity"] = without_nodes(None, wish.exclude)
+    if wish.topology is not None and wish.queue is None:
+        term = {
+            "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
+            "topologyKey": wish.topology.required or wish.topology.preferred,
+        }
+        how = "IgnoredDuringExecution"
+        if wish.topology.required:
+            found["podAffinity"] = {f"requiredDuringScheduling{how}": [term]}
+        else:
+            soft = {"weight": 100, "podAffinityTerm": term}
+            found["podAffinity"] = {f"preferredDuringScheduling{how}": [soft]}
+    return found or None
+
+
+def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
+    """Return a node affinity that keeps pods off `hosts`, besides what `affinity` wants.
+
+    Terms are alternatives, so each gets the condition.
+    """
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    affinity = affinity or {}
+    terms = affinity.get(required, {}).get("nodeSelectorTerms") or [{}]
+    wanted = []
+    for term in terms:
+        others, listed = [], set(hosts)
+        for each in term.get("matchExpressions", ()):
+            if (each["key"], each["operator"]) == (HOSTNAME, "NotIn"):
+                listed |= set(each["values"])
+            else:
+                others.append(each)
+        off = {"key": HOSTNAME, "operator": "NotIn", "values": sorted(listed)}
+        wanted.append({**term, "matchExpressions": [*others, off]})
+    return {**affinity, required: {"nodeSelectorTerms": wanted}}
+
+
+def _pod_security(wish: Kubernetes) -> Object | None:
+    asked = wish.security
+    return (
+        _given(
+            runAsUser=asked.run_as_user,
+            runAsGroup=asked.run_as_group,
+            runAsNonRoot=True if asked.non_root else None,
+            supplementalGroups=list(asked.supplemental_groups) or None,
+            fsGroup=asked.fs_group,
+            fsGroupChangePolicy=None if asked.fs_group is None else asked.fs_group_change_policy,
+            seccompProfile={"type": "RuntimeDefault"} if asked.non_root else None,
+        )
+        or None
+    )
+
+
+def _container_security(wish: Kubernetes) -> Object:
+    """Return the container's rights: RDMA registers memory, so it may lock it."""
+    asked = wish.security
+    locks = wish.fabric != "none" or bool(wish.rdma)
+    capabilities = _given(
+        add=["IPC_LOCK"] if locks else None, drop=["ALL"] if asked.non_root else None
+    )
+    return _given(
+        allowPrivilegeEscalation=False,
+        readOnlyRootFilesystem=True if asked.read_only_root else None,
+        capabilities=capabilities or None,
+    )
+
+
+def _volumes(job: PodJob) -> list[Object]:
+    wish = job.spec.kubernetes
+    found: list[Object] = [
+        {"name": CONFIG_VOLUME, "configMap": {"name": config_map_name(job.name)}},
+        {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
+        {"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": wish.claim}},
+    ]
+    if wish.security.read_only_root:
+        found.append({"name": TMP_VOLUME, "emptyDir": {}})
+    for name, volume in wish.volumes.items():
+        if volume.claim is not None:
+            claim = {"claimName": volume.claim, "readOnly": True if volume.read_only else None}
+            source = {"persistentVolumeClaim": _given(**claim)}
+        else:
+            source = {"hostPath": {"path": volume.host_path}}
+        found.append({"name": name, **source})
+    return found
+
+
+def _mounts(job: PodJob) -> list[Object]:
+    wish = job.spec.kubernetes
+    found: list[Object] = [
+        {"name": CONFIG_VOLUME, "mountPath": CONFIG_DIR, "readOnly": True},
+        {"name": SHM_VOLUME, "mountPath": "/dev/shm"},  # noqa: S108  the pod's own
+        {"name": CLAIM_VOLUME, "mountPath": wish.mount},
+    ]
+    if wish.security.read_only_root:
+        found.append({"name": TMP_VOLUME, "mountPath": "/tmp"})  # noqa: S108  the pod's own
+    for name, volume in wish.volumes.items():
+        mount = {"name": name, "mountPath": volume.mount}
+        found.append({**mount, "readOnly": True} if volume.read_only else mount)
+    return found
+
+
+def _given(**fields: Any) -> Object:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}

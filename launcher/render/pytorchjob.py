@@ -1,0 +1,102 @@
+"""(spec, plan) -> the bundle of a PyTorchJob (training operator 1.9). Pure.
+
+Only workers, all equal: a master would be one pod too many, with an init container that asks a
+public image for the master's address, and its exit would decide for all. Our agents meet over
+the board and take nothing from PET_... variables.
+
+restartPolicy ExitCode, since the agent's process says by its code what is to follow: 0 the job
+is done, 1 to 127 it has failed for good, 128 and more this pod alone is to be replaced (pod.go,
+ReconcilePods). What is replaced is never counted against backoffLimit then; agents keep the
+budget themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launcher.planning.search import Plan
+from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import PodJob, pod_job
+from launcher.render.kubernetes_names import API_VERSIONS, KINDS, QUEUE_LABEL
+from launcher.render.kubernetes_objects import kubernetes_bundle, metadata
+from launcher.render.pod import pod_template
+from launcher.spec import JobSpec
+from launcher.spec_kubernetes import MAX_INT32
+
+
+def render_pytorchjob(
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    python: str = "",
+) -> Bundle:
+    """Return the bundle of a PyTorchJob: job.yaml, job.json, spec.yaml.
+
+    Args:
+        spec: the checked job.
+        plan: its plan.
+        run_id: name of the run; the job's name is made of it.
+        run_dir: where the bundle will lie on the launcher's side, absolute.
+        base_dir: folder that relative paths of the spec are relative to.
+        python: the launcher's own interpreter, which no pod has: not used.
+
+    Raises:
+        UserError: HF160, HF720 to HF726.
+    """
+    del python
+    job = pod_job(spec, plan, kind="pytorchjob", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    return kubernetes_bundle(job, [_job(job)])
+
+
+def _job(job: PodJob) -> dict[str, Any]:
+    wish, ladder = job.spec.kubernetes, job.plan.ladder
+    head = metadata(job, job.name)
+    if wish.queue is not None:
+        head["labels"] = {**head["labels"], QUEUE_LABEL: wish.queue}
+    return {
+        "apiVersion": API_VERSIONS[job.kind],
+        "kind": KINDS[job.kind],
+        "metadata": head,
+        "spec": {
+            "nprocPerNode": str(job.spec.cluster.gpus_per_node),
+            "runPolicy": _run_policy(job),
+            "elasticPolicy": {
+                "rdzvBackend": "c10d",
+                "minReplicas": ladder.min_nodes,
+                "maxReplicas": job.num_pods,
+            },
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": job.num_pods,
+                    "restartPolicy": "ExitCode",
+                    "template": pod_template(job),
+                }
+            },
+        },
+    }
+
+
+def _run_policy(job: PodJob) -> dict[str, Any]:
+    wish, spec = job.spec.kubernetes, job.spec
+    # The operator adds up the restarts of all pods.
+    limit = wish.restart_limit or job.num_pods * max(1, spec.elastic.max_restarts)
+    policy: dict[str, Any] = {
+        # With None, workers that outlive the job keep their GPUs.
+        "cleanPodPolicy": "Running",
+        "backoffLimit": min(limit, MAX_INT32),
+    }
+    if wish.queue is not None:
+        policy["suspend"] = True
+    if wish.deadline_s is not None:
+        policy["activeDeadlineSeconds"] = wish.deadline_s
+    if wish.ttl_s is not None:
+        policy["ttlSecondsAfterFinished"] = wish.ttl_s
+    if wish.gang:
+        policy["schedulingPolicy"] = {"minAvailable": job.plan.ladder.min_nodes}
+        if wish.priority_class is not None:
+            policy["schedulingPolicy"]["priorityClass"] = wish.priority_class
+    return policy

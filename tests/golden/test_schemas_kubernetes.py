@@ -1,0 +1,190 @@
+"""The golden manifests against typed models, the core kinds' schemas, and the CRDs.
+
+Models and core schemas are packages; the CRDs are looked for in ../shared/data/crds, or where
+HOLDFAST_CRDS says.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import warnings
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # not ours to mend
+    import kubernetes_validate
+    from kubeflow.training import models as training_models
+    from kubeflow_trainer_api import models as trainer_models
+    from kubernetes.client import ApiClient
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "kubernetes"
+CRDS = Path(os.environ.get("HOLDFAST_CRDS") or ROOT.parent / "shared" / "data" / "crds")
+FILES = sorted(FOLDER.glob("*.yaml"))
+CORE = "1.33"
+"""Of kubernetes-validate's schemas: the first with all that is used switched on."""
+NAMES = {
+    "PyTorchJob": "kubeflow.org_pytorchjobs.yaml",
+    "JobSet": "jobset.x-k8s.io_jobsets.yaml",
+    "TrainJob": "trainer.kubeflow.org_trainjobs.yaml",
+}
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def documents(request):
+    return list(yaml.safe_load_all(request.param.read_text()))
+
+
+def jobset_spec(document):
+    """Return the spec of a JobSet in a JobSet or a runtime."""
+    return (
+        document["spec"] if document["kind"] == "JobSet" else document["spec"]["template"]["spec"]
+    )
+
+
+def pod_templates(documents):
+    for each in documents:
+        if each["kind"] == "PyTorchJob":
+            yield each["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+        elif each["kind"] in ("JobSet", "TrainingRuntime"):
+            for job in jobset_spec(each)["replicatedJobs"]:
+                yield job["template"]["spec"]["template"]
+
+
+def test_core_objects_are_those_of_the_api_server(documents):
+    core = [each for each in documents if "." not in each["apiVersion"].partition("/")[0]]
+    core += [each for each in documents if each["kind"] in ("Role", "RoleBinding")]
+    assert core
+    for each in core:
+        kubernetes_validate.validate(each, CORE, strict=True)
+
+
+def test_pods_are_those_of_the_api_server(documents):
+    (template,) = pod_templates(documents)
+    pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
+    pod["metadata"]["name"] = "one"
+    kubernetes_validate.validate(pod, CORE, strict=True)
+
+
+def test_jobs_are_those_of_the_api_server(documents):
+    for each in documents:
+        if each["kind"] in ("JobSet", "TrainingRuntime"):
+            (job,) = jobset_spec(each)["replicatedJobs"]
+            alone = {"apiVersion": "batch/v1", "kind": "Job", **copy.deepcopy(job["template"])}
+            alone["metadata"]["name"] = "one"
+            kubernetes_validate.validate(alone, CORE, strict=True)
+
+
+def test_a_slip_would_be_seen():
+    spec = {"containers": [], "terminationGracePeriod": 5}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
+    with pytest.raises(Exception, match="terminationGracePeriod"):
+        kubernetes_validate.validate(pod, CORE, strict=True)
+
+
+def test_typed_models_take_all_of_it(documents):
+    for each in documents:
+        model = {
+            "PyTorchJob": pytorchjob_model,
+            "JobSet": lambda raw: trainer_model("JobsetV1alpha2JobSet", raw),
+            "TrainJob": lambda raw: trainer_model("TrainerV1alpha1TrainJob", raw),
+            "TrainingRuntime": lambda raw: trainer_model("TrainerV1alpha1TrainingRuntime", raw),
+        }.get(each["kind"])
+        if model is not None:
+            assert model(copy.deepcopy(each)) == each, "something was lost on the way"
+
+
+def pytorchjob_model(raw):
+    """Return the document as it comes out of the typed model of kubeflow-training."""
+    client = ApiClient()
+    worker = raw["spec"]["pytorchReplicaSpecs"]["Worker"]
+    spec = {
+        **raw["spec"],
+        "elasticPolicy": typed(client, raw["spec"]["elasticPolicy"], "KubeflowOrgV1ElasticPolicy"),
+        "runPolicy": typed(client, raw["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy"),
+        "pytorchReplicaSpecs": {
+            "Worker": {
+                **typed(client, {**worker, "template": None}, "KubeflowOrgV1ReplicaSpec"),
+                "template": worker["template"],
+            }
+        },
+    }
+    known = set(training_models.KubeflowOrgV1PyTorchJobSpec.attribute_map.values())
+    assert set(spec) <= known
+    return {**raw, "spec": spec}
+
+
+def typed(client, raw, name):
+    """Return plain data after it went through a model; None is left out."""
+    model = getattr(training_models, name)
+    names = {json: python for python, json in model.attribute_map.items()}
+    assert set(raw) <= set(names), set(raw) - set(names)
+    made = model(**{names[key]: value for key, value in raw.items()})
+    return {
+        key: value
+        for key, value in client.sanitize_for_serialization(made).items()
+        if value is not None
+    }
+
+
+def trainer_model(name, raw):
+    """Return the document as it comes out of a typed model of kubeflow-trainer-api."""
+    return getattr(trainer_models, name).from_dict(raw).to_dict()
+
+
+@functools.cache
+def crd(kind):
+    """Return the schema of a kind as JSON schema, closed as under strict validation."""
+    path = CRDS / NAMES[kind]
+    if not path.is_file():
+        pytest.skip(f"{path} is not at hand; HOLDFAST_CRDS may say where it is")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    raw = yaml.load(path.read_text(), loader)  # noqa: S506  a safe loader
+    (version,) = [each for each in raw["spec"]["versions"] if each["served"]]
+    return closed(version["schema"]["openAPIV3Schema"])
+
+
+def closed(schema):
+    """Return an OpenAPI schema as JSON schema that refuses unknown fields."""
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for key, value in schema.items():
+        if key == "properties":
+            out[key] = {name: closed(each) for name, each in value.items()}
+        elif key in ("items", "additionalProperties", "not"):
+            out[key] = closed(value)
+        elif key in ("anyOf", "allOf", "oneOf"):
+            out[key] = [closed(each) for each in value]
+        elif key not in ("description", "format", "default") and not key.startswith("x-"):
+            out[key] = value
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields")
+    if "properties" in out and "additionalProperties" not in out and not is_open:
+        out["additionalProperties"] = False
+    return out
+
+
+def test_the_crds_take_all_of_it(documents):
+    for each in documents:
+        if each["kind"] in NAMES:
+            jsonschema.validate(each, crd(each["kind"]))
+        if each["kind"] == "TrainingRuntime":  # its own CRD holds the same JobSet
+            jsonschema.validate(jobset_spec(each), crd("JobSet")["properties"]["spec"])
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_crds_would_see_a_slip(kind):
+    document = {
+        "apiVersion": "v1",
+        "kind": kind,
+        "metadata": {"name": "a"},
+        "spec": {"suspended": 1},
+    }
+    with pytest.raises(jsonschema.ValidationError, match=r"suspended|required"):
+        jsonschema.validate(document, crd(kind))
