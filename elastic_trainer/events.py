@@ -15,7 +15,7 @@ EVENT_VERSION: Final = 1
 
 EVENTS: Final[dict[str, str]] = {
     # agents: membership
-    "agent.started": "An agent came up. pid, address, port",
+    "agent.started": "An agent came up. pid, address, port, host",
     "agent.exit": "An agent ended. code, reason",
     "coordinator.elected": "This agent took the coordinator's lease. term, previous",
     "epoch.formed": "An epoch was published. members, spares, rung, coordinator, reason",
@@ -23,6 +23,8 @@ EVENTS: Final[dict[str, str]] = {
     "epoch.delayed": "What all nodes share fails again: the next epoch waits. seconds, reason",
     "member.joined": "A node asked to join. member",
     "member.lost": "A node is gone. member, reason, detected_s",
+    "member.leaving": "A node was asked to go; the others go on. member, reason",
+    "member.left": "A node that was asked to go has been let go. member, reason",
     "member.evicted": "A node was put out of the job. member, reason",
     "peer.refused": (
         "A connection did not prove that it knows the run's secret; one event in 10 s at most. "
@@ -44,6 +46,7 @@ EVENTS: Final[dict[str, str]] = {
     # agents: workers
     "worker.started": "A worker was forked or started. pid, local_rank, how",
     "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
+    "save.asked": "This node was asked for a checkpoint now; the step its workers are at",
     "worker.signalled": "A script was sent SIGTERM. pid, local_rank, request, grace_s",
     "worker.stalled": "It hangs or waits. local_rank, section, part, idle_s, limit_s, state",
     "worker.hung": "All wait for it. member, worker_rank, section, part, idle_s, state, detail",

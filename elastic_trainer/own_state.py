@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.agent.procfs import age_s_of
 from elastic_trainer.api_errors import ApiError
 from elastic_trainer.checkpoint.load import TrainingState
@@ -77,7 +77,7 @@ class OwnState:
         if plain and layout.dp == layout.world_size:
             # Every rank holds all of it: no copy is needed where there is a second node.
             layout = dataclasses.replace(layout, dp_replicate=layout.dp)
-        board = FileBoard(self.run_dir / "board")
+        board = open_board(self.run_dir / "board", self._env.get(BOARD_VARIABLE))
         own = {f"own.{name}": value for name, value in extra.items()}
         self._manager = CheckpointManager(
             self._keeping,

@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from elastic_trainer.agent.open_board import BOARD_VARIABLE
+
 MODULES = (
     "torch._dynamo",
     "torch.profiler._cupti_monitor",
@@ -31,9 +33,17 @@ COMPILER = (
 """For jobs with `train.compile`: most of its 800 modules, which take seconds a worker."""
 
 
+BOARD = ("elastic_trainer.agent.kubernetes_board",)
+"""For jobs whose board is a ConfigMap: HTTP and TLS."""
+
+
 def preload(env: Mapping[str, str]) -> None:
     """Import what workers of this run will need. `env` is that of the zygote."""
-    for name in MODULES + (COMPILER if _compiles(env) else ()):
+    for name in (
+        *MODULES,
+        *(COMPILER if _compiles(env) else ()),
+        *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
+    ):
         importlib.import_module(name)
 
 

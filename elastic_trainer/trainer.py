@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer import injected
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.open_board import open_board
 from elastic_trainer.anomalies import Action, Verdict
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
@@ -137,7 +137,7 @@ class Trainer:
 
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
-        board = FileBoard(self.who.run_dir / "board")
+        board = open_board(self.who.run_dir / "board", self.who.board)
         self.guard = Guard(
             self.config, board, self.events, rank=self.who.rank, epoch=self.who.epoch
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_trainer.agent.open_board import BOARD_VARIABLE
 from elastic_trainer.checkpoint.memory import Place
 
 
@@ -25,6 +26,8 @@ class WorkerContext:
     """Where this node keeps snapshots; None where it keeps none."""
     since_mono: float | None = None
     """When the agent started, by this machine's monotonic clock."""
+    board: str | None = None
+    """Address of the run's board; None: files in the run directory."""
 
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> WorkerContext:
@@ -41,4 +44,5 @@ class WorkerContext:
             store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             place=Place.from_environment(env),
             since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
+            board=env.get(BOARD_VARIABLE),
         )

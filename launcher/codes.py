@@ -134,6 +134,9 @@ CODES: Final[dict[str, Code]] = {
     "HF520": Code(
         "The run's secret cannot be made or used.", "Delete the file while no agent runs."
     ),
+    "HF521": Code(
+        "The run's board is elsewhere, or --board is no address.", "Name the board it has."
+    ),
     # The API for one's own loop.
     "HF530": Code("api.start() without a process group.", "Call init_process_group() first."),
     "HF531": Code("A script's state could not be kept.", "See checkpoint.failed in the events."),
@@ -183,6 +186,8 @@ CODES: Final[dict[str, Code]] = {
     "HF671": Code("A job has failed too often.", "See why; then `submit --resume`."),
     "HF672": Code("Attempts fail without a new checkpoint.", "See why, or give more time."),
     "HF673": Code("Not inside a Slurm job.", "Only the batch script calls this."),
+    "HF674": Code("Not inside a pod of a job.", "Only the pods of a rendered job call this."),
+    "HF675": Code("The run directory is another run's.", "Give each run a directory of its own."),
     "HF653": Code("The run was never submitted.", "Use what the message names."),
     "HF654": Code("A --sweep that cannot be submitted.", "Mend what the message names."),
     # The trainer, on the nodes.

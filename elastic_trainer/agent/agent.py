@@ -27,6 +27,7 @@ from elastic_trainer.agent.notices import (
     EpochAborted,
     EpochFormed,
     JobStopped,
+    LeaveAsked,
     NodeLeaving,
     Notice,
     ShowWorkers,
@@ -40,12 +41,13 @@ from elastic_trainer.agent.reporter import Reporter
 from elastic_trainer.agent.running import Running
 from elastic_trainer.agent.scripts import Scripts
 from elastic_trainer.agent.settings import AgentConfig, Membership
-from elastic_trainer.agent.stop_signals import REPEATABLE, StopSignals
+from elastic_trainer.agent.stop_signals import REPEATABLE, SAVE, StopSignals
 from elastic_trainer.agent.tasks import WorkerExited, WorkerStarted, ZygoteLost
 from elastic_trainer.agent.waker import Waker
 from elastic_trainer.agent.workers import Workers, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
+from elastic_trainer.heartbeat import Request
 
 
 class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed here
@@ -89,7 +91,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._newest = -1
         self._zygotes_lost = 0
         self._signals = StopSignals(waker.wake)
-        self._urgings, self._stop_asked = 0, False
+        self._urgings = 0
+        self._asked: set[type] = set()
+        """Of StopAsked and LeaveAsked, what was reported."""
         self._told_ready = self._left = False
         self._error = ""
         self._result: JobStopped | None = None
@@ -109,7 +113,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         """Serve until the job stops; then return what became of this node's workers."""
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
-        self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port)
+        host = {"host": self._config.host} if self._config.host else {}
+        self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port, **host)
         with self._signals:
             try:
                 self._membership.start()
@@ -357,9 +362,22 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():
+            if name == SAVE:
+                self._ask_for_save()
+                continue
             self._urgings += name != REPEATABLE
-            if not self._stop_asked:
-                self._stop_asked = True
-                self._membership.report(StopAsked(reason=name))
+            alone = self._config.leaves_alone and name != REPEATABLE
+            wish: type[LeaveAsked | StopAsked] = LeaveAsked if alone else StopAsked
+            if wish not in self._asked:
+                self._asked.add(wish)
+                self._membership.report(wish(reason=name))
             if self._urgings > 1:
                 self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")
+
+    def _ask_for_save(self) -> None:
+        """Have the group save and go on: one worker that asks is enough, wherever it runs."""
+        beats = {} if self._epoch is None else self._workers.beats()
+        listens = [b for b in beats.values() if b.listens or self._config.watch_all]
+        if listens:
+            self._workers.ask(Request.SAVE)
+        self._log.emit("save.asked", step=max((beat.step for beat in listens), default=None))

@@ -17,12 +17,12 @@ from elastic_trainer.anomalies import Record
 
 BOARD_VERSION = 1
 
-Token = int
+Token = int | str
 """Version of a register's content; opaque to callers but for equality."""
 
 
 class Board(Protocol):
-    """torchelastic's RendezvousBackend, with `int` tokens.
+    """torchelastic's RendezvousBackend, with tokens that are compared and nothing else.
 
     Both calls may raise OSError when the storage behind the board is
     unreachable; a caller keeps what it has and tries again later.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elastic_trainer.agent.board import BoardState, Token
+from elastic_trainer.agent.departures import Departures
 from elastic_trainer.agent.effects import Conn, Context, Send
-from elastic_trainer.agent.endings import Endings
 from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.lease import Standing
 from elastic_trainer.agent.messages import (
@@ -18,6 +18,7 @@ from elastic_trainer.agent.messages import (
 )
 from elastic_trainer.agent.notices import (
     AskWorkers,
+    LeaveAsked,
     NodeLeaving,
     Report,
     StopAsked,
@@ -28,7 +29,7 @@ from elastic_trainer.agent.notices import (
     WorkersRunning,
     WorkersSeen,
 )
-from elastic_trainer.agent.peers import choose_members
+from elastic_trainer.agent.peers import Peer, choose_members
 from elastic_trainer.agent.roles import Seek, Turn
 from elastic_trainer.agent.table import NOBODY, Members
 from elastic_trainer.failures import (
@@ -40,7 +41,7 @@ from elastic_trainer.failures import (
 from elastic_trainer.heartbeat import Request
 
 
-class Coordinator(Endings):
+class Coordinator(Departures):
     """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
 
     Args:
@@ -65,7 +66,6 @@ class Coordinator(Endings):
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
-        self._stopping: str | None = None
         self._said_parked: int | None = None
         self._waited_alone = False
         """The members that fell silent have had the time to take the lease."""
@@ -78,6 +78,8 @@ class Coordinator(Endings):
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
             self.lost_nodes.append(before.node)
+            if before.agent_id in ctx.leaving:
+                self.left_nodes.add(before.node)
             ctx.abandon_epoch(f"lost {before.node}", before.node)
         self.begin_to_watch()
         ctx.after("renew", settings.lease_renew_s)
@@ -194,10 +196,8 @@ class Coordinator(Endings):
         if peer is None or self.final is not None:
             return None
         match report:
-            case StopAsked(reason=reason):
-                return self._stop_asked(reason)
-            case NodeLeaving(reason=reason):
-                self.evict(peer.member.node, reason)
+            case StopAsked() | LeaveAsked() | NodeLeaving():
+                return self._wishes(peer, report)
             case WorkersFailed(epoch=epoch) if epoch == self.ctx.epoch:
                 self.failed_reports.append((peer.member.node, report))
                 self.settle(report)
@@ -214,12 +214,24 @@ class Coordinator(Endings):
                 self.phase = "running"
         return self.advance()
 
-    def _stop_asked(self, reason: str) -> Turn | None:
-        if self._stopping is not None:
+    def _wishes(self, peer: Peer, report: StopAsked | LeaveAsked | NodeLeaving) -> Turn | None:
+        """An agent wants the job to end, or itself to be left out."""
+        match report:
+            case StopAsked(reason=reason):
+                return self.stop_asked(reason)
+            case LeaveAsked(reason=reason):
+                return self.leave_asked(peer, reason)
+            case NodeLeaving(reason=reason):
+                self.evict(peer.member.node, reason)
+        return self.advance()
+
+    def stop_asked(self, reason: str) -> Turn | None:
+        """Have all save and leave; then the job ends with 91."""
+        if self.stopping is not None:
             return None
-        self._stopping = reason
+        self.stopping = reason
         if self.phase in BUSY:
-            self._ask_all(Request.STOP)
+            self.ask_all(Request.STOP)
             return None
         return self.stop(EXIT_SAVED, f"{reason}; no step was running")
 
@@ -231,13 +243,16 @@ class Coordinator(Endings):
         step = max(report.step for report in self._ended.values())
         if all(report.finished for report in self._ended.values()):
             return self.stop(EXIT_DONE, f"the last step, {step}, is done")
-        if self._stopping is not None and not all(r.saved for r in self._ended.values()):
+        if self.stopping is not None and not all(r.saved for r in self._ended.values()):
             why = "workers left without saying that they had saved"
-            return self.stop(EXIT_FAILED, f"{self._stopping}; {why}")
-        if self._stopping is not None:
-            return self.stop(EXIT_SAVED, f"{self._stopping}; saved at step {step}")
+            return self.stop(EXIT_FAILED, f"{self.stopping}; {why}")
+        if self.stopping is not None:
+            return self.stop(EXIT_SAVED, f"{self.stopping}; saved at step {step}")
         # Workers also leave by themselves, to go on from an older state (numbers: rollback).
-        self.phase, self.reason = "idle", "growth" if self._asked else "workers left"
+        self.phase = "idle"
+        self.reason = "growth" if self._asked else "workers left"
+        if leaving := self.who_leaves:
+            self.reason = f"{leaving} left"
         return self.advance()
 
     # --- the next epoch ----------------------------------------------------------------
@@ -246,14 +261,16 @@ class Coordinator(Endings):
         """Do what the present state calls for: form, grow, park or nothing."""
         if self.final is not None:
             return None
-        if self._stopping is not None and self.phase == "idle":
-            why = f"{self._stopping}; {self.reason}; the newest checkpoint counts"
+        if self.stopping is not None and self.phase == "idle":
+            why = f"{self.stopping}; {self.reason}; the newest checkpoint counts"
             return self.stop(EXIT_SAVED, why)
+        if self.phase == "idle" and (turn := self.part()) is not None:
+            return turn
         if self._waits_for_more():
             return None
         size = self.ctx.settings.rung_for(len(self.peers.able(self.ctx.barred)))
         if self.phase == "running" and size > len(self.members):
-            self._ask_all(Request.GROW)
+            self.ask_all(Request.GROW)
         elif self.phase == "idle" and size == 0:
             return self._park()
         elif self.phase == "idle" and not self._may_be_cut_off():
@@ -351,7 +368,8 @@ class Coordinator(Endings):
 
     # --- requests and the end ----------------------------------------------------------
 
-    def _ask_all(self, request: Request) -> None:
+    def ask_all(self, request: Request) -> None:
+        """Have the workers of the epoch leave at the next boundary."""
         ctx = self.ctx
         self._asked |= request
         self.phase = "draining"
@@ -361,4 +379,4 @@ class Coordinator(Endings):
 
     def swap(self) -> None:
         """Have all leave at the next boundary: the next epoch takes slow nodes last."""
-        self._ask_all(Request.GROW)
+        self.ask_all(Request.GROW)

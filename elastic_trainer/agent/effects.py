@@ -16,6 +16,7 @@ from elastic_trainer.agent.messages import Formed, Join, Message
 from elastic_trainer.agent.notices import (
     EpochAborted,
     EpochFormed,
+    LeaveAsked,
     Member,
     NodeLeaving,
     Notice,
@@ -154,6 +155,10 @@ class Settings:
         return next((size for size in self.rung_nodes if size <= num_nodes), 0)
 
 
+_FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
+"""Reports that hold beyond their epoch."""
+
+
 @dataclass(slots=True)
 class Context:
     """What every role of one agent shares: identity, what the board last said, and the outbox."""
@@ -178,6 +183,8 @@ class Context:
     that is joined anew, since the one before may have died with it unread."""
     ready: bool = True
     """Whether this node's workers can be forked at once."""
+    leaving: set[str] = field(default_factory=set)
+    """Agent ids of those that leave on request: their end is no failure."""
     readmit: bool = False
     """The operator lets this node come back after it was put out."""
     told_ready: bool = False
@@ -245,7 +252,7 @@ class Context:
         self.everyone = formed.members + formed.spares
         self.history = History.from_wire(formed.history, self.now)
         self.barred = dict(formed.barred)
-        self.reports = [r for r in self.reports if isinstance(r, StopAsked | NodeLeaving)]
+        self.reports = [r for r in self.reports if isinstance(r, _FOR_GOOD)]
         self.in_epoch = self.me.agent_id in formed.members.ids
         coordinator = self.coordinator_member
         self.tell(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context
@@ -42,6 +42,7 @@ class Endings(Inquiry, ABC):
     def lost(self, peer: Peer, reason: str) -> Turn | None:
         """An agent is dead: its epoch ends at once."""
         member = peer.member
+        self.departed(peer)
         self.forget(peer)
         self.ctx.log("member.lost", member=member.node, reason=reason)
         if member.agent_id in self.members:
@@ -49,6 +50,10 @@ class Endings(Inquiry, ABC):
             if self.phase in BUSY:
                 self.end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
         return self.advance()
+
+    @abstractmethod
+    def departed(self, peer: Peer) -> None:
+        """Note of a lost agent whether it was asked to go."""
 
     def evict(self, node: str, reason: str) -> None:
         """Put a node out of the job, for good unless the operator says otherwise."""

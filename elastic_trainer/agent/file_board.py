@@ -112,7 +112,7 @@ class FileBoard:
                 return self._before(version), version
             time.sleep(_HEAL_POLL_S)
 
-    def _newest(self) -> Token:
+    def _newest(self) -> int:
         """Return the number of the newest version, whole or damaged; 0: there is none."""
         for _ in range(_READ_ATTEMPTS):
             version = max(self._versions(), default=0)
@@ -128,7 +128,7 @@ class FileBoard:
             str(self._dir),
         )
 
-    def _before(self, damaged: Token) -> bytes:
+    def _before(self, damaged: int) -> bytes:
         """Return what counts in place of version `damaged`, which nobody swapped upon."""
         whole, content = damaged - 1, self._read(damaged - 1)
         while content is _DAMAGED:
@@ -165,9 +165,9 @@ class FileBoard:
                 and the next `get_state` tells.
             BoardCorruptError: no version matches its digest line.
         """
-        base = token or 0
+        base = token or 0  # another backend's token is no number, and equals none
         # Not its content: who knows what a damaged version said may put a whole one above it.
-        if self._newest() == base and self._publish(base + 1, state):
+        if isinstance(base, int) and self._newest() == base and self._publish(base + 1, state):
             return state, base + 1, True
         newest = self.get_state()
         return None if newest is None else (*newest, False)

@@ -1,11 +1,12 @@
-"""Names of jobs: which of two is the same Slurm job, started again. Pure."""
+"""Names of jobs: which of two is the same job of a scheduler, started again. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-_SLURM = re.compile(r"(\d+)\.(\d+)")
+_NAMES = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.(\d+)")
+"""Slurm's `<job>.<restart>`, and `<job>-<submission>.<generation>` of pods."""
 
 
 def slurm_job(env: Mapping[str, str]) -> str | None:
@@ -19,12 +20,12 @@ def slurm_job(env: Mapping[str, str]) -> str | None:
 
 
 def supersedes(job: str, other: str) -> bool:
-    """Return whether `job` is a later attempt of the same Slurm job as `other`.
+    """Return whether `job` is a later attempt of the same job as `other`.
 
-    Then whatever still runs of `other` is stale: Slurm has started the job again, and has only
-    not been able to end everything of before, as on a node whose slurmd died.
+    Then whatever still runs of `other` is stale: the scheduler has started the job again, and
+    has only not been able to end everything of before, as on a node whose slurmd died.
     """
-    ours, theirs = _SLURM.fullmatch(job), _SLURM.fullmatch(other)
+    ours, theirs = _NAMES.fullmatch(job), _NAMES.fullmatch(other)
     return (
         ours is not None
         and theirs is not None

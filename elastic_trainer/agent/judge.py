@@ -31,6 +31,8 @@ class Judge(Watch, ABC):
         """Agent ids of the current epoch."""
         self.lost_nodes: list[str] = []
         """Nodes of the last epoch that died since."""
+        self.left_nodes: set[str] = set()
+        """Of the lost ones, those that were asked to go: nobody is charged for them."""
         self.failed_reports: list[tuple[str | None, WorkersFailed]] = []
         """What the nodes of the last epoch said, in the order of arrival."""
 
@@ -88,11 +90,18 @@ class Judge(Watch, ABC):
         found = causes(self.lost_nodes + gone, self.failed_reports, len(self.members))
         if not found:
             return
-        self.reason = ", ".join(map(str, found))
         progress = self._progress(commits)
+        left = self.left_nodes | {peer.member.node for peer in self.peers if peer.leaving}
+        self.left_nodes = set()
+        asked = [item for item in found if item.kind is Kind.NODE_LOST and item.node in left]
+        self.reason = ", ".join(
+            f"{item.node} left" if item in asked else str(item) for item in found
+        )
         self.lost_nodes, self.failed_reports = [], []
         ctx.history = ctx.history.within(settings.window_s, ctx.now)
         for item in found:
+            if item in asked:
+                continue
             ctx.history = ctx.history.add(item, ctx.now, progress)
             verdict = ctx.history.verdict(item, settings.limits, ctx.now, ctx.barred)
             if verdict.stop_code is not None:

@@ -17,9 +17,9 @@ from elastic_trainer.agent.addresses import local_address
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
 from elastic_trainer.agent.environment import base_environment
-from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.notices import Member
+from elastic_trainer.agent.open_board import BOARD_VARIABLE, BoardPlaceError, open_board
 from elastic_trainer.agent.options import Options, OptionsError, parse
 from elastic_trainer.agent.reactor import Reactor
 from elastic_trainer.agent.scratch import Scratch
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.excepthook = _die_of_a_thread
     try:
         code = run(parse(argv, os.environ))
-    except (OptionsError, SecretError) as error:
+    except (OptionsError, SecretError, BoardPlaceError) as error:
         sys.stderr.write(f"holdfast agent: error: {error}\n")
         code = EXIT_DO_NOT_RESTART
     except Exception:  # noqa: BLE001  the last frame: say what happened, then end at once
@@ -91,6 +91,8 @@ def run(options: Options) -> int:
             env |= frozen_python_path(env)
         env["HOLDFAST_SINCE"] = str(time.monotonic())
         env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
+        if options.board is not None:
+            env[BOARD_VARIABLE] = options.board
         # First of all: it imports while this process does.
         workers = Workers(options.task, env=env)
         stack.callback(workers.close)
@@ -200,6 +202,8 @@ def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig
         start_ceiling_s=options.elastic.start_ceiling_s,
         hang_floor_s=options.elastic.hang_floor_s,
         watch_all=options.task.kind == "main",
+        leaves_alone=options.leaves_alone,
+        host=options.host,
     )
 
 
@@ -251,8 +255,10 @@ def build_client(
         ready=False,
         readmit=options.readmit,
         settings=settings,
-        board=FileBoard(
-            options.board_dir, told=lambda reason: log.emit("board.damaged", reason=reason)
+        board=open_board(
+            options.board_dir,
+            options.board,
+            told=lambda reason: log.emit("board.damaged", reason=reason),
         ),
         endpoint=endpoint,
         reactor=reactor,

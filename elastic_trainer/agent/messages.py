@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_trainer.agent.notices import (
+    LeaveAsked,
     Member,
     NodeLeaving,
     RankPace,
@@ -127,6 +128,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """Coordinator -> all: an agent leaves on request, which is nobody's failure."""
+
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Coordinator -> all: the job (or this node's part in it) is over."""
 
@@ -169,14 +177,27 @@ class Won:
 
 
 Message = (
-    Join | Welcome | Reject | Ping | Formed | Abort | Show | Ask | Stop | Told | Elect | Vote | Won
+    Join
+    | Welcome
+    | Reject
+    | Ping
+    | Formed
+    | Abort
+    | Show
+    | Ask
+    | Leaves
+    | Stop
+    | Told
+    | Elect
+    | Vote
+    | Won
 )
 
 _TYPES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
         *(Join, Welcome, Reject, Ping, Formed, Abort, Show),
-        *(Ask, Stop, Told, Elect, Vote, Won),
+        *(Ask, Leaves, Stop, Told, Elect, Vote, Won),
     )
 }
 _REPORTS: Final[dict[str, Any]] = {
@@ -189,6 +210,7 @@ _REPORTS: Final[dict[str, Any]] = {
         WorkersSeen,
         WorkersPaced,
         StopAsked,
+        LeaveAsked,
         NodeLeaving,
     )
 }

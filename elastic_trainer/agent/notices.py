@@ -143,6 +143,13 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveAsked:
+    """Agent: this node is to go (its pod is drained). The job goes on without it, unless all go."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeaving:
     """Agent: this node must not take part any more (unreapable worker, failed check)."""
 
@@ -216,5 +223,6 @@ Report = (
     | WorkersSeen
     | WorkersPaced
     | StopAsked
+    | LeaveAsked
     | NodeLeaving
 )

@@ -30,6 +30,7 @@ from elastic_trainer.agent.flags import (
     take_environment,
 )
 from elastic_trainer.agent.jobs import slurm_job
+from elastic_trainer.agent.open_board import BOARD_VARIABLE
 from elastic_trainer.agent.tasks import Task
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
@@ -94,6 +95,8 @@ class Options:
     log_root: Path
     """Where the workers' logs are, by attempt and node."""
     board_dir: Path
+    board: str | None = None
+    """Address of the board; None: files in `board_dir`."""
     local_addr: str | None
     workers: int
     rung_nodes: tuple[int, ...]
@@ -101,6 +104,10 @@ class Options:
     task: Task
     readmit: bool = False
     """Come back although the job has put this node out."""
+    leaves_alone: bool = False
+    """SIGTERM means this node only; the job goes on without it."""
+    host: str | None = None
+    """Name of the machine, where `node` is that of a pod."""
     accelerators: bool = False
     """Workers need one each: a node that has fewer is refused."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
@@ -157,6 +164,18 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--job", help="id of this submission; default: $HOLDFAST_JOB, $SLURM_JOB_ID or --rdzv-id"
     )
+    ours.add_argument(
+        "--board",
+        metavar="ADDRESS",
+        help="file, or kubernetes://NAMESPACE/NAME (a ConfigMap); default: $HOLDFAST_BOARD",
+    )
+    ours.add_argument(
+        "--on-term",
+        choices=("stop", "leave"),
+        default="stop",
+        help="SIGTERM means: all save and stop (default), or this node leaves and the rest go on",
+    )
+    ours.add_argument("--host", help="the machine's name, where --node is a pod's")
     ours.add_argument("--attempt", default="0", help="names this submission's folder in logs/")
     parser.add_argument("script", nargs="?", help="training script; default: the built-in trainer")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -204,6 +223,9 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         record_dir=run_dir,
         log_root=run_dir / "logs",
         board_dir=run_dir / "board",
+        board=args.board or env.get(BOARD_VARIABLE) or None,
+        leaves_alone=args.on_term == "leave",
+        host=args.host,
         local_addr=args.local_addr,
         workers=config.gpus_per_node,
         accelerators=config.device == "cuda",
@@ -250,6 +272,9 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         record_dir=record,
         log_root=args.log_dir.resolve() / run_id if args.log_dir else record / "logs",
         board_dir=record / "board",
+        board=args.board or env.get(BOARD_VARIABLE) or None,
+        leaves_alone=args.on_term == "leave",
+        host=args.host,
         local_addr=args.local_addr,
         workers=workers,
         rung_nodes=rung_nodes,

@@ -22,6 +22,8 @@ class Peer:
     """Its workers can be forked at once."""
     probe: Conn | None = None
     """A dial under way that decides whether it is dead."""
+    leaving: bool = False
+    """It was asked to go: no later epoch has it."""
 
 
 class Peers:
@@ -116,6 +118,7 @@ class Peers:
             peer.member
             for agent_id, peer in self._by_id.items()
             if peer.ready
+            and not peer.leaving
             and peer.member.node not in barred
             and (peer.conn is not None or agent_id == self._me)
         ]

@@ -9,6 +9,7 @@ join_timeout, heartbeat, dead_after (seconds), address and ports (low-high).
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
@@ -29,7 +30,6 @@ from torch.distributed.elastic.rendezvous import (
 from elastic_trainer.agent.addresses import local_address
 from elastic_trainer.agent.client import MembershipClient
 from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.notices import (
     AskWorkers,
     EpochAborted,
@@ -41,6 +41,7 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.agent.reactor import Reactor
 from elastic_trainer.agent.secret import Badge, make_secret
 from elastic_trainer.agent.store import EpochStore, parse_ports
@@ -113,7 +114,7 @@ class HoldfastRendezvous(RendezvousHandler):
                 heartbeat_s=float(params.get("heartbeat", 1)),
                 dead_after_s=float(params.get("dead_after", 5)),
             ),
-            board=FileBoard(board),
+            board=open_board(board, os.environ.get(BOARD_VARIABLE)),
             endpoint=endpoint,
             reactor=reactor,
             open_store=store.open,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Settings
-from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote
+from elastic_trainer.agent.messages import Elect, Join, Leaves, Message, Reject, Vote
 from elastic_trainer.agent.notices import JobStopped, Member, Report
 
 
@@ -93,6 +93,8 @@ class Role:
             case Elect(job=job, term=term):
                 lost = job == self.ctx.job and self.has_lost(term)
                 self.ctx.send(conn, Vote(lost=lost))
+            case Leaves(agent_id=agent_id):
+                self.ctx.leaving.add(agent_id)
             case _:
                 pass
         return None

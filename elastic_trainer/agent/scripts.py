@@ -175,7 +175,7 @@ class Scripts:
         if exited.code == EXIT_DONE:
             stop = self._stop
             signalled = stop is not None and exited.local_rank in stop.signalled
-            return not signalled or (stop is not None and Request.STOP in stop.request)
+            return not signalled or (stop is not None and Request.GROW not in stop.request)
         return False
 
     def close(self) -> None:

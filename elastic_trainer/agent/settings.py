@@ -54,6 +54,10 @@ class AgentConfig:
     """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
+    leaves_alone: bool = False
+    """SIGTERM means this node only; the job goes on without it."""
+    host: str | None = None
+    """Name of the machine, where the node's is that of a pod."""
     kill_deadline_s: float = 10.0
     """A worker not reaped by then costs the node its place."""
     settle_s: float = 0.05

@@ -1,8 +1,10 @@
-"""SIGTERM, SIGINT and SIGUSR2, put aside until the agent's loop takes them.
+"""SIGTERM, SIGINT, SIGUSR2 and SIGUSR1, put aside until the agent's loop takes them.
 
-All ask for a save and an end. A second SIGTERM or SIGINT means: at once, without saving. Slurm
-signals every process of a step, and `launcher.node` passes on what it gets; so the same wish comes
-twice, and it does so as SIGUSR2, which may come any number of times.
+The first three ask for a save and an end. A second SIGTERM or SIGINT means: at once, without
+saving. Slurm signals every process of a step, and `launcher.node` passes on what it gets; so the
+same wish comes twice, and it does so as SIGUSR2, which may come any number of times.
+
+SIGUSR1 asks for a checkpoint on storage now; the job goes on.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-NUMBERS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+NUMBERS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGUSR1)
 REPEATABLE: Final = signal.SIGUSR2.name
+SAVE: Final = signal.SIGUSR1.name
 
 
 class StopSignals:

@@ -1,4 +1,4 @@
-"""`python -m launcher.node begin|beat|agent|end|again RUN`: for the batch script."""
+"""`python -m launcher.node begin|beat|agent|end|again|pod|save RUN`: for batch scripts and pods."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("agent", "run this node's agent; what comes after -- stands in for python"),
         ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
         ("again", "put the job back into the queue"),
+        ("pod", "be PID 1 of a pod: its agent, and the code its controller understands"),
+        ("save", "be its preStop: have the job save and wait for it"),
     ):
         sub = commands.add_parser(name, help=help_text)
         sub.add_argument("run", type=Path, help="the run directory")
@@ -34,10 +36,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
     args = parser.parse_args(argv)
     try:
+        if args.command in {"pod", "save"}:
+            return _run_in_pod(args.command, args.run)
         return _run(args, Attempt.of_env(args.run, os.environ))
     except NodeError as error:
         say(f"error: {error}")
         return EXIT_DO_NOT_RESTART
+
+
+def _run_in_pod(command: str, run: Path) -> int:
+    if command == "pod":
+        # From here on: PID 1 never hears of a signal that it neither handles nor holds back.
+        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+        signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+        from launcher.node.pod import pod
+
+        return pod(run, os.environ)
+    from launcher.node.pod_save import save
+
+    return save(run, os.environ)
 
 
 def _run(args: argparse.Namespace, attempt: Attempt) -> int:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_NAME = re.compile(r"\d+\.\d+")
+_SLURM_NAME = re.compile(r"\d+\.\d+")
+_NAME = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.\d+")
 
 
 class NodeError(Exception):
@@ -47,13 +48,13 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the batch script of `run_dir`."""
+    """One start of the batch script of `run_dir`; one generation of the pods of a submission."""
 
     run_dir: Path
     job_id: str
-    """Slurm's."""
+    """Slurm's; of pods the job's name and the number of the submission."""
     restart: int
-    """How often Slurm has put the job back into the queue before."""
+    """How often Slurm has put the job back into the queue before; of pods the generation."""
     array_task: str = ""
     """Of a task of an array: 123_4. One task has the array's own number, which means them all."""
 
@@ -65,7 +66,7 @@ class Attempt:
             NodeError: HF673, the environment is not that of a Slurm job.
         """
         job_id, restart = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
-        if not _NAME.fullmatch(f"{job_id}.{restart}"):
+        if not _SLURM_NAME.fullmatch(f"{job_id}.{restart}"):
             raise NodeError(
                 "HF673", f"SLURM_JOB_ID={job_id!r}: this is for the inside of a Slurm job"
             )

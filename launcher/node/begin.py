@@ -25,25 +25,9 @@ def begin(attempt: Attempt) -> int:
         OSError: the run directory cannot be read or written.
     """
     run_dir = attempt.run_dir
-    config = _config(run_dir)
-    state = board.read(run_dir)
-    jobs = lineage(run_dir, attempt.job_id)
-    lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
+    config, state = read_config(run_dir), board.read(run_dir)
     now = time.time()
-    decision = may_begin(
-        finished=state.finished,
-        stop_asked=stop_request.asked(run_dir),
-        live_job=None if lease is None else f"{lease.job} (coordinated by {lease.node})",
-        past=[past for past in pasts(run_dir, jobs) if past.name != attempt.name],
-        step=board.newest_step(state),
-        now_unix=now,
-        budget=Budget(
-            max_restarts=config.elastic.max_restarts,
-            window_s=config.elastic.window_s,
-            no_progress=config.elastic.no_progress,
-        ),
-        before=f"{attempt.job_id}.{attempt.restart - 1}",
-    )
+    decision = decide(attempt, config, state, now_unix=now)
     if decision.code:
         return _refuse(attempt, decision)
     for folder in (attempt.dir, attempt.logs):
@@ -57,12 +41,50 @@ def begin(attempt: Attempt) -> int:
     return 0
 
 
+def decide(
+    attempt: Attempt, config: TrainConfig, state: board.State, *, now_unix: float
+) -> Decision:
+    """Say whether an attempt may start; takes some seconds where another job has a lease.
+
+    Args:
+        attempt: which.
+        config: of the run.
+        state: what is on its board.
+        now_unix: the time.
+
+    Raises:
+        OSError: the run directory cannot be read.
+    """
+    run_dir = attempt.run_dir
+    jobs = lineage(run_dir, attempt.job_id)
+    lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
+    return may_begin(
+        finished=state.finished,
+        stop_asked=stop_request.asked(run_dir),
+        live_job=None if lease is None else f"{lease.job} (coordinated by {lease.node})",
+        past=[past for past in pasts(run_dir, jobs) if past.name != attempt.name],
+        step=board.newest_step(state),
+        now_unix=now_unix,
+        budget=Budget(
+            max_restarts=config.elastic.max_restarts,
+            window_s=config.elastic.window_s,
+            no_progress=config.elastic.no_progress,
+        ),
+        before=f"{attempt.job_id}.{attempt.restart - 1}",
+    )
+
+
 def _refuse(attempt: Attempt, decision: Decision) -> int:
     say(f"{attempt.run_dir}: {decision.reason}")
     return decision.code
 
 
-def _config(run_dir: Path) -> TrainConfig:
+def read_config(run_dir: Path) -> TrainConfig:
+    """Read RUN/job.json.
+
+    Raises:
+        NodeError: HF502, it cannot be read.
+    """
     path = run_dir / "job.json"
     try:
         return TrainConfig.from_json(path.read_text(encoding="utf-8"))

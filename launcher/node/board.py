@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from elastic_trainer.agent.board import BoardState, Lease
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.open_board import BOARD_VARIABLE, read_board
 
+State = BoardState
+"""What is on a board."""
 LEASE_BEATS_S = 12.0
 """A live coordinator raises its beat within 5 s (agent/effects.py, lease_renew_s)."""
 
@@ -18,13 +21,12 @@ def read(run_dir: Path) -> BoardState:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it was written by another version.
+        ValueError: it was written by another version, or the run's board is another one.
     """
     folder = run_dir / "board"
-    if not folder.is_dir():
+    if not folder.is_dir() and not os.environ.get(BOARD_VARIABLE):
         return BoardState()
-    current = FileBoard(folder).get_state()
-    return BoardState.decode(current[0]) if current else BoardState()
+    return read_board(folder) or BoardState()
 
 
 def newest_step(state: BoardState) -> int:

@@ -19,7 +19,7 @@ def say(text: str) -> None:
 
 def note(of: Attempt, event: str, **fields: Any) -> None:
     """Append an event to the run's record. Storage that fails must not end the job."""
-    node = os.uname().nodename
+    node = os.environ.get("POD_NAME") or os.uname().nodename
     with contextlib.suppress(OSError):
         log = LauncherLog(of.run_dir, f"batch-{of.name}-{node}")
         log.emit(event, node=node, **fields)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.board import Commit
+from elastic_trainer.agent.open_board import read_board
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -276,10 +276,10 @@ def _commits(run: Path) -> tuple[Commit, ...]:
     """
     board = run / "board"
     try:
-        current = FileBoard(board, told=_refuse).get_state()
-        return BoardState.decode(current[0]).commits if current else ()
+        state = read_board(board, told=_refuse)
     except (OSError, ValueError) as error:
         raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
+    return state.commits if state else ()
 
 
 def _refuse(damage: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 
 from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import NodeLeaving, StopAsked, WorkersReady
+from elastic_trainer.agent.notices import LeaveAsked, NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.failures import Kind
 
 HEALED_WITHIN_S = 90.0
@@ -39,6 +39,7 @@ FAULTS = (
     "stall",
     "board_cut",
     "leave",
+    "go",
     "slow",
 )
 fault_scripts = st.lists(
@@ -102,6 +103,8 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.board.cut.add(names[which % nodes])
         case "leave" if node:
             cluster.report(node, NodeLeaving(reason="a failed check"))
+        case "go" if node:
+            cluster.report(node, LeaveAsked(reason="drained"))
         case "slow":
             cluster.delay_s = (0.0005, 0.002, 0.02, 0.2)[which % 4]
         case _:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from elastic_trainer.agent import open_board
 from elastic_trainer.agent.board import Commit, update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.checkpoint.manifest import Manifest, with_commit
@@ -16,7 +17,6 @@ from elastic_trainer.checkpoint.storage import CheckpointStorage
 from launcher.cli.checkpoint import _lines
 from launcher.cli.main import run_cli
 from launcher.errors import PermanentError, UserError
-from launcher.ops import checkpoints
 from launcher.ops.checkpoints import Reference, RetiredError, RunCheckpoints, refuse_foreign
 from launcher.ops.convert import missing_tokenizer, run_converter
 from launcher.planning.search import plan
@@ -95,7 +95,7 @@ def test_no_run_and_no_checkpoint(tmp_path):
 
 
 def test_a_damaged_board_is_an_error(run, monkeypatch):
-    monkeypatch.setattr(checkpoints, "FileBoard", partial(FileBoard, heal_s=0.1))
+    monkeypatch.setattr(open_board, "FileBoard", partial(FileBoard, heal_s=0.1))
     newest = max((run / "board").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"HF302.*damaged.*resume the run"):

@@ -24,7 +24,7 @@ PURE = {
     "command",
     "templates",
 }
-READABLE = {"agent.board", "agent.file_board"} | {
+READABLE = {"agent.board", "agent.open_board"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")
 }
 """What the readers of boards and manifests may take besides."""

@@ -1,0 +1,119 @@
+"""What a pod decides: which generation of the job it is part of, and how it ends. Pure.
+
+A **generation** is what an attempt is under Slurm: from the pods' start until the job as a whole
+ends. When it ends saved, or with too few nodes, the controller starts the pods again, and the next
+generation begins. Its number is in the job's name, so that nobody takes the end of the one before
+for its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+)
+
+KINDS: Final = ("pytorchjob", "jobset", "trainjob")
+FINAL: Final = (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP)
+AGAIN: Final = 143
+"""As if SIGTERM had ended it: PyTorchJob starts a pod again after codes from 128 on only."""
+FIRST_PAUSE_S: Final = 10.0
+LONGEST_PAUSE_S: Final = 300.0
+LIVED_S: Final = 600.0
+"""A pod that has lived for so long before it fails begins to count anew."""
+_JOB = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def job_id(name: str, submission: str) -> str:
+    """Return what the generations of one submission share: `<name>-<submission>`.
+
+    Raises:
+        ValueError: one of the two is of another form.
+    """
+    if not _JOB.fullmatch(name) or not re.fullmatch(r"\d{1,9}", submission):
+        raise ValueError(f"job {name!r}, submission {submission!r}")
+    return f"{name}-{int(submission)}"
+
+
+def generation(job: str, *, lease_job: str | None, ended_job: str | None) -> int:
+    """Return the generation of `job` that a pod which starts now is part of.
+
+    All pods must come to the same answer, so it depends on the board alone: the one that holds
+    the lease, else the one after that which has ended.
+
+    Args:
+        job: see `job_id`.
+        lease_job: name of the job that coordinates the run, or did when its agents died.
+        ended_job: name of the job that ended last.
+    """
+    live, ended = _number(job, lease_job), _number(job, ended_job)
+    return max(-1 if live is None else live, -1 if ended is None else ended + 1, 0)
+
+
+def _number(job: str, name: str | None) -> int | None:
+    base, dot, number = (name or "").rpartition(".")
+    return int(number) if dot and base == job and number.isdecimal() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """What is known of the job as a whole when a pod ends."""
+
+    finished: bool = False
+    """The run has done its last step."""
+    code: int | None = None
+    """How this generation has ended; None: it goes on."""
+    stop_asked: bool = False
+    """The user wants the run to stay stopped."""
+
+
+def exit_code(kind: str, end: JobEnd) -> int:
+    """Return the code that a pod ends with.
+
+    0 ends a job well and must not come from a pod whose run is not done. A code that ends it
+    badly must not come from a pod whose job goes on, whatever its own agent says. All else is
+    tried again. A cancelled run stays down: a PyTorchJob ends with any code below 128, a JobSet
+    with 93 and 94 only.
+
+    Args:
+        kind: of the job: one of KINDS.
+        end: of the job.
+    """
+    assert kind in KINDS, kind
+    if end.finished or end.code == EXIT_DONE:
+        return EXIT_DONE
+    if end.code in FINAL:
+        return end.code
+    if end.code == EXIT_SAVED and end.stop_asked:
+        return EXIT_SAVED if kind == "pytorchjob" else EXIT_DO_NOT_RESTART
+    return AGAIN
+
+
+def all_refuse(exits: Mapping[str, int], num_nodes: int, live: bool) -> bool:
+    """Return whether the job cannot start anywhere: every pod's agent says so, and none leads.
+
+    Args:
+        exits: pod -> code of its agent, of this generation.
+        num_nodes: pods of the job.
+        live: an agent coordinates, or has done.
+    """
+    codes: Collection[int] = exits.values()
+    return not live and len(exits) >= num_nodes > 0 and set(codes) == {EXIT_DO_NOT_RESTART}
+
+
+def pause_s(failures: int) -> float:
+    """Return how long a pod waits before it ends to be started again: 10, 20, 40 … 300 s.
+
+    Args:
+        failures: how often it has ended so in a row, this time included; 0: it has not.
+    """
+    if failures <= 0:
+        return 0.0
+    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16), LONGEST_PAUSE_S)

@@ -1,0 +1,422 @@
+"""The board as a ConfigMap, against a small real server; what must hold of both kinds of board."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from config_map_server import (
+    AFTER,
+    BEFORE,
+    FIRST_TOKEN,
+    SECOND_TOKEN,
+    Fault,
+    Server,
+    authority,
+    serving,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_file_board import replaced
+
+from elastic_trainer.agent.api_server import ApiServer, NotInPodError, NotSentError
+from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.kubernetes_board import SWAP, BoardDeniedError, KubernetesBoard
+
+PATH = "/api/v1/namespaces/train/configmaps/llama-board"
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def server(certificate):
+    with serving(certificate[1]) as running:
+        yield running
+
+
+@pytest.fixture
+def account(tmp_path, certificate) -> Path:
+    folder = tmp_path / "account"
+    folder.mkdir()
+    (folder / "token").write_text(FIRST_TOKEN)
+    (folder / "ca.crt").write_bytes(certificate[0].read_bytes())
+    return folder
+
+
+def env_of(server: Server, account: Path) -> dict[str, str]:
+    return {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": str(server.server_address[1]),
+        "HOLDFAST_SERVICE_ACCOUNT_DIR": str(account),
+    }
+
+
+def board_of(server: Server, account: Path, *, timeout_s: float = 5.0) -> KubernetesBoard:
+    api = ApiServer.of_pod(env_of(server, account), timeout_s=timeout_s)
+    return KubernetesBoard(api, "train", "llama-board", sleep=lambda _: None)
+
+
+@pytest.fixture
+def board(server, account) -> KubernetesBoard:
+    return board_of(server, account)
+
+
+@pytest.fixture(params=["file", "kubernetes"])
+def boards(request, tmp_path):
+    """Return a function that opens the same board once more."""
+    if request.param == "file":
+        return lambda: FileBoard(tmp_path / "board")
+    server, account = (request.getfixturevalue(name) for name in ("server", "account"))
+    return lambda: board_of(server, account)
+
+
+# --- what holds of both -------------------------------------------------------------------------
+
+
+def test_empty_then_swapped(boards):
+    board = boards()
+    assert board.get_state() is None
+    content, first, won = board.set_state(b"one")
+    assert (content, won) == (b"one", True)
+    assert board.get_state() == (b"one", first)
+    assert board.set_state(b"late") == (b"one", first, False)
+    content, second, won = board.set_state(b"two", first)
+    assert (content, won) == (b"two", True)
+    assert second != first
+    assert board.set_state(b"late", first) == (b"two", second, False)
+
+
+def test_a_token_of_another_board_is_lost_on_an_empty_one(boards):
+    assert boards().set_state(b"x", 7) is None
+    assert boards().set_state(b"x", "7") is None
+
+
+def test_a_token_of_another_kind_is_lost(boards):
+    board = boards()
+    _, token, _ = board.set_state(b"one")
+    other = "1" if isinstance(token, int) else 1
+    assert board.set_state(b"late", other) == (b"one", token, False)
+
+
+def test_a_second_board_sees_what_the_first_wrote(boards):
+    one, two = boards(), boards()
+    _, token, _ = one.set_state(b"")
+    assert two.get_state() == (b"", token)
+    _, newer, won = two.set_state(b"next", token)
+    assert won
+    assert one.set_state(b"late", token) == (b"next", newer, False)
+
+
+def test_eight_writers_lose_no_update(boards):
+    errors = []
+
+    def write() -> None:
+        board = boards()
+        try:
+            for _ in range(8):
+                update(board, lambda s: dataclasses.replace(s, epoch=s.epoch + 1), 10_000)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert errors == []
+    assert BoardState.decode(boards().get_state()[0]).epoch == 64
+
+
+def test_update_gives_up_when_told_and_writes_nothing_unchanged(boards):
+    board = boards()
+    assert update(board, lambda _: None) is None
+    assert update(board, lambda state: state) == BoardState()
+    assert board.get_state() is None
+
+
+def test_update_applies_to_the_newest_state(boards):
+    board, other = boards(), boards()
+    lease = Lease(holder="a", node="n0", job="j", address="127.0.0.1", port=1, term=1)
+    commit = Commit(epoch=1, step=5, dir="d", manifest_sha256="0" * 64)
+    update(board, lambda state: dataclasses.replace(state, lease=lease))
+    tried = []
+
+    def change(state: BoardState) -> BoardState:
+        if not tried:
+            tried.append(1)
+            update(other, lambda s: dataclasses.replace(s, epoch=9))
+        return dataclasses.replace(state, commits=(commit,))
+
+    assert update(board, change) == BoardState(epoch=9, lease=lease, commits=(commit,))
+
+
+def test_update_ends_after_its_attempts(boards):
+    board, other = boards(), boards()
+
+    def change(state: BoardState) -> BoardState:
+        update(other, lambda s: dataclasses.replace(s, epoch=s.epoch + 1))
+        return dataclasses.replace(state, epoch=-1)
+
+    with pytest.raises(BoardBusyError, match="3 swaps"):
+        update(board, change, attempts=3)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=st.lists(st.binary(max_size=64), min_size=1, max_size=6))
+def test_any_bytes_come_back(boards, contents):
+    board = boards()
+    for content in contents:
+        current = board.get_state()
+        assert board.set_state(content, current[1] if current else None)[2]
+        assert boards().get_state()[0] == content
+
+
+# --- what is Kubernetes' own --------------------------------------------------------------------
+
+
+def test_what_is_written_is_readable_and_the_rest_of_the_object_is_kept(board, server):
+    server.objects[PATH] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": "llama-board",
+            "resourceVersion": "5",
+            "labels": {"holdfast.dev/run": "llama"},
+            "annotations": {"holdfast.dev/keep": "true"},
+            "ownerReferences": [{"name": "x"}],
+            "managedFields": [{"manager": "kubectl"}],
+        },
+    }
+    assert board.get_state() is None, "it is there, but nothing was ever written"
+    state = BoardState(epoch=3).encode()
+    assert board.set_state(state)[2]
+    kept = server.objects[PATH]
+    assert kept["data"]["state"] == state.decode()
+    assert kept["metadata"]["labels"] == {"holdfast.dev/run": "llama"}
+    assert kept["metadata"]["annotations"]["holdfast.dev/keep"] == "true"
+    assert kept["metadata"]["ownerReferences"] == [{"name": "x"}]
+    assert "managedFields" not in kept["metadata"]
+    assert "POST" not in {method for method, _ in server.requests}, "no right to create was needed"
+
+
+def test_a_swap_of_a_writer_alone_is_one_request_over_one_connection(board, server):
+    _, token, _ = board.set_state(b"0")
+    server.requests.clear()
+    for count in range(5):
+        _, token, won = board.set_state(b"%d" % count, token)
+        assert won
+    assert [method for method, _ in server.requests] == ["PUT"] * 5
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("status", [None, 500, 504])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lost_reply_of_a_swap_that_happened_counts_as_won(board, server, status, first):
+    token = None if first else board.set_state(b"before")[1]
+    server.faults.append(Fault(AFTER, status))
+    content, newer, won = board.set_state(b"mine", token)
+    assert (content, won) == (b"mine", True)
+    assert board.get_state() == (b"mine", newer)
+
+
+@pytest.mark.parametrize("status", [None, 500, 503])
+def test_a_swap_that_was_not_carried_out_is_sent_again(board, server, status):
+    token = board.set_state(b"before")[1]
+    server.faults.append(Fault(BEFORE, status, headers={"Retry-After": "1"}))
+    assert board.set_state(b"mine", token)[2]
+    assert board.get_state()[0] == b"mine"
+
+
+def test_a_lost_reply_upon_which_others_have_built_is_an_error(board, server, account):
+    token, other = board.set_state(b"before")[1], board_of(server, account)
+    server.faults.append(Fault(AFTER))
+    done = []
+
+    def others() -> None:
+        if done:  # the second time it is sent
+            other.set_state(b"theirs", other.get_state()[1])
+        else:
+            done.append(1)
+            server.meanwhile = others
+
+    server.meanwhile = others
+    with pytest.raises(OSError, match="others came upon it"):
+        board.set_state(b"mine", token)
+    assert board.get_state()[0] == b"theirs"
+
+
+def test_a_swap_that_others_won_is_lost(board, server, account):
+    token, other = board.set_state(b"before")[1], board_of(server, account)
+    server.meanwhile = lambda: other.set_state(b"theirs", token)
+    content, newer, won = board.set_state(b"mine", token)
+    assert (content, won) == (b"theirs", False)
+    assert other.get_state() == (b"theirs", newer)
+
+
+def test_a_board_made_by_others_meanwhile_is_lost(board, server, account):
+    other = board_of(server, account)
+    server.meanwhile = lambda: other.set_state(b"theirs")
+    content, _, won = board.set_state(b"mine")
+    assert (content, won) == (b"theirs", False)
+
+
+def test_a_board_that_was_deleted_is_empty(board, server):
+    token = board.set_state(b"before")[1]
+    server.objects.clear()
+    assert board.set_state(b"mine", token) is None
+    assert board.get_state() is None
+
+
+def test_no_server_is_an_error_that_sent_nothing(certificate, account):
+    with serving(certificate[1]) as server:
+        board = board_of(server, account)
+        token = board.set_state(b"x")[1]
+    fresh = board_of(server, account)
+    with pytest.raises(NotSentError, match="cannot be reached"):
+        fresh.get_state()
+    board._server.close()  # a connection that was open would still be served
+    with pytest.raises(OSError, match=r"cannot be reached|may have happened"):
+        board.set_state(b"y", token)
+
+
+def test_a_server_that_does_not_answer_is_given_up(server, account):
+    board = board_of(server, account, timeout_s=0.2)
+    token = board.set_state(b"x")[1]
+    server.faults += [Fault(BEFORE, hold_s=1.0), Fault(BEFORE, hold_s=1.0)]
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="may have happened or not"):
+        board.set_state(b"y", token)
+    assert time.monotonic() - begun < 5
+
+
+def test_a_connection_that_was_closed_while_idle_does_not_matter(server, account):
+    board = board_of(server, account)
+    board.set_state(b"x")
+    server.faults.append(Fault(BEFORE, methods=("GET",)))
+    assert board.get_state()[0] == b"x"
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "verb", "state"),
+    [("GET", "get", None), ("PUT", "update", b"y"), ("POST", "create", b"y")],
+)
+def test_what_is_forbidden_is_named(server, account, method, verb, state):
+    token = board_of(server, account).set_state(b"x")[1] if method == "PUT" else None
+    board = board_of(server, account)
+    server.denied.add(method)
+    said = f"{verb} of ConfigMap llama-board in namespace train is forbidden"
+    with pytest.raises(BoardDeniedError, match=said) as caught:
+        board.get_state() if state is None else board.set_state(state, token)
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == errno.EACCES
+
+
+def test_a_token_that_rotates_is_read_anew(board, server, account):
+    board.set_state(b"x")
+    server.token = SECOND_TOKEN
+    (account / "token").write_text(SECOND_TOKEN + "\n")
+    assert board.get_state()[0] == b"x"
+
+
+def test_a_token_that_is_refused_is_an_error_and_never_shown(board, server):
+    server.token = SECOND_TOKEN
+    with pytest.raises(BoardDeniedError, match="unauthorized") as caught:
+        board.get_state()
+    assert FIRST_TOKEN not in str(caught.value)
+
+
+def test_another_authority_is_not_trusted(server, account, tmp_path):
+    other, _ = authority(tmp_path / "other")
+    (account / "ca.crt").write_bytes(other.read_bytes())
+    with pytest.raises(NotSentError, match="CERTIFICATE_VERIFY_FAILED"):
+        board_of(server, account).get_state()
+
+
+def test_another_host_s_certificate_is_not_trusted(account, tmp_path):
+    other, context = authority(tmp_path / "other", "IP:192.0.2.1")
+    (account / "ca.crt").write_bytes(other.read_bytes())
+    with serving(context) as server, pytest.raises(NotSentError, match="CERTIFICATE_VERIFY"):
+        board_of(server, account).get_state()
+    assert server.requests == [], "the token never left"
+
+
+def test_outside_a_pod_it_says_so(tmp_path):
+    with pytest.raises(NotInPodError, match="no pod"):
+        ApiServer.of_pod({})
+    env = {"KUBERNETES_SERVICE_HOST": "fd00::1", "HOLDFAST_SERVICE_ACCOUNT_DIR": str(tmp_path)}
+    with pytest.raises(NotInPodError, match="automountServiceAccountToken"):
+        ApiServer.of_pod(env)
+    (tmp_path / "token").write_text("x")
+    assert ApiServer.of_pod(env)._where == "the API server at fd00::1:443"
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.1", "ftp://x", "https://", "http://api.example"])
+def test_a_token_never_goes_out_in_the_clear(url, tmp_path):
+    with pytest.raises(ValueError, match="https"):
+        ApiServer(url, token=tmp_path / "token", authority=None)
+
+
+def test_plain_http_on_loopback_is_for_a_proxy_beside(account):
+    with serving(None) as server:
+        api = ApiServer(
+            f"http://127.0.0.1:{server.server_address[1]}", token=account / "token", authority=None
+        )
+        assert KubernetesBoard(api, "train", "b").set_state(b"x")[2]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"metadata": {}},
+        {"metadata": {"resourceVersion": 5}},
+        {"metadata": {"resourceVersion": "5"}, "data": ["state"]},
+        {"metadata": {"resourceVersion": "5"}, "binaryData": {"state": "?"}},
+    ],
+)
+def test_an_answer_that_is_no_configmap_is_an_error(board, server, answer):
+    server.objects[PATH] = answer
+    with pytest.raises(OSError, match="is no ConfigMap"):
+        board.get_state()
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_faults_at_any_point_lose_nothing_that_a_writer_was_told_of(server, account, data):
+    """Each commit adds one entry: whatever a writer was told is there, once, in order."""
+    server.objects.clear()
+    boards = [board_of(server, account) for _ in range(3)]
+    told = []
+    for turn in range(data.draw(st.integers(1, 12))):
+        board = boards[data.draw(st.integers(0, 2))]
+        for when in data.draw(st.lists(st.sampled_from([BEFORE, AFTER]), max_size=3)):
+            server.faults.append(
+                Fault(
+                    when,
+                    data.draw(st.sampled_from([None, 500, 503, 429])),
+                    data.draw(st.sampled_from([("GET",), ("PUT", "POST")])),
+                )
+            )
+        with contextlib.suppress(OSError):
+            told.append(update(board, lambda state, t=turn: replaced(state, f"{t}"), 50).epoch)
+        server.faults.clear()
+    found = boards[0].get_state()
+    state = BoardState.decode(found[0]) if found else BoardState()
+    assert [commit.step for commit in state.commits] == list(range(state.epoch))
+    assert told == sorted(set(told)), "no number was won twice"
+    assert len({commit.dir for commit in state.commits}) == len(state.commits), "nothing twice"
+    if found:
+        assert server.objects[PATH]["metadata"]["annotations"][SWAP]

@@ -1,0 +1,117 @@
+"""A run has one board: where it is, who may open it, and what readers outside the cluster see."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from config_map_server import FIRST_TOKEN, authority, serving
+from test_kubernetes_board import env_of
+
+from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.kubernetes_board import KubernetesBoard
+from elastic_trainer.agent.open_board import (
+    BOARD_VARIABLE,
+    BoardPlaceError,
+    elsewhere,
+    keep_copy,
+    open_board,
+    parse_address,
+    read_board,
+)
+
+ADDRESS = "kubernetes://train/llama-board"
+STATE = BoardState(epoch=4, commits=(Commit(epoch=4, step=7, dir="d", manifest_sha256="0" * 64),))
+
+
+@pytest.fixture
+def env(tmp_path):
+    cert, context = authority(tmp_path / "account")
+    (cert.parent / "token").write_text(FIRST_TOKEN)
+    with serving(context) as server:
+        yield env_of(server, cert.parent)
+
+
+def test_files_unless_somebody_says_otherwise(tmp_path):
+    for address in (None, "", "file"):
+        assert isinstance(open_board(tmp_path / "board", address, env={}), FileBoard)
+    assert elsewhere(tmp_path / "board") is None
+    assert elsewhere(tmp_path / "none") is None
+
+
+def test_who_comes_later_is_led_to_the_board_of_the_run(tmp_path, env):
+    folder = tmp_path / "run" / "board"
+    assert open_board(folder, ADDRESS, env=env).set_state(STATE.encode())[2]
+    assert elsewhere(folder) == ADDRESS
+    later = open_board(folder, env=env)
+    assert isinstance(later, KubernetesBoard)
+    assert BoardState.decode(later.get_state()[0]) == STATE
+    assert read_board(folder, env=env) == STATE
+    for other in ("file", "kubernetes://train/other"):
+        with pytest.raises(BoardPlaceError, match=f"HF521 .*{ADDRESS}"):
+            open_board(folder, other, env=env)
+        with pytest.raises(BoardPlaceError, match="HF521"):
+            read_board(folder, env={**env, BOARD_VARIABLE: other})
+
+
+def test_a_run_with_a_board_of_files_keeps_it(tmp_path, env):
+    folder = tmp_path / "board"
+    open_board(folder, env={}).set_state(STATE.encode())
+    with pytest.raises(BoardPlaceError, match=r"HF521 .*is files in .*--from"):
+        open_board(folder, ADDRESS, env=env)
+    assert elsewhere(folder) is None
+
+
+def test_outside_the_cluster_the_copy_that_was_fetched_is_read(tmp_path, env):
+    folder = tmp_path / "board"
+    keep_copy(folder, STATE.encode(), ADDRESS)
+    assert read_board(folder, env={}) == STATE
+    assert read_board(folder, env=env) is None, "inside the board itself counts"
+    with pytest.raises(OSError, match="no pod"):
+        open_board(folder, env={})
+    (folder / "copy.json").unlink()
+    with pytest.raises(OSError, match="no pod"):
+        read_board(folder, env={})
+    with pytest.raises(ValueError, match="version"):
+        keep_copy(folder, b"{}", ADDRESS)
+
+
+def test_many_leave_the_same_word_at_once(tmp_path, env):
+    folder, errors = tmp_path / "board", []
+
+    def come() -> None:
+        try:
+            open_board(folder, ADDRESS, env=env)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    many = [threading.Thread(target=come) for _ in range(16)]
+    for one in many:
+        one.start()
+    for one in many:
+        one.join(20)
+    assert errors == []
+    assert [path.name for path in folder.iterdir()] == ["elsewhere"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "kubernetes://train",
+        "kubernetes:///x",
+        "kubernetes://Train/x",
+        "kubernetes://train/x/y",
+        "kubernetes://train/../x",
+        "kubernetes://train/x?y",
+        "https://x/y",
+        "kubernetes://train/x\n",
+        f"kubernetes://{'n' * 64}/x",
+    ],
+)
+def test_what_is_no_address_is_refused(bad, tmp_path):
+    with pytest.raises(BoardPlaceError, match=r"HF521 .*kubernetes://NAMESPACE/NAME"):
+        parse_address(bad)
+    (tmp_path / "elsewhere").write_text(bad + "x y")
+    with pytest.raises(BoardPlaceError):
+        open_board(tmp_path, env={})

@@ -1,0 +1,447 @@
+"""PID 1 of a pod: its run directory, its agent, the signals, what it reaps and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.board import Ended, Lease, update
+from elastic_trainer.agent.file_board import FileBoard
+from launcher import stop_request
+from launcher.node.attempt import NodeError, pasts
+from launcher.node.pod_dir import failures, moved, prepare, publish
+from launcher.node.pod_env import PodEnv
+from launcher.planning.search import plan
+from launcher.render.local import render_local
+
+ROOT = Path(__file__).parents[3]
+POD = "llama-node-0-3"
+
+# Stands in for `python -m elastic_trainer.agent`: says what it was given, and does as told.
+AGENT = """
+import json, os, signal, sys, time
+from pathlib import Path
+run = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+heard = []
+signal.signal(signal.SIGTERM, lambda n, _: heard.append(n))
+told = json.loads((run / "told.json").read_text())
+if told.get("listens", True):
+    signal.signal(signal.SIGUSR1, lambda n, _: heard.append(n))
+    signal.signal(signal.SIGUSR2, lambda n, _: heard.append(n))
+if told.get("orphan"):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(0.2)
+            os._exit(7)
+        os._exit(0)
+    os.wait()
+(run / "agent.json").write_text(json.dumps({"argv": sys.argv, "pid": os.getpid()}))
+deadline = time.monotonic() + told.get("after_s", 20)
+while time.monotonic() < deadline:
+    if told.get("until") in heard:
+        break
+    time.sleep(0.01)
+(run / "heard.json").write_text(json.dumps(heard))
+if "ends" in told:
+    (run / "ends").write_text("1")
+sys.exit(told.get("code", 0))
+"""
+
+
+# Runs Pod as the container's main process, and takes orphans as PID 1 does.
+RUNNER = """
+import ctypes, os, sys
+from pathlib import Path
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+from launcher.node import pod_decide
+from launcher.node.pod import Pod
+from launcher.node.pod_env import PodEnv
+pod_decide.FIRST_PAUSE_S = float(sys.argv[3])
+code = Pod(Path(sys.argv[1]), PodEnv.of(os.environ), os.environ | {"PYTHONPATH": sys.argv[2]}).run()
+try:
+    left = os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    left = None
+print("left", left)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def job_json(make_spec, tmp_path):
+    """Return job.json of four nodes, as rendered."""
+    spec = make_spec()
+    places = {"run_id": "llama", "run_dir": tmp_path / "run", "base_dir": tmp_path}
+    return render_local(spec, plan(spec), **places)["job.json"]
+
+
+@pytest.fixture
+def world(tmp_path, job_json):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.json").write_text(job_json)
+    package = tmp_path / "stub" / "elastic_trainer" / "agent"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "__main__.py").write_text(AGENT)
+    world = World(tmp_path)
+    yield world
+    for process in world.processes:
+        process.kill()
+        process.wait()
+    assert not world.who.agent_file.exists()
+
+
+class World:
+    """One run directory and the pods that are started on it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path, self.run_dir = tmp_path, tmp_path / "run"
+        self.env = {
+            "HOLDFAST_KIND": "jobset",
+            "HOLDFAST_JOB": "llama",
+            "HOLDFAST_ATTEMPT": "0",
+            "HOLDFAST_CONFIG_DIR": str(tmp_path / "etc"),
+            "HOLDFAST_SHUTDOWN_S": "15",
+            "POD_NAME": POD,
+            "POD_UID": f"test-{os.getpid()}-{tmp_path.name}",
+            "POD_IP": "127.0.0.1",
+            "NODE_NAME": "machine-1",
+        }
+        self.who = PodEnv.of(self.env)
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *, pause_s: float = 0.0, **told) -> subprocess.Popen[str]:
+        (self.run_dir / "told.json").write_text(json.dumps(told))
+        for name in ("agent.json", "heard.json"):
+            (self.run_dir / name).unlink(missing_ok=True)
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", RUNNER, str(self.run_dir)),
+                *(str(self.tmp_path / "stub"), str(pause_s)),
+            ],
+            env={**os.environ, **self.env, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, **told) -> tuple[int, str]:
+        return self.end(self.start(**{"after_s": 0.0, **told}))
+
+    def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
+        output, _ = process.communicate(timeout=50)
+        return process.returncode, output
+
+    def agent(self) -> dict:
+        path = self.run_dir / "agent.json"
+        process = self.processes[-1]
+        until(lambda: (path.exists() and path.stat().st_size > 0) or process.poll() is not None)
+        assert path.exists(), self.end(process)
+        return json.loads(path.read_text())
+
+    def heard(self) -> list[int]:
+        return json.loads((self.run_dir / "heard.json").read_text())
+
+    def put(self, **changes) -> None:
+        update(
+            FileBoard(self.run_dir / "board"),
+            lambda state: dataclasses.replace(state, **changes),
+        )
+
+    def ended(self, code: int, job: str = "llama-0.0") -> None:
+        self.put(ended=Ended(job=job, code=code, reason="so says the coordinator"), lease=None)
+
+    def lease(self, job: str, beat: int = 0) -> None:
+        found = Lease(holder="a", node="n0", job=job, address="10.0.0.3", port=1, term=1, beat=beat)
+        self.put(lease=found)
+
+    def events(self) -> list[dict]:
+        lines = [
+            line
+            for path in (self.run_dir / "events").glob("*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        return [json.loads(line) for line in lines]
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- the run directory ----------------------------------------------------------------------------
+
+
+def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
+    config = tmp_path / "etc"
+    (config / "..data").mkdir(parents=True)
+    (config / "job.json").write_text(job_json)
+    (config / "spec.yaml").write_text("name: x\n")
+    made, errors = [], []
+
+    def come() -> None:
+        try:
+            made.extend(prepare(tmp_path / "claim" / "llama", config))
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    pods = [threading.Thread(target=come) for _ in range(16)]
+    for one in pods:
+        one.start()
+    for one in pods:
+        one.join(20)
+    assert errors == []
+    assert sorted(made) == ["job.json", "spec.yaml"], "each by one pod"
+    run = tmp_path / "claim" / "llama"
+    assert (run / "job.json").read_text() == job_json
+    assert sorted(path.name for path in run.iterdir()) == ["job.json", "spec.yaml"]
+
+
+def test_what_submit_has_put_there_stays(tmp_path, job_json):
+    config, run = tmp_path / "etc", tmp_path / "run"
+    config.mkdir()
+    run.mkdir()
+    (config / "job.json").write_text(job_json)
+    frozen = json.dumps({**json.loads(job_json), "command_dir": "/frozen"})
+    (run / "job.json").write_text(frozen)
+    assert prepare(run, config) == []
+    assert (run / "job.json").read_text() == frozen
+    assert prepare(run, tmp_path / "none") == [], "without a ConfigMap"
+
+
+def test_another_run_s_directory_is_left_alone(tmp_path, job_json):
+    config, run = tmp_path / "etc", tmp_path / "run"
+    config.mkdir()
+    run.mkdir()
+    (config / "job.json").write_text(job_json)
+    (run / "job.json").write_text(json.dumps({**json.loads(job_json), "run_id": "other"}))
+    with pytest.raises(NodeError, match=r"HF675 .*of run other, this pod is of run llama"):
+        prepare(run, config)
+    with pytest.raises(NodeError, match="HF502"):
+        prepare(tmp_path / "empty", tmp_path / "none")
+
+
+def test_a_file_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(OSError, match="disk"):
+            publish(tmp_path / "x", b"1")
+    assert list(tmp_path.iterdir()) == []
+    assert publish(tmp_path / "x", b"1")
+    assert not publish(tmp_path / "x", b"2")
+    assert (tmp_path / "x").read_bytes() == b"1"
+
+
+def test_small_notes_of_a_pod(tmp_path):
+    path = tmp_path / "pods" / "a"
+    assert [failures(path, lived=False) for _ in range(3)] == [1, 2, 3]
+    assert failures(path, lived=True) == 1
+    path.write_text("?")
+    assert failures(path, lived=False) == 1
+    assert not moved(tmp_path / "hosts" / "a", "m1")
+    assert not moved(tmp_path / "hosts" / "a", "m1")
+    assert moved(tmp_path / "hosts" / "a", "m2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"HOLDFAST_KIND": "job"},
+        {"HOLDFAST_JOB": ""},
+        {"HOLDFAST_ATTEMPT": "x"},
+        {"POD_NAME": ""},
+        {"POD_NAME": "../x"},
+        {"HOLDFAST_SAVE_WAIT_S": "soon"},
+    ],
+)
+def test_outside_a_pod_it_says_so(tmp_path, changes):
+    env = {"HOLDFAST_KIND": "jobset", "HOLDFAST_JOB": "a", "POD_NAME": "p", **changes}
+    with pytest.raises(NodeError, match="HF674"):
+        PodEnv.of(env)
+
+
+# --- how it ends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("agent", "board", "code"),
+    [
+        (0, {"finished": True}, 0),
+        (0, {}, 143),
+        (93, {"ended": 93}, 93),
+        (94, {"ended": 94}, 94),
+        (93, {}, 143),
+        (92, {"ended": 92}, 143),
+        (91, {"ended": 91}, 143),
+        (1, {}, 143),
+    ],
+)
+def test_the_job_s_end_decides_and_not_the_agent_s(world, agent, board, code):
+    process = world.start(after_s=20, until=signal.SIGTERM, code=agent)
+    world.agent()
+    if "ended" in board:
+        world.ended(board["ended"])
+    elif board:
+        world.put(**board)
+    os.kill(int(world.who.agent_file.read_text()), signal.SIGTERM)  # the agent ends by itself
+    found, output = world.end(process)
+    assert found == code, output
+    assert (world.run_dir / "attempts" / "llama-0.0" / "exit" / POD).read_text() == f"{agent}\n"
+    named = [event["event"] for event in world.events()]
+    assert named.count("run.started") == 1
+    assert named.count("run.ended") == (1 if "ended" in board else 0)
+
+
+def test_the_agent_is_told_who_it_is(world):
+    code, _ = world.run()
+    argv = world.agent()["argv"][1:]
+    pairs = dict(zip(argv[::2], argv[1::2], strict=True))
+    assert pairs == {
+        "--run-dir": str(world.run_dir),
+        "--node": POD,
+        "--on-term": "leave",
+        "--job": "llama-0.0",
+        "--attempt": "llama-0.0",
+        "--local-addr": "127.0.0.1",
+        "--host": "machine-1",
+    }
+    assert code == 143
+    world.env["NODE_NAME"] = "machine-2"
+    world.run()
+    assert world.agent()["argv"][-1] == "--readmit", "what was put out was the other machine"
+
+
+def test_the_next_generation_begins_where_one_has_ended(world):
+    world.run()
+    world.ended(92)
+    _, output = world.run()
+    assert "llama-0.1" in world.agent()["argv"], output
+    ended = json.loads((world.run_dir / "attempts" / "llama-0.0" / "end.json").read_text())
+    assert ended["code"] == 92
+    assert [past.code for past in pasts(world.run_dir, {"llama-0"})] == [92, None]
+
+
+def test_a_run_that_is_done_or_cancelled_starts_nothing(world):
+    world.put(finished=True)
+    assert world.run()[0] == 0
+    world.put(finished=False)
+    stop_request.ask(world.run_dir, why="cancel", t_unix=0.0)
+    assert world.run()[0] == 93, "a JobSet ends with that"
+    world.env["HOLDFAST_KIND"] = "pytorchjob"
+    assert world.run()[0] == 91
+    assert not (world.run_dir / "agent.json").exists()
+
+
+def test_budgets_are_for_starts_not_for_pods_that_come_back(world):
+    past = world.run_dir / "attempts" / "llama-0.0"
+    past.mkdir(parents=True)
+    now = time.time()
+    (past / "begin.json").write_text(json.dumps({"t_unix": now, "step": -1}))
+    (past / "end.json").write_text(json.dumps({"code": 93, "reason": "it cannot be"}))
+    world.lease("llama-0.1")
+    assert world.run()[0] == 143, "that generation goes on"
+    assert "llama-0.1" in world.agent()["argv"]
+    world.ended(91, "llama-0.0")
+    code, output = world.run()
+    assert (code, "it cannot be" in output) == (93, True), output
+
+
+def test_the_word_of_every_pod_ends_a_job_that_cannot_begin(world):
+    world.run(code=93)
+    for pod in ("llama-node-0-0", "llama-node-0-1"):
+        world.env["POD_NAME"] = pod
+        assert world.run(code=93)[0] == 143
+    world.env["POD_NAME"] = "llama-node-0-2"
+    code, output = world.run(code=93)
+    assert (code, "all 4 pods" in output) == (93, True), output
+
+
+def test_it_pauses_before_it_is_started_again_and_sigterm_ends_the_pause(world):
+    begun = time.monotonic()
+    process = world.start(after_s=0.0, pause_s=1.0, code=1)
+    assert world.end(process)[0] == 143
+    assert time.monotonic() - begun >= 1.0
+    process = world.start(after_s=0.0, pause_s=60.0, code=1)
+    until(lambda: (world.run_dir / "pods").is_dir() and process.poll() is None)
+    until((world.run_dir / "heard.json").exists)
+    process.send_signal(signal.SIGTERM)
+    assert world.end(process)[0] == 143
+
+
+def test_without_a_run_directory_it_is_tried_again(world):
+    (world.run_dir / "job.json").unlink()
+    code, output = world.run()
+    assert (code, "HF502" in output) == (143, True)
+
+
+# --- signals and children -------------------------------------------------------------------------
+
+
+def test_sigterm_is_passed_on_once_as_this_pod_s(world):
+    process = world.start(until=signal.SIGTERM, code=91)
+    world.agent()
+    process.send_signal(signal.SIGTERM)
+    code, output = world.end(process)
+    assert (code, "this pod leaves the job" in output) == (143, True)
+    assert world.heard() == [signal.SIGTERM]
+
+
+def test_after_a_cancel_sigterm_means_the_whole_job_again_and_again(world):
+    world.lease("llama-0.0")  # it goes on: pods that come now are not refused
+    process = world.start(listens=False, until=signal.SIGTERM, after_s=3.0, code=91)
+    world.agent()
+    stop_request.ask(world.run_dir, why="cancel --save", t_unix=0.0)
+    process.send_signal(signal.SIGTERM)  # the agent does not listen yet, and lives
+    _, output = world.end(process)
+    assert "asked to save and to end" in output
+    assert world.heard() == []
+    process = world.start(until=signal.SIGUSR2, code=91)
+    world.agent()
+    process.send_signal(signal.SIGUSR2)
+    world.end(process)
+    assert signal.SIGUSR2 in world.heard()
+
+
+def test_a_wish_for_a_save_is_passed_on(world):
+    process = world.start(until=signal.SIGUSR1)
+    world.agent()
+    process.send_signal(signal.SIGUSR1)
+    world.end(process)
+    assert world.heard() == [signal.SIGUSR1]
+
+
+def test_an_agent_that_does_not_end_is_killed_in_time(world):
+    world.env["HOLDFAST_SHUTDOWN_S"] = "0.5"
+    process = world.start(until=None, after_s=60)
+    pid = world.agent()["pid"]
+    process.send_signal(signal.SIGTERM)
+    code, output = world.end(process)
+    assert (code, "not ended in time" in output) == (143, True)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_orphans_are_reaped(world):
+    process = world.start(orphan=True, until=signal.SIGTERM)
+    agent = world.agent()["pid"]
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    until(lambda: children.read_text().split() == [str(agent)])
+    os.kill(agent, signal.SIGTERM)
+    _, output = world.end(process)
+    assert "left None" in output, "PID 1 has no child left"

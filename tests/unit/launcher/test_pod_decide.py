@@ -1,0 +1,125 @@
+"""Which generation a pod is of and which code it ends with: facts in, decisions out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.agent.jobs import supersedes
+from launcher.node.pod_decide import (
+    AGAIN,
+    KINDS,
+    LONGEST_PAUSE_S,
+    JobEnd,
+    all_refuse,
+    exit_code,
+    generation,
+    job_id,
+    pause_s,
+)
+
+ENDS = st.builds(
+    JobEnd,
+    finished=st.booleans(),
+    code=st.one_of(st.none(), st.integers(0, 255)),
+    stop_asked=st.booleans(),
+)
+KIND = st.sampled_from(KINDS)
+PERMANENT = range(1, 128)
+"""Codes after which a PyTorchJob with restartPolicy ExitCode starts a pod no more."""
+
+
+@given(KIND, ENDS)
+def test_a_pod_ends_well_only_where_the_run_is_done(kind, end):
+    done = end.finished or end.code == 0
+    assert (exit_code(kind, end) == 0) == done
+
+
+@given(KIND, ENDS)
+def test_a_pod_ends_the_job_badly_only_where_the_job_has_ended_so(kind, end):
+    code = exit_code(kind, end)
+    if code in PERMANENT:
+        assert code in (91, 93, 94)
+        assert not end.finished
+        final = end.code in (93, 94)
+        cancelled = end.stop_asked and end.code == 91
+        assert final or cancelled
+
+
+@given(KIND, st.booleans(), st.sampled_from([None, 1, 91, 92, 130, 137, 143]))
+def test_while_the_job_goes_on_or_may_go_on_every_pod_is_started_again(kind, stop_asked, code):
+    end = JobEnd(code=code, stop_asked=stop_asked)
+    if not (stop_asked and code == 91):
+        assert exit_code(kind, end) == AGAIN >= 128
+
+
+@given(ENDS)
+def test_a_job_set_knows_two_codes_that_end_it(end):
+    for kind in ("jobset", "trainjob"):
+        assert exit_code(kind, end) in (0, 93, 94, AGAIN)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("pytorchjob", 91), ("jobset", 93), ("trainjob", 93)])
+def test_a_cancelled_run_stays_down(kind, code):
+    assert exit_code(kind, JobEnd(code=91, stop_asked=True)) == code
+    assert exit_code(kind, JobEnd(code=91)) == AGAIN
+
+
+NUMBERS = st.one_of(st.none(), st.integers(0, 99))
+OTHERS = st.sampled_from(
+    [None, "17.3", "llama-1.8", "llama-10.7", "llama-0", "llama-0.x", "llama-0.-1", "x.llama-0.5"]
+)
+
+
+def name(number: int | None) -> str | None:
+    return None if number is None else f"llama-0.{number}"
+
+
+@given(NUMBERS, NUMBERS)
+def test_the_generation_is_the_one_that_lives_or_the_next(live, ended):
+    found = generation("llama-0", lease_job=name(live), ended_job=name(ended))
+    assert found >= 0
+    if live is not None and (ended is None or live > ended):
+        assert found == live
+    elif ended is not None:
+        assert found == ended + 1
+        assert supersedes(f"llama-0.{found}", f"llama-0.{ended}")
+
+
+@given(OTHERS, OTHERS)
+def test_jobs_of_others_do_not_count(lease_job, ended_job):
+    assert generation("llama-0", lease_job=lease_job, ended_job=ended_job) == 0
+
+
+def test_an_end_is_never_taken_for_ones_own():
+    """Whatever order pods come in, each generation ends once and the next begins."""
+    ended = None
+    for expected in range(4):
+        for lease in (None, name(expected)):
+            assert generation("llama-0", lease_job=lease, ended_job=ended) == expected
+        ended = name(expected)
+
+
+def test_the_name_of_a_job():
+    assert job_id("llama-3", "2") == "llama-3-2"
+    assert job_id("llama", "007") == "llama-7"
+    for bad in (("", "0"), ("Llama", "0"), ("llama-", "0"), ("a", ""), ("a", "x"), ("a/b", "0")):
+        with pytest.raises(ValueError, match="submission"):
+            job_id(*bad)
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(0, 255), max_size=6), st.integers(0, 6))
+def test_one_pod_s_word_never_ends_the_job(exits, num_nodes):
+    assert not all_refuse(exits, num_nodes, live=True)
+    if all_refuse(exits, num_nodes, live=False):
+        assert len(exits) >= num_nodes >= 1
+        assert set(exits.values()) == {93}
+    assert all_refuse({"a": 93, "b": 93}, 2, live=False)
+
+
+@given(st.integers(-3, 10_000))
+def test_pauses_grow_and_are_bounded(count):
+    assert 0 <= pause_s(count) <= pause_s(count + 1) <= LONGEST_PAUSE_S
+    assert (pause_s(count) == 0) == (count <= 0)
+    assert [pause_s(n) for n in (1, 2, 3)] == [10, 20, 40]
