@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from api_resources import (
     JOBSETS,
     LOCAL_QUEUES,
@@ -45,7 +47,7 @@ class Queues:
             spec = {"queueName": name, "active": True}
             self._store.create(WORKLOADS, {"metadata": inner, "spec": spec})
         found = self._store.get(WORKLOADS, space, workload)
-        status = dict(found.get("status") or {})
+        status = copy.deepcopy(found.get("status") or {})
         if queue is None:
             reason, text = "Inadmissible", f"LocalQueue {name} doesn't exist"
         elif queue["spec"].get("stopPolicy", "None") != "None":

@@ -25,6 +25,7 @@ KINDS = {
     "pytorchjob": "pytorchjobs.kubeflow.org",
     "jobset": "jobsets.jobset.x-k8s.io",
     "trainjob": "trainjobs.trainer.kubeflow.org",
+    "queue": "localqueues.kueue.x-k8s.io",
 }
 _GONE_S = 30.0
 _T = TypeVar("_T")
@@ -113,7 +114,7 @@ class Cluster:
         return path
 
     def need(self, kind: str) -> None:
-        """Skip where a kind (pytorchjob, jobset, trainjob) is not installed."""
+        """Skip where a kind (pytorchjob, jobset, trainjob, queue) is not installed."""
         name = KINDS[kind]
         definitions = client.ApiextensionsV1Api(self.api).list_custom_resource_definition().items
         if all(definition.metadata.name != name for definition in definitions):
@@ -281,7 +282,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def without(self, kind: str) -> Iterator[None]:
-        """Let a kind (pytorchjob, jobset, trainjob) not be installed for a while."""
+        """Let a kind (pytorchjob, jobset, trainjob, queue) not be installed for a while."""
         standin = self._only_here("a real cluster's kinds stay")
         definitions = client.ApiextensionsV1Api(self.api)
         definitions.delete_custom_resource_definition(KINDS[kind])

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from api_store import Store
 _FIELD = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]$")
 _TOKEN_PLACE = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105  # a directory
 _REPO = Path(__file__).resolve().parents[2]
+_NEEDED = (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve(), _REPO)
 
 
 class NotReadyError(Exception):
@@ -52,6 +54,20 @@ def image_environment() -> dict[str, str]:
         "HOME": "/root",
         "LANG": "C.UTF-8",
     }
+
+
+def image_mounts(mountinfo: str, needed: Iterable[Path]) -> list[Mount]:
+    """Return the file systems besides the root that hold what the image is made of.
+
+    Args:
+        mountinfo: text of /proc/self/mountinfo.
+        needed: Python, its packages, this code.
+    """
+    points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines()]
+    found = {
+        point for path in needed for point in points if point != "/" and path.is_relative_to(point)
+    }
+    return [Mount(Path(point), point, read_only=True) for point in sorted(found)]
 
 
 class Inside:
@@ -129,7 +145,7 @@ class Inside:
 
     def mounts(self, pod: Object, container: Object, volumes: Volumes, folder: Path) -> list[Mount]:
         """Return what to mount into a container."""
-        found = []
+        found = image_mounts(Path("/proc/self/mountinfo").read_text(), _NEEDED)
         for mount in container.get("volumeMounts") or ():
             source = volumes.paths[mount["name"]]
             if part := mount.get("subPath"):

@@ -11,6 +11,8 @@ from k8s_cluster import Cluster
 from k8s_manifests import container, pod
 from kubernetes import client
 from kubernetes.client import ApiException
+from kubernetes.stream import stream
+from pod_inside import image_mounts
 
 
 def test_a_pod_runs_its_command_with_what_the_downward_api_says(cluster: Cluster) -> None:
@@ -128,6 +130,42 @@ def test_commands_run_in_containers(cluster: Cluster) -> None:
     assert (done.code, done.err) == (3, "err\n")
     assert done.out.split() == ["out", "sh"]
     assert cluster.run("host", "true").code == 0
+
+
+def test_much_goes_in_and_out_of_a_command(cluster: Cluster) -> None:
+    cluster.create(pod(cluster, "pipe", "echo up; sleep 1000"))
+    cluster.wait_log("pipe", "up")
+    session = stream(
+        cluster.core.connect_get_namespaced_pod_exec,
+        "pipe",
+        cluster.namespace,
+        command=["head", "-c", "2000000"],
+        stdin=True,
+        stdout=True,
+        stderr=True,
+        tty=False,
+        binary=True,
+        _preload_content=False,
+    )
+    try:
+        data = bytes(range(256)) * 8000
+        for start in range(0, len(data), 1 << 17):
+            session.write_stdin(data[start : start + (1 << 17)])
+        session.run_forever(timeout=60)
+        assert session.read_channel(1) == data[:2000000]
+    finally:
+        session.close()
+        session.sock.shutdown()
+
+
+def test_the_image_is_whole_where_it_lies_on_several_file_systems() -> None:
+    line = "36 35 0:1 / {} rw shared:1 - ext4 /dev/x rw"
+    text = "\n".join(line.format(point) for point in ("/", "/work", "/proc", "/home\\040x"))
+    mounts = image_mounts(text, [Path("/usr/lib"), Path("/work/venv"), Path("/home x/y")])
+    assert [(mount.target, mount.read_only) for mount in mounts] == [
+        ("/home x", True),
+        ("/work", True),
+    ]
 
 
 def test_logs_are_followed_to_the_end(cluster: Cluster) -> None:

@@ -141,6 +141,30 @@ def test_suspension_ends_the_pods_and_resuming_makes_new_ones(cluster: Cluster, 
     assert set(after.values()).isdisjoint(before.values())
 
 
+@pytest.mark.parametrize("kind", ["pytorchjob", "jobset"])
+def test_a_queue_lets_go_who_waits(cluster: Cluster, kind: str) -> None:
+    cluster.need(kind)
+    cluster.need("queue")
+    queue = {"clusterQueue": "q", "stopPolicy": "Hold"}
+    cluster.create(
+        {
+            "apiVersion": "kueue.x-k8s.io/v1beta1",
+            "kind": "LocalQueue",
+            "metadata": {"name": "q"},
+            "spec": queue,
+        }
+    )
+    job = (pytorchjob if kind == "pytorchjob" else jobset)(cluster, "j", _STAY)
+    job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "q"}
+    spec = job["spec"]
+    (spec["runPolicy"] if kind == "pytorchjob" else spec)["suspend"] = True
+    cluster.create(job)
+    cluster.wait("a workload", lambda: cluster.list("workloads")[0].get("status"))
+    assert cluster.pods() == []
+    cluster.patch("localqueues", "q", {"spec": {"stopPolicy": "None"}})
+    cluster.wait("two pods", lambda: len(_running(cluster, f"{kind}s")) == 2)
+
+
 def test_a_pod_on_a_dead_node_is_not_replaced_until_somebody_acts(cluster: Cluster) -> None:
     uids = _create(cluster, "pytorchjobs", _STAY)
     before = cluster.wait("two pods", lambda: u if len(u := uids()) == 2 else None)
