@@ -46,7 +46,7 @@ def render(
     Args:
         job: from `load_job`.
         planned: from `plan`; None: made here.
-        to: the platform, `slurm` or `local`.
+        to: the platform: slurm, pytorchjob, jobset, trainjob or local.
         run_dir: where the files will lie; None: ./runs/<name>.
         base_dir: folder that relative paths of the job are relative to; None: the job file's.
         python: interpreter with holdfast on the nodes, where the job names none; None: this one.
@@ -77,7 +77,7 @@ def submit(
 
     Args:
         job: path of the job file.
-        to: the platform, `slurm` or `local`.
+        to: the platform: slurm, pytorchjob, jobset, trainjob or local.
         sets: overrides, as `train.steps=50`.
         sweep: `KEY=V1,V2`; every combination is a task of one array.
         run_dir: None: ./runs/<name>-<time>.

@@ -124,4 +124,6 @@ def _unknown(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
         return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
     if elsewhere:
         return f"unknown key here; did you mean {elsewhere[0]}?"
+    if not known:
+        return "unknown key"
     return f"unknown key; {section or 'a job file'} has {', '.join(known)}"

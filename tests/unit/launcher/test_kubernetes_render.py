@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from kubernetes_jobs import (
     KINDS,
     bundle_of,
     documents_of,
     job_of,
+    job_with,
     pod_of,
     template_of,
     variables_of,
 )
 
 from elastic_trainer.config import TrainConfig
+from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.render.kubernetes_lint import lint
 from launcher.render.pod import HOSTNAME, without_nodes
@@ -410,3 +414,29 @@ def test_every_key_of_the_section_still_passes_the_rules(kind):
     labels = [each["metadata"]["labels"]["team"] for each in documents]
     assert set(labels) == {"a"}
     assert template_of(documents)["metadata"]["annotations"]["note"] == "b: c"
+
+
+def test_check_says_what_rendering_would(tmp_path, capsys, kind):
+    path = tmp_path / "job.yaml"
+    path.write_text(job_with({"kubernetes.claim": None}))
+    assert run_cli(["check", str(path), "--to", kind]) == 2
+    assert "HF721 kubernetes.claim" in capsys.readouterr().err
+    path.write_text(job_with({}))
+    assert run_cli(["check", str(path), "--to", kind]) == 0
+
+
+def test_render_prints_what_check_takes(tmp_path, capsys, kind):
+    path, shown = tmp_path / "job.yaml", tmp_path / "shown.yaml"
+    path.write_text(job_with({}))
+    assert run_cli(["render", str(path), "--to", kind]) == 0
+    shown.write_text(capsys.readouterr().out)
+    assert run_cli(["check", str(shown)]) == 0
+    assert run_cli(["render", str(path), "--to", kind, "-o", str(tmp_path / "run")]) == 0
+    written = [Path(line).name for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert written == ["job.yaml", "job.json", "spec.yaml"]
+
+
+def test_secrets_of_kubernetes_alone_are_none_for_slurm():
+    values = {"env.secrets": {"A": {"kubernetes": "hub/token"}}}
+    lines = refused(values, "slurm")
+    assert any("HF163 env.secrets.A: Slurm has no Secrets" in line for line in lines)
