@@ -27,7 +27,7 @@ KINDS = {
     "trainjob": "trainjobs.trainer.kubeflow.org",
     "queue": "localqueues.kueue.x-k8s.io",
 }
-_GONE_S = 30.0
+_GONE_S = 60.0
 _T = TypeVar("_T")
 
 
@@ -147,7 +147,7 @@ class Cluster:
         rows = self.read(kind, name).get("status", {}).get("conditions", [])
         return {row["type"] for row in rows if row["status"] == "True"}
 
-    def wait_condition(self, kind: str, name: str, *types: str, timeout_s: float = 30.0) -> None:
+    def wait_condition(self, kind: str, name: str, *types: str, timeout_s: float = 60.0) -> None:
         """Wait until one of these conditions is true."""
         self.wait(
             f"{kind} {name} {'/'.join(types)}",
@@ -165,7 +165,7 @@ class Cluster:
     def pod(self, name: str) -> client.V1Pod:
         return self.core.read_namespaced_pod(name, self.namespace)
 
-    def wait_phase(self, name: str, *phases: str, timeout_s: float = 30.0) -> client.V1Pod:
+    def wait_phase(self, name: str, *phases: str, timeout_s: float = 60.0) -> client.V1Pod:
         """Wait until a pod is in one of these phases."""
 
         def look() -> client.V1Pod | None:
@@ -174,7 +174,7 @@ class Cluster:
 
         return self.wait(f"pod {name} {'/'.join(phases)}", look, timeout_s=timeout_s)
 
-    def wait_gone(self, name: str, timeout_s: float = 30.0) -> None:
+    def wait_gone(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until a pod is no more."""
         names = lambda: {pod.metadata.name for pod in self.pods()}  # noqa: E731
         self.wait(f"the end of pod {name}", lambda: name not in names(), timeout_s=timeout_s)
@@ -193,7 +193,7 @@ class Cluster:
         finally:
             answer.release_conn()
 
-    def wait_log(self, name: str, text: str, timeout_s: float = 30.0) -> str:
+    def wait_log(self, name: str, text: str, timeout_s: float = 60.0) -> str:
         """Wait until a pod's log has a text; return the log."""
 
         def look() -> str | None:
@@ -253,7 +253,7 @@ class Cluster:
         """Bring a node back."""
         self._only_here("a real node is not touched").kubelets.come_back(node)
 
-    def wait_ready(self, node: str, *, ready: bool, timeout_s: float = 30.0) -> None:
+    def wait_ready(self, node: str, *, ready: bool, timeout_s: float = 60.0) -> None:
         """Wait until a node is ready, or is not."""
 
         def look() -> bool:
@@ -312,7 +312,7 @@ class Cluster:
         return self._kubeconfig_with(token.status.token, name)
 
     def wait(
-        self, what: str, look: Callable[[], _T], *, timeout_s: float = 30.0, every_s: float = 0.05
+        self, what: str, look: Callable[[], _T], *, timeout_s: float = 60.0, every_s: float = 0.05
     ) -> _T:
         """Return the first true answer of `look`.
 

@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -256,6 +257,42 @@ class Inside:
 
 def hostname(pod: Object) -> str:
     return str(pod["spec"].get("hostname") or pod["metadata"]["name"])[:63]
+
+
+def names_of(pod: Object) -> list[str]:
+    """Return the names under which the cluster's DNS has a pod."""
+    name = hostname(pod)
+    if not (subdomain := pod["spec"].get("subdomain")):
+        return [name]
+    full, space = f"{name}.{subdomain}", pod["metadata"]["namespace"]
+    return [name, full, f"{full}.{space}.svc", f"{full}.{space}.svc.cluster.local"]
+
+
+def finds_program(command: list[str], spec: Object, path: str) -> bool:
+    """Return whether a program is there; what lies in volumes is not looked at."""
+    targets = [m["mountPath"] for m in spec.get("volumeMounts") or ()]
+    if command and any(command[0].startswith(f"{target}/") for target in targets):
+        return True
+    return bool(command) and shutil.which(command[0], path=path) is not None
+
+
+def check_images(pod: Object) -> None:
+    """Check that the images are there: all are but those that say no-such.
+
+    Raises:
+        NotReadyError: as a container's state says it.
+    """
+    spec = pod["spec"]
+    for container in [*(spec.get("initContainers") or ()), *spec["containers"]]:
+        image = container["image"]
+        if any(c.isspace() for c in image) or image != image.strip():
+            raise NotReadyError(
+                "InvalidImageName", f'Failed to apply default image tag "{image}": '
+            )
+        if "no-such" in image:
+            text = f'Back-off pulling image "{image}": ErrImagePull: failed to pull and unpack '
+            text += f'image "{image}": failed to resolve reference: not found'
+            raise NotReadyError("ImagePullBackOff", text)
 
 
 def field_of(pod: Object, path: str) -> str:

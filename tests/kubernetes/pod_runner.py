@@ -8,14 +8,23 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from api_resources import PODS, ApiError, Object, now
-from api_store import Store
 from pod_container import Container, Sandbox
-from pod_inside import Inside, NotReadyError, Volumes, expand, hostname
-from pod_network import PodNetwork
+from pod_inside import (
+    NotReadyError,
+    Volumes,
+    check_images,
+    expand,
+    finds_program,
+    hostname,
+    names_of,
+)
 from pod_status import ContainerState, phase_of, write_status
+
+if TYPE_CHECKING:
+    from pod_kubelet import Kubelets  # which imports this
 
 _BACKOFF_S, _MAX_BACKOFF_S = 0.2, 5.0
 """Before a container is started again; a real kubelet begins with ten seconds."""
@@ -23,29 +32,10 @@ _MISSING_S = 0.2
 """How often what is missing (a Secret, a claim) is looked for."""
 
 
-class Node(Protocol):
-    """What a pod's life needs of its surroundings."""
-
-    store: Store
-    network: PodNetwork
-    inside: Inside
-    hosts: Path
-    folder: Path
-
-    def event(self, pod: Object, kind: str, reason: str, message: str) -> None:
-        """Tell an event of a pod."""
-
-    def ended(self, runner: PodRunner) -> None:
-        """Hear that nothing of the pod is left."""
-
-    def failed(self, error: BaseException) -> None:
-        """Hear of a mistake of the stand-in itself."""
-
-
 class PodRunner:
     """Runs a pod until it is deleted, in a thread that outlives all processes of the pod."""
 
-    def __init__(self, node: Node, pod: Object) -> None:
+    def __init__(self, node: Kubelets, pod: Object) -> None:
         self.pod = pod
         self.uid: str = pod["metadata"]["uid"]
         self.folder = node.folder / self.uid
@@ -54,7 +44,7 @@ class PodRunner:
         self._thread = threading.Thread(target=self._run, name=f"pod {self.uid}", daemon=True)
         self._wake = threading.Event()
         self._deadline: float | None = None
-        self._dead = self._silent = False
+        self.is_dead = self._silent = False
         self._since = now()
         self._born = time.monotonic()
         self._inits = [ContainerState(c) for c in pod["spec"].get("initContainers") or ()]
@@ -90,12 +80,8 @@ class PodRunner:
         self._silent = self._silent or silently
         if silently and self.address:
             self._node.network.cut(self.address)
-        self._dead = True
+        self.is_dead = True
         self._wake.set()
-
-    @property
-    def is_dead(self) -> bool:
-        return self._dead
 
     def hush(self) -> None:
         """Let the processes go on, but report nothing any more: the kubelet is gone."""
@@ -134,7 +120,8 @@ class PodRunner:
         sandbox: Sandbox | None = None
         try:
             if self._prepare():
-                self._say("Pulled", f"Container image {self._images()} already present on machine")
+                images = {state.spec["image"] for state in self._states}
+                self._say("Pulled", f"Container image {sorted(images)} already present on machine")
                 sandbox = self._start_sandbox()
                 if self._run_inits(sandbox):
                     self._run_containers(sandbox)
@@ -150,7 +137,7 @@ class PodRunner:
 
     def _linger(self) -> None:
         """Stay until the pod is to be deleted; then it may go."""
-        while not self._dead and self._deadline is None:
+        while not self.is_dead and self._deadline is None:
             self._wait(60.0)
         if not self._silent:
             self._delete()
@@ -162,7 +149,7 @@ class PodRunner:
             for state in self._inits + self._states:
                 state.waits("ContainerCreating")
             try:
-                _check_images(self.pod)
+                check_images(self.pod)
                 self._volumes = self._node.inside.volumes(self.pod, self.folder)
                 for state in self._states:
                     self._node.inside.environment(self.pod, state.spec)
@@ -173,7 +160,7 @@ class PodRunner:
                 if told != str(error):
                     told = str(error)
                     kind = error.reason if error.reason == "FailedMount" else "Failed"
-                    self._node.event(self.pod, "Warning", kind, told)
+                    self._say(kind, told, "Warning")
                 self._report()
                 self._wait(_MISSING_S)
             else:
@@ -184,12 +171,7 @@ class PodRunner:
         self.address = self._node.network.next_address()
         name = hostname(self.pod)
         with self._node.hosts.open("a") as hosts:
-            names = [name]
-            if subdomain := self.pod["spec"].get("subdomain"):
-                space = self.pod["metadata"]["namespace"]
-                full = f"{name}.{subdomain}"
-                names += [full, f"{full}.{space}.svc", f"{full}.{space}.svc.cluster.local"]
-            hosts.write(f"{self.address} {' '.join(names)}\n")
+            hosts.write(f"{self.address} {' '.join(names_of(self.pod))}\n")
         return Sandbox(self._node.network, name, self.address, self._volumes, self.folder)
 
     def _run_inits(self, sandbox: Sandbox) -> bool:
@@ -198,8 +180,9 @@ class PodRunner:
             while not self._leaving():
                 self._start(sandbox, state)
                 self._report()
-                while not self._leaving() and not self._reap(state):
-                    self._wait(1.0)
+                while not self._leaving() and state.exit_code is None:
+                    if not self._reap(state):
+                        self._wait(1.0)
                 if state.exit_code == 0:
                     break
                 if policy == "Never" or self._leaving():
@@ -243,8 +226,7 @@ class PodRunner:
             delay_s = min(_BACKOFF_S * 2**state.restarts, _MAX_BACKOFF_S)
             state.backs_off(delay_s)
             self._again[state.name] = time.monotonic() + delay_s
-            text = f"Back-off restarting failed container {state.name}"
-            self._node.event(self.pod, "Warning", "BackOff", text)
+            self._say("BackOff", f"Back-off restarting failed container {state.name}", "Warning")
             changed = True
         return changed
 
@@ -261,7 +243,7 @@ class PodRunner:
             return
         command = [expand(word, env) for word in (spec.get("command") or [])]
         command += [expand(word, env) for word in (spec.get("args") or [])]
-        if not self._finds(command, spec, env["PATH"]):
+        if not finds_program(command, spec, env["PATH"]):
             state.ends(128, "StartError", f"exec: {command[:1]}: not found in $PATH")
             self._say("Failed", f"Error: {command[:1]}: not found", "Warning")
             return
@@ -270,10 +252,7 @@ class PodRunner:
             command,
             env,
             mounts=inside.mounts(self.pod, spec, self._volumes, self.folder),
-            options={
-                **(self.pod["spec"].get("securityContext") or {}),
-                **(spec.get("securityContext") or {}),
-            },
+            options=_options(self.pod["spec"]) | _options(spec),
             workdir=spec.get("workingDir") or "/",
             hosts=self._node.hosts,
             folder=self.folder / "containers" / state.name,
@@ -283,13 +262,6 @@ class PodRunner:
         self._running[state.name] = container
         state.starts()
         self._say("Started", f"Started container {state.name}")
-
-    def _finds(self, command: list[str], spec: Object, path: str) -> bool:
-        """Return whether a program is there; what lies in volumes is not looked at."""
-        targets = [m["mountPath"] for m in spec.get("volumeMounts") or ()]
-        if command and any(command[0].startswith(f"{target}/") for target in targets):
-            return True
-        return bool(command) and shutil.which(command[0], path=path) is not None
 
     def _reap(self, state: ContainerState) -> bool:
         """Note the end of a container; return whether it has ended now."""
@@ -308,7 +280,7 @@ class PodRunner:
 
     def _end_containers(self) -> None:
         """Ask, wait, kill: what is left of the grace period for all of it."""
-        if self._running and self._deadline is None and not self._dead:
+        if self._running and self._deadline is None and not self.is_dead:
             # Not deleted: its own deadline is over.
             grace_s = self.pod["spec"].get("terminationGracePeriodSeconds", 30)
             self._deadline = time.monotonic() + grace_s
@@ -358,10 +330,10 @@ class PodRunner:
             return None
 
     def _time_left(self) -> bool:
-        return not self._dead and time.monotonic() < (self._deadline or 0)
+        return not self.is_dead and time.monotonic() < (self._deadline or 0)
 
     def _leaving(self) -> bool:
-        return self._dead or self._deadline is not None
+        return self.is_dead or self._deadline is not None
 
     def _view(self) -> Object:
         """Return the pod with its addresses, which its stored state may not have yet."""
@@ -416,30 +388,12 @@ class PodRunner:
     def _say(self, reason: str, message: str, kind: str = "Normal") -> None:
         self._node.event(self.pod, kind, reason, message)
 
-    def _images(self) -> str:
-        return ", ".join(f'"{s.spec["image"]}"' for s in self._states)
+
+def _options(spec: Object) -> Object:
+    return spec.get("securityContext") or {}
 
 
 def _close(hook: subprocess.Popen[bytes]) -> None:
     if hook.poll() is None:
         hook.kill()
     hook.communicate(timeout=30)
-
-
-def _check_images(pod: Object) -> None:
-    """Check that the images are there: all are but those that say no-such.
-
-    Raises:
-        NotReadyError: as a container's state says it.
-    """
-    spec = pod["spec"]
-    for container in [*(spec.get("initContainers") or ()), *spec["containers"]]:
-        image = container["image"]
-        if any(c.isspace() for c in image) or image != image.strip():
-            raise NotReadyError(
-                "InvalidImageName", f'Failed to apply default image tag "{image}": '
-            )
-        if "no-such" in image:
-            text = f'Back-off pulling image "{image}": ErrImagePull: failed to pull and unpack '
-            text += f'image "{image}": failed to resolve reference: not found'
-            raise NotReadyError("ImagePullBackOff", text)

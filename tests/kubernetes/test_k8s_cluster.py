@@ -41,7 +41,7 @@ def test_exit_codes_and_restarts_are_counted(cluster: Cluster) -> None:
     mounts = [{"name": "data", "mountPath": "/data"}]
     manifest["spec"]["containers"][0]["volumeMounts"] = mounts
     cluster.create(manifest)
-    found = cluster.wait_phase("again", "Succeeded", timeout_s=60)
+    found = cluster.wait_phase("again", "Succeeded")
     row = found.status.container_statuses[0]
     assert (row.restart_count, row.last_state.terminated.exit_code) == (2, 1)
     assert "n3n" in cluster.log("again")
@@ -57,14 +57,14 @@ def test_a_failing_pod_says_its_code(cluster: Cluster) -> None:
 def test_deletion_runs_pre_stop_then_sigterm_and_waits(cluster: Cluster) -> None:
     script = "trap 'echo term >> /d/t; exit 0' TERM; echo up; while :; do sleep .1; done"
     volumes = [{"name": "d", "persistentVolumeClaim": {"claimName": cluster.claim}}]
-    manifest = pod(cluster, "ends", script, volumes=volumes, terminationGracePeriodSeconds=20)
+    manifest = pod(cluster, "ends", script, volumes=volumes, terminationGracePeriodSeconds=600)
     one = manifest["spec"]["containers"][0]
     one["volumeMounts"] = [{"name": "d", "mountPath": "/d"}]
     one["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", "echo stop >> /d/t"]}}}
     cluster.create(manifest)
     cluster.wait_log("ends", "up")
     cluster.core.delete_namespaced_pod("ends", cluster.namespace)
-    cluster.wait_gone("ends", timeout_s=15)  # well before the grace period is over
+    cluster.wait_gone("ends")
     reader = pod(cluster, "reads", "cat /d/t", volumes=volumes)
     reader["spec"]["containers"][0]["volumeMounts"] = one["volumeMounts"]
     cluster.create(reader)
@@ -205,7 +205,7 @@ def test_an_image_that_is_not_there(cluster: Cluster) -> None:
             for row in rows
         )
 
-    cluster.wait("ImagePullBackOff", waiting, timeout_s=60)
+    cluster.wait("ImagePullBackOff", waiting)
     cluster.kill_pod("missing")
     cluster.wait_gone("missing")
 
@@ -245,7 +245,7 @@ def test_pods_talk_to_the_server_with_their_account(cluster: Cluster) -> None:
     script += "    print(error.status)\n"
     script += "E"
     cluster.create(pod(cluster, "inside", script, serviceAccountName="board"))
-    cluster.wait_phase("inside", "Succeeded", "Failed", timeout_s=60)
+    cluster.wait_phase("inside", "Succeeded", "Failed", timeout_s=100)
     said = cluster.log("inside")
     assert said.splitlines() == ["{'state': '7'}", "403"], said
 

@@ -53,7 +53,6 @@ def test_one_lost_pod_recreates_only_itself(cluster: Cluster, kind: str) -> None
     after = cluster.wait(
         "a new pod",
         lambda: u if len(u := uids()) == 2 and u["1"] != before["1"] else None,
-        timeout_s=60,
     )
     assert after["0"] == before["0"]
     ended = {"Failed", "Succeeded", "Completed", "Complete"}
@@ -64,7 +63,7 @@ def test_one_lost_pod_recreates_only_itself(cluster: Cluster, kind: str) -> None
 def test_a_final_exit_code_fails_the_job(cluster: Cluster, kind: str) -> None:
     script = 'case "$HOSTNAME" in *-1) sleep 1; exit 93;; esac; ' + _STAY
     _create(cluster, kind, script)
-    cluster.wait_condition(kind, "j", "Failed", timeout_s=60)
+    cluster.wait_condition(kind, "j", "Failed")
     cluster.wait("no pod runs", lambda: _running(cluster, kind) == [])
 
 
@@ -86,7 +85,7 @@ def _running(cluster: Cluster, kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["jobsets", "trainjobs"])
 def test_all_successes_complete_a_set(cluster: Cluster, kind: str) -> None:
     _create(cluster, kind, 'echo "$JOB_COMPLETION_INDEX"')
-    cluster.wait_condition(kind, "j", "Completed", "Complete", timeout_s=60)
+    cluster.wait_condition(kind, "j", "Completed", "Complete")
     said = sorted(cluster.log(pod.metadata.name).strip() for pod in cluster.pods())
     assert said == ["0", "1"]
 
@@ -94,7 +93,7 @@ def test_all_successes_complete_a_set(cluster: Cluster, kind: str) -> None:
 def test_any_worker_ends_an_elastic_pytorchjob(cluster: Cluster) -> None:
     script = 'case "$HOSTNAME" in *-1) exit 0;; esac; ' + _STAY
     _create(cluster, "pytorchjobs", script)
-    cluster.wait_condition("pytorchjobs", "j", "Succeeded", timeout_s=60)
+    cluster.wait_condition("pytorchjobs", "j", "Succeeded")
     cluster.wait("no pod runs", lambda: _running(cluster, "pytorchjobs") == [])
 
 
@@ -120,7 +119,7 @@ def test_backoff_is_the_sum_of_restarts(cluster: Cluster) -> None:
     job = pytorchjob(cluster, "j", "sleep .3; exit 1", policy="OnFailure")
     job["spec"]["runPolicy"]["backoffLimit"] = 2
     cluster.create(job)
-    cluster.wait_condition("pytorchjobs", "j", "Failed", timeout_s=60)
+    cluster.wait_condition("pytorchjobs", "j", "Failed")
     rows = cluster.read("pytorchjobs", "j")["status"]["conditions"]
     assert "backoff limit" in next(row["message"] for row in rows if row["type"] == "Failed")
 
@@ -137,7 +136,7 @@ def test_suspension_ends_the_pods_and_resuming_makes_new_ones(cluster: Cluster, 
         if value:
             cluster.wait("no pods", lambda: _running(cluster, kind) == [])
             cluster.wait_condition(kind, "j", "Suspended")
-    after = cluster.wait("two pods", lambda: u if len(u := uids()) == 2 else None, timeout_s=60)
+    after = cluster.wait("two pods", lambda: u if len(u := uids()) == 2 else None)
     assert set(after.values()).isdisjoint(before.values())
 
 
