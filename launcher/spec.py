@@ -366,7 +366,10 @@ def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
 
     def read(name: str) -> str:
         """Read the config.json of a model, given itself or by its folder."""
-        model_path = folder / Path(name).expanduser()
+        try:
+            model_path = folder / Path(name).expanduser()
+        except RuntimeError as error:  # ~name of somebody who is not known here
+            raise FileNotFoundError(str(error)) from error
         if model_path.is_dir():
             model_path /= "config.json"
         return model_path.read_text(encoding="utf-8")

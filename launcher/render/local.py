@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from elastic_trainer.config import (
     CheckpointSection,
@@ -15,6 +15,7 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
+from launcher.errors import UserError
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.spec import JobSpec
@@ -74,8 +75,17 @@ def checkpoint_dir(spec: JobSpec, *, run_dir: str | Path, base_dir: str | Path) 
 
 
 def resolve(path: str, base_dir: str | Path) -> str:
-    """Return `path` as an absolute path; a relative one starts at `base_dir`."""
-    return str(Path(base_dir) / Path(path).expanduser())
+    """Return `path` as an absolute path; a relative one starts at `base_dir`.
+
+    Raises:
+        UserError: HF201 it begins with the home (`~name`) of a user who is not known here.
+    """
+    try:
+        return str(Path(base_dir) / Path(path).expanduser())
+    except RuntimeError as error:
+        home = PurePath(path).parts[0]
+        message = f"{path}: nobody here has the home {home}; write the path out, or as ./{path}"
+        raise UserError("HF201", message) from error
 
 
 def render_local(
