@@ -25,6 +25,8 @@ class WorkerContext:
     """Where this node keeps snapshots; None where it keeps none."""
     since_mono: float | None = None
     """When the agent started, by this machine's monotonic clock."""
+    born_mono: float | None = None
+    """When this worker was forked, by the same clock."""
 
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> WorkerContext:
@@ -41,4 +43,5 @@ class WorkerContext:
             store=(env["MASTER_ADDR"], int(env["MASTER_PORT"])),
             place=Place.from_environment(env),
             since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
+            born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,
         )
