@@ -16,6 +16,7 @@ from elastic_trainer.agent.messages import (
     Message,
     Ping,
     Reject,
+    Renewed,
     Show,
     Stop,
     Welcome,
@@ -257,8 +258,8 @@ class Follower(Role):
             return super().received(conn, message)
         self._heard = ctx.now
         match message:
-            case Formed():
-                self._formed(message)
+            case Formed() | Renewed():
+                self._news(message)
             case Abort() | Show():
                 self._of_workers(message)
             case Ask(epoch=epoch, request=request):
@@ -310,9 +311,12 @@ class Follower(Role):
             )
         )
 
-    def _formed(self, formed: Formed) -> None:
-        if formed.epoch > self.ctx.epoch:
-            self.ctx.adopt(formed)
+    def _news(self, news: Formed | Renewed) -> None:
+        ctx = self.ctx
+        if isinstance(news, Renewed):
+            ctx.renewed = (ctx.term, news.beat, ctx.now)
+        elif news.epoch > ctx.epoch:
+            ctx.adopt(news)
 
     def reported(self, report: Report) -> Turn | None:
         """Send it on; it is also kept, for a link that breaks with it unread."""

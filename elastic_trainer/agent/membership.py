@@ -113,7 +113,7 @@ def _role_of(ctx: Context, turn: Turn) -> Role:
             return Follower(ctx, link, term)
         case Stand(sure):
             return Campaign(ctx, sure=sure)
-        case Lead(state, token, expected, gone):
-            return Coordinator(ctx, state, token, expected=expected, gone=gone)
+        case Lead():
+            return Coordinator(ctx, turn)
         case End():
             return Done(ctx, turn)

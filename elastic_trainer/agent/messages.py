@@ -69,6 +69,13 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """Coordinator -> agents: the beat of my lease was raised to this just now."""
+
+    beat: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PastFailure:
     """One entry of the failure history, carried to every agent so it outlives a coordinator."""
 
@@ -169,13 +176,26 @@ class Won:
 
 
 Message = (
-    Join | Welcome | Reject | Ping | Formed | Abort | Show | Ask | Stop | Told | Elect | Vote | Won
+    Join
+    | Welcome
+    | Reject
+    | Ping
+    | Renewed
+    | Formed
+    | Abort
+    | Show
+    | Ask
+    | Stop
+    | Told
+    | Elect
+    | Vote
+    | Won
 )
 
 _TYPES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Join, Welcome, Reject, Ping, Formed, Abort, Show),
+        *(Join, Welcome, Reject, Ping, Renewed, Formed, Abort, Show),
         *(Ask, Stop, Told, Elect, Vote, Won),
     )
 }

@@ -34,13 +34,15 @@ class Stand:
 class Lead:
     """The board is won. `expected`: members of the last epoch that will join on these links.
 
-    `gone`: nodes known to be dead, for which a first epoch does not wait.
+    `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
+    `expected` that have said nothing yet.
     """
 
     state: BoardState
     token: Token
     expected: dict[Conn, str] | None = field(default=None)
     gone: tuple[str, ...] = ()
+    unheard: frozenset[Conn] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
