@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.events import Event
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 
 TOLERANCE_S: Final = 0.1
 """Below it an order may be wrong because a writer was not scheduled in between."""
@@ -27,6 +28,14 @@ _BY_LAUNCHER: Final = ("run.started", "run.ended", "fault.injected")
 _KILLS: Final = ("kill-node", "kill-coordinator", "kill-agent")
 _READY: Final = ("trainer.started", "step.completed", "script.progress")
 """Signs that all workers of an epoch were there."""
+_ENDS: Final = ("worker.exit", "member.lost", "job.stopped")
+_TELLING: Final = ("epoch.formed", "worker.started", *_READY, *_ENDS, *_BY_LAUNCHER)
+_STARTED: Final = ("run.started", None)
+_ENDED: Final = ("run.ended", None)
+_Place = tuple[int, float]
+"""(clock, time)."""
+_Places = dict[tuple[str, int | None], list[tuple[_Place, Event]]]
+"""(event's name, epoch) -> where and when."""
 
 
 @dataclass(slots=True)
@@ -60,15 +69,16 @@ class _Orders:
 
     least_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """(a, b) -> what b must be moved more than a, at the least."""
+    rough_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    """The same by orders that a paused node may break: where nothing else is known."""
     delays_s: list[float] = field(default_factory=list)
     """From an epoch to a worker on the coordinator's own node."""
 
-    def add(self, before: tuple[int, float], after: tuple[int, float]) -> None:
-        """Take that (clock, time) `before` was before `after`."""
-        pair = before[0], after[0]
+    def add(self, before: _Place, after: _Place, *, rough: bool = False) -> None:
+        """Take that `before` was before `after`."""
+        pair, found = (before[0], after[0]), self.rough_s if rough else self.least_s
         if pair[0] != pair[1]:
-            seen = self.least_s.get(pair, -math.inf)
-            self.least_s[pair] = max(seen, before[1] - after[1])
+            found[pair] = max(found.get(pair, -math.inf), before[1] - after[1])
 
     def bounds_s(self, clock: int, moved_s: Mapping[int, float]) -> tuple[float, float]:
         """Return by how much `clock` is to be moved at the least and at the most."""
@@ -76,6 +86,9 @@ class _Orders:
         for other, by_s in moved_s.items():
             least = max(least, by_s + self.least_s.get((other, clock), -math.inf))
             most = min(most, by_s - self.least_s.get((clock, other), -math.inf))
+        if most == math.inf:
+            rough = (by_s - self.rough_s.get((clock, o), -math.inf) for o, by_s in moved_s.items())
+            most = min(rough, default=most)
         return least, most
 
     def estimate_s(self, least: float, most: float) -> float:
@@ -164,15 +177,6 @@ def _moved_s(clocks: Sequence[_Clock]) -> dict[int, float]:
     return {index: by_s - middle for index, by_s in moved_s.items()}
 
 
-_TELLING: Final = ("epoch.formed", "worker.started", "member.lost", *_READY, *_BY_LAUNCHER)
-_STARTED: Final = ("run.started", None)
-_ENDED: Final = ("run.ended", None)
-_Place = tuple[int, float]
-"""(clock, time)."""
-_Places = dict[tuple[str, int | None], list[tuple[_Place, Event]]]
-"""(event's name, epoch) -> where and when."""
-
-
 def _orders(clocks: Sequence[_Clock]) -> tuple[_Orders, int | None]:
     """Return what the events say, and the clock of the first epoch's coordinator."""
     places: _Places = {}
@@ -183,8 +187,9 @@ def _orders(clocks: Sequence[_Clock]) -> tuple[_Orders, int | None]:
                 found.append(((index, clock.time(event)), event))
     orders = _Orders()
     epochs = sorted(epoch for name, epoch in places if name == "epoch.formed" and epoch is not None)
-    for epoch in epochs:
+    for epoch, later in zip(epochs, [*epochs[1:], None], strict=False):
         _order_epoch(orders, places, epoch)
+        _order_end_of_epoch(orders, places, epoch, later)
         _order_faults(orders, places, epoch)
     _order_ends(orders, places, clocks)
     return orders, places["epoch.formed", epochs[0]][0][0][0] if epochs else None
@@ -205,6 +210,19 @@ def _order_epoch(orders: _Orders, places: _Places, epoch: int) -> None:
     for worker in started:
         for clock, time in ready.items():
             orders.add(worker, (clock, time))
+
+
+def _order_end_of_epoch(orders: _Orders, places: _Places, epoch: int, later: int | None) -> None:
+    """Take that workers which left by themselves precede what their coordinator does then."""
+    follows = [place for place, _ in places.get(("epoch.formed", later), ())]
+    stops = [place for place, _ in places.get(("job.stopped", epoch), ())]
+    for place, event in places.get(("worker.exit", epoch), ()):
+        if event.fields.get("code") in (EXIT_DONE, EXIT_SAVED):
+            for after in follows or stops:
+                orders.add(place, after)
+    for place, _ in places.get(("worker.started", epoch), ()):
+        for after in follows or stops:
+            orders.add(place, after, rough=True)
 
 
 def _order_faults(orders: _Orders, places: _Places, epoch: int) -> None:

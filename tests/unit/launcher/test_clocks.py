@@ -212,3 +212,29 @@ def test_a_record_is_read_by_one_clock(tmp_path) -> None:
     raw, aligned = durations(record.events), durations(record.by_one_clock())
     assert raw["node0"][1] > 1000
     assert aligned["node0"][1] < 2
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+@pytest.mark.parametrize("skew", [-500.0, -2.0, 2.0, 500.0])
+def test_a_first_rank_that_is_no_coordinator(skew: float, ends_well: bool) -> None:
+    """Nobody but the end of the epoch says that its clock is not ahead."""
+    run = Writers({"node0": skew})
+    names = {"members": ["node0", "node1"], "spares": [], "rung": 2, "coordinator": "node1"}
+    for epoch in (1, 2):
+        run.add("node1", "epoch.formed", epoch=epoch, **names, reason="start")
+        for rank, node in enumerate(names["members"]):
+            run.add(node, "worker.started", 0.02, epoch=epoch, worker_rank=rank, pid=7)
+        run.t += 0.4
+        known = {"epoch": epoch, "rank": 0, "step": epoch}
+        run.add("worker.node0", "trainer.started", resume_step=0, **known)
+        run.steps(epoch, "node0", epoch, epoch)
+        run.t += 0.05
+        if ends_well:
+            for node in names["members"]:
+                run.add(node, "worker.exit", epoch=epoch, code=91, worker_rank=0)
+            run.t += 0.01
+    if ends_well:
+        run.add("node1", "job.stopped", epoch=2, code=91, reason="stopped")
+    true = {(e.node, e.event, e.epoch): e.t_unix for e in run.truth}
+    shifts = [e.t_unix - true[e.node, e.event, e.epoch] for e in by_one_clock(run.files)]
+    assert max(shifts) - min(shifts) < (0.15 if ends_well else 0.7)
