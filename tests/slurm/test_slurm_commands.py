@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import until
-from jobs import JOB, ROOT, TEXT, WAIT_S
+from jobs import ROOT, TEXT, WAIT_S, job_text
 
 from launcher.cli.main import run_cli
 from launcher.ops.checkpoints import RunCheckpoints
@@ -37,7 +37,7 @@ class User:
         return json.loads(self(*words, "--json", code=code)[0])
 
     def submit(self, *sets, nodes=2, more=(), code=0):
-        Path("job.yaml").write_text(JOB.format(nodes=nodes, steps=6))
+        Path("job.yaml").write_text(job_text(nodes=nodes, steps=6))
         options = [word for text in sets for word in ("--set", text)]
         return self("submit", "job.yaml", "--to", "slurm", *options, *more, code=code)
 
@@ -169,7 +169,7 @@ def test_what_slurm_refuses_leaves_nothing_behind(user, sets, told):
 
 
 def test_check_live_says_when_it_would_start(user):
-    Path("job.yaml").write_text(JOB.format(nodes=2, steps=6))
+    Path("job.yaml").write_text(job_text(nodes=2, steps=6))
     out, _ = user("check", "job.yaml", "--to", "slurm", "--live")
     assert "Slurm would start it at " in out
     assert "on n[1-2]" in out
