@@ -145,13 +145,14 @@ def test_any_clocks_are_brought_together(wall: dict[str, float], seed: int) -> N
     assert len(found) == len(run.truth)
     shifts = [e.t_unix - true[e.event, e.node, e.epoch, e.step, e.t_mono] for e in found]
     # All by as much: which clock is right nobody can know.
-    assert max(shifts) - min(shifts) < 0.6
+    assert max(shifts) - min(shifts) < 0.7
     by_node = {
         e.node: shift
         for e, shift in zip(found, shifts, strict=True)
         if e.node and e.event != "fault.injected"
     }
-    assert max(by_node.values()) - min(by_node.values()) < 2 * TOLERANCE_S + 0.1
+    # A clock that is ahead by less than a start takes contradicts nothing.
+    assert max(by_node.values()) - min(by_node.values()) < 0.4 + 2 * TOLERANCE_S
 
 
 def test_equal_clocks_are_left_as_they_are() -> None:
