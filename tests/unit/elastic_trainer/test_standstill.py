@@ -127,7 +127,7 @@ def test_a_coordinator_cut_off_leaves_the_job_to_the_others(nodes: int, earlier_
     cluster = started(nodes)
     old = coordinator(cluster)
     rest = others(cluster)
-    cluster.cut |= {(node.me.node, old.me.node) for node in rest}
+    cluster.network.cut |= {(node.me.node, old.me.node) for node in rest}
     cluster.run(cluster.now + earlier_s)
     cluster.partition({old.me.node})
 
