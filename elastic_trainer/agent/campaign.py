@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.follower import RETRY_S, follow_winner
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import Elect, Message, Vote, Won
 from elastic_trainer.agent.notices import Member
-from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn
+from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn, follow_winner
+from elastic_trainer.agent.seeker import RETRY_S
 from elastic_trainer.failures import EXIT_DONE
 
 PEEK_S = 0.5

@@ -13,10 +13,11 @@ from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.campaign import Campaign
 from elastic_trainer.agent.coordinator import Coordinator
 from elastic_trainer.agent.effects import Conn, Context, Effect, Settings
-from elastic_trainer.agent.follower import Follower, Seeker
+from elastic_trainer.agent.follower import Follower
 from elastic_trainer.agent.messages import Message
 from elastic_trainer.agent.notices import Member, Report
 from elastic_trainer.agent.roles import Done, End, Follow, Lead, Role, Seek, Stand, Turn
+from elastic_trainer.agent.seeker import Seeker
 
 
 class Membership:

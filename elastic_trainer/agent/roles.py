@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Settings
-from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote
+from elastic_trainer.agent.messages import Elect, Join, Message, Reject, Vote, Won
 from elastic_trainer.agent.notices import JobStopped, Member, Report
 
 
@@ -127,6 +127,13 @@ class Role:
     def timer(self, name: str) -> Turn | None:
         """Handle a timer that fired."""
         return None
+
+
+def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
+    """Join the new coordinator over the connection it called on."""
+    ctx.coordinator = won.coordinator
+    ctx.join(conn)
+    return Follow(conn, won.term)
 
 
 class Done(Role):
