@@ -47,31 +47,21 @@ class JobSpec(values.Section):
     model: Model = Field(
         description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
     )
-    layout: sections.Layout = Field(default_factory=sections.Layout, description="Parallelism.")
+    layout: sections.Layout = values.optional_section("Parallelism.")
     cluster: sections.Cluster = Field(description="The machines.")
     train: sections.Train = Field(description="What is trained.")
     data: sections.Data = Field(description="Where the tokens come from.")
-    checkpoint: sections.Checkpoint = Field(
-        default_factory=sections.Checkpoint, description="Checkpoints and snapshots."
-    )
-    elastic: sections.Elastic = Field(
-        default_factory=sections.Elastic, description="How the job lives with failures."
-    )
-    numbers: Numbers = Field(
-        default_factory=Numbers, description="What follows from wrong numbers."
-    )
-    code: sections.Code = Field(default_factory=sections.Code, description="The code frozen.")
-    env: Env = Field(default_factory=Env, description="What workers run in.")
-    network: sections.Network = Field(
-        default_factory=sections.Network, description="Addresses and ports."
-    )
+    checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
+    elastic: sections.Elastic = values.optional_section("How the job lives with failures.")
+    numbers: Numbers = values.optional_section("What follows from wrong numbers.")
+    code: sections.Code = values.optional_section("The code frozen.")
+    env: Env = values.optional_section("What workers run in.")
+    network: sections.Network = values.optional_section("Addresses and ports.")
     command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
-    slurm: Slurm = Field(default_factory=Slurm, description="sbatch's options.")
-    kubernetes: sections.Kubernetes = Field(
-        default_factory=sections.Kubernetes, description="Where pods run."
-    )
+    slurm: Slurm = values.optional_section("sbatch's options.")
+    kubernetes: sections.Kubernetes = values.optional_section("Where pods run.")
 
     _source: Source = PrivateAttr()
     _text: str = PrivateAttr(default="")
@@ -316,7 +306,7 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     model, where = spec.model, spec.source.where_key("model")
     stand_in = PRESETS["tiny"]
     if not isinstance(model, str):
-        raw = model.model_dump()
+        raw = dict(model)
         heads = raw["num_heads"] if raw["num_kv_heads"] is None else raw["num_kv_heads"]
         return ModelShape(**{**raw, "num_kv_heads": heads, "head_dim": raw["head_dim"] or 0}), None
     if model in PRESETS:

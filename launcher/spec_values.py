@@ -190,3 +190,12 @@ class Section(BaseModel):
     """What all sections share: nothing unknown, nothing converted, nothing changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+
+
+def optional_section(description: str) -> Any:
+    """Return the field of a section that may be left out: it is one with its defaults then.
+
+    An empty mapping is validated in its place. A factory that calls the section would have
+    pydantic build what it needs for it a second time, which takes longer than all the rest.
+    """
+    return Field(default_factory=dict, validate_default=True, description=description)
