@@ -7,7 +7,6 @@ job file, and the config.json that `model` may name.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -268,6 +267,7 @@ def _validate(cls: type[Spec], source: Source) -> tuple[Spec | None, list[Proble
         for key, value in source.data.items()
         if value is not None or key not in SECTIONS  # an empty section is one with defaults
     }
+    values.build(cls)
     try:
         return cls.model_validate(data), []
     except ValidationError as error:
@@ -312,6 +312,8 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     if model in PRESETS:
         return PRESETS[model], None
     if "/" not in model and not model.endswith(".json"):
+        import difflib
+
         near = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         message = (
