@@ -1,5 +1,8 @@
 # Everything runs from .venv, made on first use.
 PY := .venv/bin/python
+# Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
+# environment forbids to keep what was compiled.
+export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test lint bench chaos gpu exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt

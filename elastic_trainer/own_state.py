@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.agent.open_board import BOARD_VARIABLE, open_board
-from elastic_trainer.agent.procfs import age_s_of
 from elastic_trainer.api_errors import ApiError
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
@@ -58,8 +57,8 @@ class OwnState:
             epoch=self._epoch,
         )
         # What came before is the script's: its imports and its process group.
-        self._phase("process_group", age_s_of(os.getpid()))
-        self._begun_mono = time.monotonic()
+        self._begun_mono = float(env.get("HOLDFAST_BORN", time.monotonic()))
+        self._end_phase("process_group")
         self._stepped = False
         self._manager: CheckpointManager | None = None
         self.saved_step = -1
@@ -70,8 +69,7 @@ class OwnState:
     ) -> int:
         """Load what there is and return its step; see `api.Run.restore`."""
         assert self._manager is None, "restore is called once"
-        begun = time.monotonic()
-        self._phase("model", begun - self._begun_mono)
+        self._end_phase("model")
         plain = not any(isinstance(value, DTensor) for value in model.state_dict().values())
         layout = self._layout
         if plain and layout.dp == layout.world_size:
@@ -91,7 +89,7 @@ class OwnState:
         found = self._manager.restore()
         self.saved_step = -1 if found is None else found
         _check_equal(model, self._device)
-        self._phase("restore", time.monotonic() - begun)
+        self._end_phase("restore")
         self.emit(
             "trainer.started",
             layout=str(self._layout),
@@ -148,7 +146,7 @@ class OwnState:
         self.emit("step.completed", step=step, loss=loss, step_s=round(seconds, 6))
         if not self._stepped:
             self._stepped = True
-            self._phase("first_step", seconds)
+            self._end_phase("first_step")
 
     def snapshot(self, step: int) -> None:
         """Take a snapshot in memory where one is due."""
@@ -181,8 +179,10 @@ class OwnState:
         if self._rank == 0:
             self._events.emit(event, step=step, **fields)
 
-    def _phase(self, phase: str, seconds: float) -> None:
-        self.emit("recovery.phase", phase=phase, seconds=round(seconds, 6))
+    def _end_phase(self, phase: str) -> None:
+        """Put a phase on record: from the end of the one before, the first from the fork."""
+        begun, self._begun_mono = self._begun_mono, time.monotonic()
+        self.emit("recovery.phase", phase=phase, seconds=round(self._begun_mono - begun, 6))
 
     def close(self) -> None:
         """Give what is under way a moment, and end the threads."""

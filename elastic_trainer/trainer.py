@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -87,18 +86,19 @@ class Trainer:
         self.device = torch.device(
             f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
         )
+        self._phase_begun = time.monotonic() if who.born_mono is None else who.born_mono
         self.step = 0
         self.saved_step = 0
         """Newest step that is known to be committed; a save of it would write it again."""
 
     def run(self) -> int:
         """Set up, train, and return the exit code."""
-        with self._phase("process_group"):
-            self._init_process_group()
-        with self._phase("model"):
-            self._build_model()
-        with self._phase("restore"):
-            self._restore()
+        self._init_process_group()
+        self._end_phase("process_group")
+        self._build_model()
+        self._end_phase("model")
+        self._restore()
+        self._end_phase("restore")
         self._open_data()
         injected.listen(self, os.environ)
         try:
@@ -318,7 +318,7 @@ class Trainer:
             **extra,
         )
         if first:
-            self._emit("recovery.phase", phase="first_step", seconds=round(seconds, 6))
+            self._end_phase("first_step")
 
     def _save(self, *, wait: bool) -> bool:
         self.heartbeat.beat(section=Section.SAVING)
@@ -374,12 +374,11 @@ class Trainer:
         if self.who.rank == 0:
             self.events.emit(event, step=step, **fields)
 
-    @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        begun = time.monotonic()
-        yield
+    def _end_phase(self, phase: str) -> None:
+        """Put a phase on record: from the end of the one before, the first from the fork."""
+        begun, self._phase_begun = self._phase_begun, time.monotonic()
         self.heartbeat.beat()
-        self._emit("recovery.phase", phase=phase, seconds=round(time.monotonic() - begun, 6))
+        self._emit("recovery.phase", phase=phase, seconds=round(self._phase_begun - begun, 6))
 
 
 def load_config(run_dir: Path) -> TrainConfig:

@@ -28,6 +28,8 @@ class WorkerContext:
     """When the agent started, by this machine's monotonic clock."""
     board: str | None = None
     """Address of the run's board; None: files in the run directory."""
+    born_mono: float | None = None
+    """When this worker was forked, by the same clock."""
 
     @classmethod
     def from_environment(cls, env: dict[str, str]) -> WorkerContext:
@@ -45,4 +47,5 @@ class WorkerContext:
             place=Place.from_environment(env),
             since_mono=float(since) if (since := env.get("HOLDFAST_SINCE")) else None,
             board=env.get(BOARD_VARIABLE),
+            born_mono=float(born) if (born := env.get("HOLDFAST_BORN")) else None,
         )

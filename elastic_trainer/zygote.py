@@ -220,7 +220,7 @@ def _become_worker(
     close: tuple[int, ...],
 ) -> NoReturn:
     """Turn this forked child into the worker of `request`. Never returns to the zygote's loop."""
-    code = 1
+    code, born_mono = 1, time.monotonic()
     try:
         die_with_parent(parent)
         os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
@@ -229,7 +229,7 @@ def _become_worker(
             os.close(fd)
         _redirect(request, fresh=fresh)
         os.chdir(request["cwd"])
-        os.environ.update(request["env"])
+        os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
         if fresh:
             _exec(request)
         faulthandler.enable()

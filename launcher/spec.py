@@ -7,7 +7,6 @@ job file, and the config.json that `model` may name.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeVar
@@ -48,31 +47,21 @@ class JobSpec(values.Section):
     model: Model = Field(
         description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
     )
-    layout: sections.Layout = Field(default_factory=sections.Layout, description="Parallelism.")
+    layout: sections.Layout = values.optional_section("Parallelism.")
     cluster: sections.Cluster = Field(description="The machines.")
     train: sections.Train = Field(description="What is trained.")
     data: sections.Data = Field(description="Where the tokens come from.")
-    checkpoint: sections.Checkpoint = Field(
-        default_factory=sections.Checkpoint, description="Checkpoints and snapshots."
-    )
-    elastic: sections.Elastic = Field(
-        default_factory=sections.Elastic, description="How the job lives with failures."
-    )
-    numbers: Numbers = Field(
-        default_factory=Numbers, description="What follows from wrong numbers."
-    )
-    code: sections.Code = Field(default_factory=sections.Code, description="The code frozen.")
-    env: Env = Field(default_factory=Env, description="What workers run in.")
-    network: sections.Network = Field(
-        default_factory=sections.Network, description="Addresses and ports."
-    )
+    checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
+    elastic: sections.Elastic = values.optional_section("How the job lives with failures.")
+    numbers: Numbers = values.optional_section("What follows from wrong numbers.")
+    code: sections.Code = values.optional_section("The code frozen.")
+    env: Env = values.optional_section("What workers run in.")
+    network: sections.Network = values.optional_section("Addresses and ports.")
     command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
-    slurm: Slurm = Field(default_factory=Slurm, description="sbatch's options.")
-    kubernetes: Kubernetes = Field(
-        default_factory=Kubernetes, description="Where and how pods run."
-    )
+    slurm: Slurm = values.optional_section("sbatch's options.")
+    kubernetes: Kubernetes = values.optional_section("Where and how pods run.")
 
     _source: Source = PrivateAttr()
     _text: str = PrivateAttr(default="")
@@ -281,6 +270,7 @@ def _validate(cls: type[Spec], source: Source) -> tuple[Spec | None, list[Proble
         for key, value in source.data.items()
         if value is not None or key not in SECTIONS  # an empty section is one with defaults
     }
+    values.build(cls)
     try:
         return cls.model_validate(data), []
     except ValidationError as error:
@@ -319,12 +309,14 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     model, where = spec.model, spec.source.where_key("model")
     stand_in = PRESETS["tiny"]
     if not isinstance(model, str):
-        raw = model.model_dump()
+        raw = dict(model)
         heads = raw["num_heads"] if raw["num_kv_heads"] is None else raw["num_kv_heads"]
         return ModelShape(**{**raw, "num_kv_heads": heads, "head_dim": raw["head_dim"] or 0}), None
     if model in PRESETS:
         return PRESETS[model], None
     if "/" not in model and not model.endswith(".json"):
+        import difflib
+
         near = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         message = (
@@ -369,7 +361,10 @@ def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
 
     def read(name: str) -> str:
         """Read the config.json of a model, given itself or by its folder."""
-        model_path = folder / Path(name).expanduser()
+        try:
+            model_path = folder / Path(name).expanduser()
+        except RuntimeError as error:  # ~name of somebody who is not known here
+            raise FileNotFoundError(str(error)) from error
         if model_path.is_dir():
             model_path /= "config.json"
         return model_path.read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -112,6 +111,8 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
     if cluster.gpu != CPU and cluster.gpu not in GPUS:
         gpu = cluster.gpu.upper()
         near = [name for name in GPUS if name.upper().startswith(gpu)]
+        import difflib
+
         near = near or difflib.get_close_matches(gpu, GPUS, n=3, cutoff=0.5)
         message = f"{cluster.gpu} is unknown; use {choices([*(near or GPUS), CPU])}"
         yield finding("HF122", "cluster.gpu", message)

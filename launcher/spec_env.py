@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from launcher.spec_values import Section, Text, plain_text, refuse
 
-_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OURS: Final = re.compile(
+_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
+_OURS: Final = (
     r"(hf_.*|SLURM_.*|SRUN_.*|SBATCH_.*|HOLDFAST_.*|TORCHELASTIC_.*|PET_.*|BASH.*"
     r"|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|ROLE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|IFS|ENV|SHELLOPTS|POSIXLY_CORRECT|UID|EUID|PPID|PWD|OLDPWD|_|GROUPS|FUNCNAME|DIRSTACK"
@@ -25,7 +25,7 @@ SECRET_NAME: Final = re.compile(
     re.IGNORECASE,
 )
 """What no variable of a job file is called: its value would be in files that are shown."""
-_SECRET_TEXT: Final = re.compile(
+_KEY_FORMS: Final = (
     r"\b(hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
     r"|sk-[\w-]{24,}|xox[abprs]-[\w-]{16,}|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
@@ -39,9 +39,9 @@ def variable_name(value: str) -> str:
     Raises:
         PydanticCustomError: HF165, it is none, or one that is not the user's to set.
     """
-    if not _NAME.fullmatch(value):
+    if not re.fullmatch(_NAME, value):
         raise refuse("HF165", f"{value!r} is no name of a variable: letters, digits and _ only")
-    if _OURS.fullmatch(value):
+    if re.fullmatch(_OURS, value):
         message = f"{value} is set by the platform, the shell or the agents; leave it out"
         raise refuse("HF165", message)
     return value
@@ -53,7 +53,7 @@ def no_secret(value: str) -> str:
     Raises:
         PydanticCustomError: HF163; the message does not repeat it.
     """
-    if _SECRET_TEXT.search(value):
+    if re.search(_KEY_FORMS, value):
         raise refuse(
             "HF163",
             "holds what looks like a token or a private key; job files and scripts are kept and "

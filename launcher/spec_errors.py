@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -113,6 +112,8 @@ def _unknown(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
     *outer, last = [str(part) for part in path]
     section = ".".join(outer)
     known = list(sections[section].model_fields) if section in sections else []
+    import difflib
+
     near = difflib.get_close_matches(last.lower(), known, n=1, cutoff=0.6)
     elsewhere = [
         f"{name}.{key}".lstrip(".")

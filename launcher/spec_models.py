@@ -30,6 +30,7 @@ from launcher.spec_values import (
     Straggler,
     Text,
     Texts,
+    optional_section,
 )
 
 
@@ -125,7 +126,7 @@ class Train(Section):
     deterministic: bool = Field(
         True, description="On GPUs, only algorithms that do the same bit for bit (some are slower)."
     )
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="AdamW.")
+    optimizer: Optimizer = optional_section("AdamW.")
 
 
 class Data(Section):

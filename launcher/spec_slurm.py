@@ -16,22 +16,22 @@ from launcher.spec_env import OpenText
 from launcher.spec_source import describe
 from launcher.spec_values import Count, Seconds, Section, Text, refuse
 
-_TIME = re.compile(
-    r"[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE",
-    re.IGNORECASE,
+_TIME: Final = (
+    r"(?i)[0-9]{1,7}(:[0-9]{1,2}){0,2}|[0-9]{1,5}-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
+    r"|UNLIMITED|INFINITE"
 )
-_WORD = re.compile(r"[^\s\"'`\\$;|&<>(){}#*?!,-][^\s\"'`\\$;|&<>(){}#*?!]*")
-_MEMORY = re.compile(r"[0-9]{1,12}[KMGT]?", re.IGNORECASE)
-_SWITCHES = re.compile(r"[0-9]{1,6}(@[0-9]{1,7}(:[0-9]{1,2}){0,2}|@[0-9]{1,4}-[0-9:]{1,8})?")
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[0-9,-]+\][A-Za-z0-9._-]*)*")
-_GRES = re.compile(r"[\w.-]+(:[\w.-]+){0,2}(,[\w.-]+(:[\w.-]+){0,2})*")
-_INDICES = re.compile(r"[0-9]{1,6}(-[0-9]{1,6}(:[0-9]{1,6})?)?")
-_DEPENDENCY = re.compile(
+_WORD: Final = r"[^\s\"'`\\$;|&<>(){}#*?!,-][^\s\"'`\\$;|&<>(){}#*?!]*"
+_MEMORY: Final = r"(?i)[0-9]{1,12}[KMGT]?"
+_SWITCHES: Final = r"[0-9]{1,6}(@[0-9]{1,7}(:[0-9]{1,2}){0,2}|@[0-9]{1,4}-[0-9:]{1,8})?"
+_HOST: Final = r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[0-9,-]+\][A-Za-z0-9._-]*)*"
+_GRES: Final = r"[\w.-]+(:[\w.-]+){0,2}(,[\w.-]+(:[\w.-]+){0,2})*"
+_INDICES: Final = r"[0-9]{1,6}(-[0-9]{1,6}(:[0-9]{1,6})?)?"
+_DEPENDENCY: Final = (
     r"(singleton|[a-z]+(:[0-9]+(_([0-9]+|\*))?(\+[0-9]+)?)+)"
     r"([,?](singleton|[a-z]+(:[0-9]+(_([0-9]+|\*))?(\+[0-9]+)?)+))*"
 )
-_VERSION = re.compile(r"([0-9]{2})\.([0-9]{2})(\.[0-9]{1,3})?")
-_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
+_VERSION: Final = r"([0-9]{2})\.([0-9]{2})(\.[0-9]{1,3})?"
+_OPTION: Final = r"(?s)--([a-z][a-z0-9-]*)(=.*)?"
 _MAX_TASKS: Final = 10_000
 
 SET_BY_US: Final = frozenset({
@@ -48,7 +48,7 @@ SET_BY_US: Final = frozenset({
 def _time(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**7:
         return str(value)  # minutes
-    if isinstance(value, str) and _TIME.fullmatch(value):
+    if isinstance(value, str) and re.fullmatch(_TIME, value):
         return value
     raise refuse("HF015", f"expected sbatch's days-hours:minutes:seconds, found {describe(value)}")
 
@@ -61,16 +61,16 @@ def _not_a_separator(value: str) -> str:
 
 
 def _word(value: str) -> str:
-    if not _WORD.fullmatch(value):
+    if not re.fullmatch(_WORD, value):
         raise refuse(
             "HF015", f"expected a name without spaces, quotes and the like, found {describe(value)}"
         )
     return value
 
 
-def _form(pattern: re.Pattern[str], example: str) -> AfterValidator:
+def _form(pattern: str, example: str) -> AfterValidator:
     def check(value: str) -> str:
-        if not pattern.fullmatch(value):
+        if not re.fullmatch(pattern, value):
             raise refuse("HF015", f"expected {example}, found {describe(value)}")
         return value
 
@@ -84,7 +84,7 @@ def _number(value: Any) -> Any:
 
 def _memory(value: Any) -> Any:
     text = _number(value)
-    if text is None or (isinstance(text, str) and _MEMORY.fullmatch(text)):
+    if text is None or (isinstance(text, str) and re.fullmatch(_MEMORY, text)):
         return text
     raise refuse("HF015", f"expected memory per node as 0, 512G or 2T, found {describe(value)}")
 
@@ -92,7 +92,7 @@ def _memory(value: Any) -> Any:
 def _version(value: Any) -> Any:
     # 23.11 without quotes is a number, and 24.10 would lose its zero.
     text = f"{value:.2f}" if isinstance(value, float) else value
-    if isinstance(text, str) and _VERSION.fullmatch(text):
+    if isinstance(text, str) and re.fullmatch(_VERSION, text):
         return text
     raise refuse("HF015", f"expected year.month as 23.11, found {describe(value)}")
 
@@ -107,7 +107,7 @@ def array_indices(text: str) -> list[int]:
     found: set[int] = set()
     good = not percent or (limit.isascii() and limit.isdigit() and int(limit) > 0)
     for part in listed.split(","):
-        if not good or not _INDICES.fullmatch(part):
+        if not good or not re.fullmatch(_INDICES, part):
             good = False
             break
         first, _, rest = part.partition("-")
@@ -126,7 +126,7 @@ def _array(value: str) -> str:
 
 
 def _extra(value: str) -> str:
-    match = _OPTION.fullmatch(value)
+    match = re.fullmatch(_OPTION, value)
     if not match:
         raise refuse("HF162", f"expected --option or --option=value, found {describe(value)}")
     if match[1] in SET_BY_US:
@@ -248,7 +248,7 @@ class Slurm(Section):
     signal_lead_s: Seconds | None = Field(
         None, description="Seconds before the limit at which to save; null: from shutdown_s."
     )
-    umask: Annotated[Text, _form(re.compile("[0-7]{3,4}"), "four octal digits as 0027")] | None = (
-        Field(None, description="Of all files of the run, in quotes, as '0027'.")
+    umask: Annotated[Text, _form("[0-7]{3,4}", "four octal digits as 0027")] | None = Field(
+        None, description="Of all files of the run, in quotes, as '0027'."
     )
     group: Word | None = Field(None, description="Group that owns the run directory.")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ipaddress
 import re
 import shlex
-from typing import Annotated, Any, Literal
+import sys
+from types import ModuleType
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -47,11 +49,11 @@ def plain_text(value: str) -> str:
     return value
 
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?")
+_NAME: Final = r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?"
 
 
 def _job_name(value: str) -> str:
-    if _NAME.fullmatch(value):
+    if re.fullmatch(_NAME, value):
         return value
     near = re.sub(r"[^a-z0-9]+", "-", value.lower())[:50].strip("-") or "my-run"
     raise refuse(
@@ -94,11 +96,11 @@ def _schedule(value: Any) -> Any:
     return known[name]
 
 
-_PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
+_PORTS: Final = r"([0-9]{1,5})-([0-9]{1,5})"
 
 
 def _ports(value: str) -> str:
-    match = _PORTS.fullmatch(value)
+    match = re.fullmatch(_PORTS, value)
     low, high = (int(match[1]), int(match[2])) if match else (0, 0)
     if not (1024 <= low <= high <= 65535):
         raise refuse(
@@ -190,3 +192,34 @@ class Section(BaseModel):
     """What all sections share: nothing unknown, nothing converted, nothing changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+
+
+_PLUGINS: Final = "pydantic.plugin._loader"
+
+
+def build(section: type[BaseModel]) -> None:
+    """Have pydantic build what `section` and all within it need, once.
+
+    Before it builds anything, pydantic looks for plugins through everything that is installed,
+    which takes as long as the building. There are none for job files, so it is told so by a
+    module that stands in for its own meanwhile. Where there is no such module it looks.
+    """
+    stands_in = _PLUGINS not in sys.modules
+    if stands_in:
+        module = ModuleType(_PLUGINS)
+        module.__dict__["get_plugins"] = tuple
+        sys.modules[_PLUGINS] = module
+    try:
+        section.model_rebuild()
+    finally:
+        if stands_in:
+            del sys.modules[_PLUGINS]
+
+
+def optional_section(description: str) -> Any:
+    """Return the field of a section that may be left out: it is one with its defaults then.
+
+    An empty mapping is validated in its place. A factory that calls the section would have
+    pydantic build what it needs for it a second time, which takes longer than all the rest.
+    """
+    return Field(default_factory=dict, validate_default=True, description=description)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from launcher.backends.base import Backend
 from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.backends.base import Backend
 
 
 @dataclass(frozen=True, slots=True)

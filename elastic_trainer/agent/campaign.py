@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_trainer.agent.board import BoardState, Token
+from elastic_trainer.agent.board import BoardState, Lease, Token
 from elastic_trainer.agent.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.follower import RETRY_S, follow_winner
 from elastic_trainer.agent.lease import lease_of
 from elastic_trainer.agent.messages import Elect, Message, Vote, Won
 from elastic_trainer.agent.notices import Member
-from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn
+from elastic_trainer.agent.roles import End, Lead, Role, Seek, Turn, follow_winner
+from elastic_trainer.agent.seeker import RETRY_S
 from elastic_trainer.failures import EXIT_DONE
 
 PEEK_S = 0.5
 """How often a candidate, or one in line, looks whether the job has gone on without it."""
 
+
+WATCH_RENEWALS = 1.5
+"""How long a lease's beat must stand still before few may take it, in times of its renewal."""
+MIN_WATCH_S = 1.0
 
 BLOCK = 16
 """So many successors look at each other; each further block waits one delay longer."""
@@ -42,6 +46,8 @@ class Campaign(Role):
         self._gone: set[str] = set()
         """agent_ids that could not be reached."""
         self._running = False
+        self._quiet = False
+        """Who has not voted by now is not there, though its kernel takes connections: stopped."""
         self._swapping = False
         self._peeks = 0
         """Looks at the board whose answers, which come in order, are still out."""
@@ -148,9 +154,8 @@ class Campaign(Role):
 
     def _try_to_win(self) -> Turn | None:
         """Go for the board when the rule allows it."""
-        all_reached_lost = all(self._votes.values()) and len(self._votes) + len(self._gone) == (
-            self._num_others
-        )
+        everybody = len(self._votes) + len(self._gone) == self._num_others
+        all_reached_lost = all(self._votes.values()) and (everybody or self._quiet)
         watching = self._watched is not None and not self._has_majority
         may = self._running and not self._swapping and not watching
         if may and (self._has_majority or all_reached_lost):
@@ -185,10 +190,23 @@ class Campaign(Role):
                 self._close_all()
                 return Seek()
             self._watched, self._swapping = lease.beat, False
-            ctx.after("watch", 1.5 * ctx.settings.lease_renew_s)
+            ctx.after("watch", self._watch_s(lease))
             return None
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
+
+    def _watch_s(self, lease: Lease) -> float:
+        """Return for how long the beat must still stand.
+
+        One and a half renewals in all, from when its holder told that it was raised; from now
+        on where that was not heard. A moment at least: a holder that was paused together with
+        this agent renews as soon as both go on.
+        """
+        whole_s = WATCH_RENEWALS * self.ctx.settings.lease_renew_s
+        term, beat, heard = self.ctx.renewed
+        if (term, beat) != (self.ctx.term, lease.beat):
+            return whole_s
+        return max(MIN_WATCH_S, whole_s - (self.ctx.now - heard))
 
     def _peeked(self, state: BoardState) -> Turn | None:
         """Give up when the job has gone on without this agent: it was paused, or cut off."""
@@ -205,7 +223,8 @@ class Campaign(Role):
         for conn in self._dialed:
             ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
         expected = {conn: member.agent_id for conn, member in self._dialed.items()}
-        return Lead(state, token, expected)
+        silent = (conn for conn, agent_id in expected.items() if agent_id not in self._votes)
+        return Lead(state, token, expected, unheard=frozenset(silent))
 
     def board_failed(self, error: str) -> Turn | None:
         """Try again in a moment: without the board there is no new epoch."""
@@ -231,6 +250,9 @@ class Campaign(Role):
             self._peeks += 1
             ctx.after("peek", PEEK_S)
             ctx.outbox.append(ReadBoard())
+        if name == "quiet":
+            self._quiet = True
+            return self._try_to_win()
         if name == "watch" and not self._swapping:
             self._swapping = True
             ctx.outbox.append(ReadBoard())
@@ -255,6 +277,7 @@ class Campaign(Role):
         # Members that neither answer nor refuse must not hold up the rest for ever.
         patience = max(4 * ctx.settings.dial_timeout_s, 3 * ctx.settings.lease_renew_s)
         ctx.after("campaign", patience)
+        ctx.after("quiet", ctx.settings.dial_timeout_s)
         return self._try_to_win()
 
     def _close_all(self, but: Conn | None = None) -> None:

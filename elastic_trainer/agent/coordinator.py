@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.departures import Departures
 from elastic_trainer.agent.effects import Conn, Context, Send
+from elastic_trainer.agent.inquest import SILENT_BEATS
 from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.lease import Standing
 from elastic_trainer.agent.messages import (
@@ -14,6 +15,7 @@ from elastic_trainer.agent.messages import (
     Join,
     Message,
     Reject,
+    Renewed,
     Won,
 )
 from elastic_trainer.agent.notices import (
@@ -30,7 +32,7 @@ from elastic_trainer.agent.notices import (
     WorkersSeen,
 )
 from elastic_trainer.agent.peers import Peer, choose_members
-from elastic_trainer.agent.roles import Seek, Turn
+from elastic_trainer.agent.roles import Lead, Seek, Turn
 from elastic_trainer.agent.table import NOBODY, Members
 from elastic_trainer.failures import (
     EXIT_DONE,
@@ -46,27 +48,19 @@ class Coordinator(Departures):
 
     Args:
         ctx: shared with the roles before.
-        state: the board as it was won, with this agent's lease.
-        token: of that content.
-        expected: see Watch.
-        gone: see roles.Lead.
+        lead: the board as it was won, with this agent's lease, and who is to come.
     """
 
-    def __init__(
-        self,
-        ctx: Context,
-        state: BoardState,
-        token: Token,
-        *,
-        expected: dict[Conn, str] | None = None,
-        gone: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(ctx, state, token, expected)
-        self.absent.update(gone)
+    def __init__(self, ctx: Context, lead: Lead) -> None:
+        super().__init__(ctx, lead.state, lead.token, lead.expected)
+        self.absent.update(lead.gone)
+        self._unheard = set(lead.unheard)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
         self._said_parked: int | None = None
+        self._beat = 0
+        """Of the lease, as the others were told."""
         self._waited_alone = False
         """The members that fell silent have had the time to take the lease."""
 
@@ -84,6 +78,7 @@ class Coordinator(Departures):
         self.begin_to_watch()
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
+        self._listen()
         for report in list(ctx.reports):
             if turn := self.told(ctx.me.agent_id, report):
                 return turn
@@ -91,6 +86,7 @@ class Coordinator(Departures):
 
     def received(self, conn: Conn, message: Message) -> Turn | None:
         """Hear a peer, or of another coordinator."""
+        self._unheard.discard(conn)
         if isinstance(message, Won) and message.term > self.ctx.term:
             self.lease.look()
         return super().received(conn, message)
@@ -98,6 +94,7 @@ class Coordinator(Departures):
     def joined(self, join: Join) -> Turn | None:
         """An agent has joined: form or grow; one that missed the epoch's news ends it."""
         ctx, member = self.ctx, join.member
+        self._listen()
         conns = self.peers.conns((member.agent_id,))
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
@@ -119,6 +116,8 @@ class Coordinator(Departures):
             self.lease.look()
         elif name == "gather":
             return self._gather_over()
+        elif name == "hear":
+            return self._pass_over_the_silent()
         elif name == "settle":
             self.settled()
             return self.advance()
@@ -135,6 +134,22 @@ class Coordinator(Departures):
             return self.advance() if again else turn
         return None
 
+    def _listen(self) -> None:
+        if self.expected:
+            self.ctx.after("hear", SILENT_BEATS * self.ctx.settings.heartbeat_s)
+
+    def _pass_over_the_silent(self) -> Turn | None:
+        """Stop waiting for members of which nothing was heard, once no other comes either.
+
+        Their kernels take connections, but nobody answers: they are stopped. One that is only
+        slow joins later.
+        """
+        if self.expected is None:
+            return None
+        for conn in self._unheard:
+            self.expected.pop(conn, None)
+        return self.advance()
+
     def _gather_over(self) -> Turn | None:
         self.expected = None
         settings, have = self.ctx.settings, len(self.peers)
@@ -150,6 +165,10 @@ class Coordinator(Departures):
 
     def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
         """Go on when the lease is still held, else step down."""
+        lease = state.lease
+        if won and lease is not None and lease.term == self.ctx.term and lease.beat != self._beat:
+            self._beat = lease.beat
+            self.send_all(Renewed(beat=lease.beat))
         return self._stand_as(self.lease.swapped(state, token, won=won))
 
     def _stand_as(self, standing: Standing) -> Turn | None:

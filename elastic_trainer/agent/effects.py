@@ -175,6 +175,8 @@ class Context:
     """All agents of the newest epoch, spares too, in member order: the line of succession."""
     coordinator: str = ""
     """Agent id of the newest coordinator this agent has followed."""
+    renewed: tuple[int, int, float] = (0, 0, 0.0)
+    """Its term, the newest beat of its lease that it told of, and when that was heard."""
     history: History = field(default_factory=History)
     barred: dict[str, str] = field(default_factory=dict)
     """Nodes that may not come back, and why."""

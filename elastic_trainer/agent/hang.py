@@ -22,6 +22,8 @@ STEP_FACTOR: Final = 2.0
 """Of the time of a whole step: who stands still for less delays nobody by much."""
 WINDOW_S: Final = 600.0
 """Limits follow what happened in the last one or two of these."""
+FAST_BEATS: Final = 10
+"""Of a script by the time that its first step is seen: what comes before the second is fewer."""
 STOPPED_S: Final = 1.0
 """A stopped process makes no progress whatever it was doing."""
 
@@ -167,8 +169,10 @@ class HangWatch:
             return
         if watched.first_step is None:
             watched.first_step = beat.step
+        # A script may make many steps between two looks, and then hang for good.
+        fast = self._only_beating and beat.counter >= FAST_BEATS
         # The second step may compile again, and is the first to wait for slow peers.
-        if beat.step > watched.first_step:
+        if beat.step > watched.first_step or fast:
             watched.steady_since, watched.steady_step = now, beat.step
 
     def _ceiling_s(self, watched: _Watched) -> float:

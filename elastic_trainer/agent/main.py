@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.agent.accelerators import healthy
 from elastic_trainer.agent.addresses import local_address
@@ -34,6 +34,9 @@ from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.snapshots.peer import KEEPER_LABEL
+
+if TYPE_CHECKING:
+    from elastic_trainer.agent.agent import HoldfastAgent
 
 AUTHENTICATE_S = 5.0
 
@@ -70,31 +73,14 @@ def run(options: Options) -> int:
     Raises:
         OptionsError: HF504, the network section does not fit this node.
     """
-    network = options.network
-    try:
-        ports = parse_ports(network.ports)
-        address = options.local_addr or local_address(
-            interface=network.interface, cidr=network.cidr
-        )
-    except ValueError as error:
-        raise OptionsError("HF504", str(error)) from error
+    address, ports = _network(options)
     options.shared_dir.mkdir(parents=True, exist_ok=True)
     secret = make_secret(options.shared_dir)
     for note in options.notes:
         sys.stderr.write(f"holdfast agent: {note}\n")
     with contextlib.ExitStack() as stack:
-        env = base_environment(
-            os.environ, workers=options.workers, address=address, run_dir=options.run_dir
-        )
-        if options.code is not None:
-            env |= {CODE: options.code.dir, SOURCE: options.code.source}
-            env |= frozen_python_path(env)
-        env["HOLDFAST_SINCE"] = str(time.monotonic())
-        env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
-        if options.board is not None:
-            env[BOARD_VARIABLE] = options.board
         # First of all: it imports while this process does.
-        workers = Workers(options.task, env=env)
+        workers = Workers(options.task, env=_environment(options, address))
         stack.callback(workers.close)
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
@@ -102,19 +88,7 @@ def run(options: Options) -> int:
         stack.callback(log.close)
         waker = Waker()
         stack.callback(waker.close)
-        keeper = Keeper(
-            scratch.snapshots,
-            address,
-            ports,
-            authenticate=partial(
-                authenticate,
-                secret=secret,
-                server=True,
-                label=KEEPER_LABEL,
-                context=options.run_id,
-                timeout_s=AUTHENTICATE_S,
-            ),
-        )
+        keeper = _keeper(options, scratch, address, ports, secret=secret)
         keeper.start()
         stack.callback(keeper.close)
         store = EpochStore(address, ports)
@@ -135,37 +109,104 @@ def run(options: Options) -> int:
         )
         # At once: a node that dies while it warms up is then known to be dead.
         client.start()
-        follower = _follower(options)
-        # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
-        from elastic_trainer.agent.agent import HoldfastAgent
-        from elastic_trainer.agent.ends import worker_spec
-        from elastic_trainer.agent.scripts import Scripts
-
-        agent = HoldfastAgent(
+        agent = _agent(
+            options,
             _agent_config(options, me, scratch),
-            worker_spec(
-                options.workers,
-                options.task.target,
-                options.elastic.max_restarts,
-                role=options.role,
-            ),
             workers=workers,
-            membership=client,
+            client=client,
             waker=waker,
             log=log,
-            scripts=Scripts(
-                options.task,
-                options.layouts,
-                log,
-                record_dir=options.record_dir,
-                follower=follower,
-                split=options.streams is not None,
-                grace_s=options.stop_grace_s,
-            ),
             free_snapshots=keeper.free,
         )
         agent.run(options.role)
     return agent.exit_code
+
+
+def _network(options: Options) -> tuple[str, range]:
+    """Return the address that peers are told, and the ports to listen on."""
+    network = options.network
+    try:
+        ports = parse_ports(network.ports)
+        address = options.local_addr or local_address(
+            interface=network.interface, cidr=network.cidr
+        )
+    except ValueError as error:
+        raise OptionsError("HF504", str(error)) from error
+    return address, ports
+
+
+def _environment(options: Options, address: str) -> dict[str, str]:
+    """Return what the zygote and all workers find in their environment."""
+    env = base_environment(
+        os.environ, workers=options.workers, address=address, run_dir=options.run_dir
+    )
+    if options.code is not None:
+        env |= {CODE: options.code.dir, SOURCE: options.code.source}
+        env |= frozen_python_path(env)
+    env["HOLDFAST_SINCE"] = str(time.monotonic())
+    env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
+    if options.board is not None:
+        env[BOARD_VARIABLE] = options.board
+    return env
+
+
+def _keeper(
+    options: Options, scratch: Scratch, address: str, ports: range, *, secret: Secret
+) -> Keeper:
+    return Keeper(
+        scratch.snapshots,
+        address,
+        ports,
+        authenticate=partial(
+            authenticate,
+            secret=secret,
+            server=True,
+            label=KEEPER_LABEL,
+            context=options.run_id,
+            timeout_s=AUTHENTICATE_S,
+        ),
+    )
+
+
+def _agent(
+    options: Options,
+    config: AgentConfig,
+    *,
+    workers: Workers,
+    client: MembershipClient,
+    waker: Waker,
+    log: EventLog,
+    free_snapshots: Callable[[int], None],
+) -> HoldfastAgent:
+    follower = _follower(options)
+    # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
+    from elastic_trainer.agent.agent import HoldfastAgent
+    from elastic_trainer.agent.ends import worker_spec
+    from elastic_trainer.agent.scripts import Scripts
+
+    return HoldfastAgent(
+        config,
+        worker_spec(
+            options.workers,
+            options.task.target,
+            options.elastic.max_restarts,
+            role=options.role,
+        ),
+        workers=workers,
+        membership=client,
+        waker=waker,
+        log=log,
+        scripts=Scripts(
+            options.task,
+            options.layouts,
+            log,
+            record_dir=options.record_dir,
+            follower=follower,
+            split=options.streams is not None,
+            grace_s=options.stop_grace_s,
+        ),
+        free_snapshots=free_snapshots,
+    )
 
 
 def _follower(options: Options) -> LogFollower | None:

@@ -13,10 +13,11 @@ from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.campaign import Campaign
 from elastic_trainer.agent.coordinator import Coordinator
 from elastic_trainer.agent.effects import Conn, Context, Effect, Settings
-from elastic_trainer.agent.follower import Follower, Seeker
+from elastic_trainer.agent.follower import Follower
 from elastic_trainer.agent.messages import Message
 from elastic_trainer.agent.notices import Member, Report
 from elastic_trainer.agent.roles import Done, End, Follow, Lead, Role, Seek, Stand, Turn
+from elastic_trainer.agent.seeker import Seeker
 
 
 class Membership:
@@ -113,7 +114,7 @@ def _role_of(ctx: Context, turn: Turn) -> Role:
             return Follower(ctx, link, term)
         case Stand(sure):
             return Campaign(ctx, sure=sure)
-        case Lead(state, token, expected, gone):
-            return Coordinator(ctx, state, token, expected=expected, gone=gone)
+        case Lead():
+            return Coordinator(ctx, turn)
         case End():
             return Done(ctx, turn)

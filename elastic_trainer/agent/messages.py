@@ -70,6 +70,13 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """Coordinator -> agents: the beat of my lease was raised to this just now."""
+
+    beat: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PastFailure:
     """One entry of the failure history, carried to every agent so it outlives a coordinator."""
 
@@ -181,6 +188,7 @@ Message = (
     | Welcome
     | Reject
     | Ping
+    | Renewed
     | Formed
     | Abort
     | Show
@@ -196,7 +204,7 @@ Message = (
 _TYPES: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
-        *(Join, Welcome, Reject, Ping, Formed, Abort, Show),
+        *(Join, Welcome, Reject, Ping, Renewed, Formed, Abort, Show),
         *(Ask, Leaves, Stop, Told, Elect, Vote, Won),
     )
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +33,3 @@ def shares_of(pid: int) -> Shares:
     except (OSError, ValueError):
         return Shares(0.0, 0.0)
     return Shares(int(ran) / 1e9, int(held) / 1e9)
-
-
-def age_s_of(pid: int) -> float:
-    """Return how long ago a process was forked, seconds, to a clock tick (10 ms).
-
-    Field 22 of proc_pid_stat(5) is the time since the machine's start, sleep included.
-
-    Raises:
-        OSError: no such process.
-    """
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    begun_ticks = int(text.rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun_ticks / os.sysconf("SC_CLK_TCK")

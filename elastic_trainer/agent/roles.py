@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.agent.board import BoardState, Token
 from elastic_trainer.agent.effects import Conn, Context, Settings
-from elastic_trainer.agent.messages import Elect, Join, Leaves, Message, Reject, Vote
+from elastic_trainer.agent.messages import Elect, Join, Leaves, Message, Reject, Vote, Won
 from elastic_trainer.agent.notices import JobStopped, Member, Report
 
 
@@ -34,13 +34,15 @@ class Stand:
 class Lead:
     """The board is won. `expected`: members of the last epoch that will join on these links.
 
-    `gone`: nodes known to be dead, for which a first epoch does not wait.
+    `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
+    `expected` that have said nothing yet.
     """
 
     state: BoardState
     token: Token
     expected: dict[Conn, str] | None = field(default=None)
     gone: tuple[str, ...] = ()
+    unheard: frozenset[Conn] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,13 @@ class Role:
     def timer(self, name: str) -> Turn | None:
         """Handle a timer that fired."""
         return None
+
+
+def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
+    """Join the new coordinator over the connection it called on."""
+    ctx.coordinator = won.coordinator
+    ctx.join(conn)
+    return Follow(conn, won.term)
 
 
 class Done(Role):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,18 +69,70 @@ class Collective:
     def together(self, step: Callable[[], None]) -> None:
         """Run `step` on every rank.
 
+        Steps may be nested: a rank that fails meets the others at the next agreement, whichever
+        step they have got to, and all give up the outermost.
+
         Raises:
             StepFailedError: on every rank, when it failed on any.
         """
         reason = None
         try:
             step()
+        except StepFailedError:
+            raise  # of a step inside: all ranks know
         except FAILURES as error:
             reason = describe(error)
         good = torch.tensor([reason is None], dtype=torch.int32)
         dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self.group)
         if not good.item():
             self._raise_gathered(reason)
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each of all ranks' values; as many on every rank."""
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        found: list[int] = largest.tolist()
+        return found
+
+    def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Send each rank its message, where there is one; return those for this rank, by sender.
+
+        A rank holds its own messages and those for it, and 8 bytes for each rank twice.
+        """
+        if self.world_size == 1:
+            return {rank: raw for rank, raw in messages.items() if raw}
+        ranks = [rank for rank in sorted(messages) if messages[rank]]
+        out_bytes = torch.zeros(self.world_size, dtype=torch.int64)
+        for rank in ranks:
+            out_bytes[rank] = len(messages[rank])
+        in_bytes = torch.empty_like(out_bytes)
+        dist.all_to_all_single(in_bytes, out_bytes, group=self.group)
+        out = _as_tensor(b"".join(messages[rank] for rank in ranks))
+        into = torch.empty(int(in_bytes.sum()), dtype=torch.uint8)
+        counts = in_bytes.tolist()
+        dist.all_to_all_single(into, out, counts, out_bytes.tolist(), group=self.group)
+        found, at, raw = {}, 0, into.numpy().tobytes()
+        for rank, count in enumerate(counts):
+            if count:
+                found[rank] = raw[at : at + count]
+            at += count
+        return found
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return all ranks' `own`, by rank; the sum of their sizes is all that it costs."""
+        if self.world_size == 1:
+            return [own]
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        dist.all_reduce(sizes, group=self.group)
+        ends = sizes.cumsum(0).tolist()
+        everything = torch.zeros(ends[-1], dtype=torch.uint8)
+        if own:
+            everything[ends[self.rank] - len(own) : ends[self.rank]] = _as_tensor(own)
+        if ends[-1]:
+            dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=self.group)
+        raw = everything.numpy().tobytes()
+        return [raw[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
     def gather(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank and return all values, by rank, on every rank.
@@ -99,3 +152,11 @@ class Collective:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
         more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise StepFailedError(failed[0] + more)
+
+
+def _as_tensor(raw: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        if raw
+        else torch.empty(0, dtype=torch.uint8)
+    )

@@ -26,7 +26,7 @@ from elastic_trainer.agent.board import Commit
 from elastic_trainer.checkpoint import hf_names
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, InputError
 from elastic_trainer.checkpoint.manifest import METADATA_NAME
-from elastic_trainer.checkpoint.restricted import CheckpointReader
+from elastic_trainer.checkpoint.reader import CheckpointReader
 from elastic_trainer.checkpoint.staging import (
     ByteCount,
     Progress,

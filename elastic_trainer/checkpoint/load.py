@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -21,6 +22,21 @@ from elastic_trainer.checkpoint.state import (
 )
 
 
+class LocatingReader(StorageReader, abc.ABC):  # type: ignore[misc]  # torch is not followed by mypy
+    """A reader whose `read_metadata` knows the tensors, but not where their parts lie."""
+
+    @abc.abstractmethod
+    def locate(self, target: Mapping[str, Tensor]) -> Metadata:
+        """Return the parts that meet this rank's of `target`; collective.
+
+        Args:
+            target: full name -> tensor to fill.
+
+        Raises:
+            StepFailedError: on every rank.
+        """
+
+
 class State(Protocol):
     """What both tiers keep: the trainer's, or that of somebody's own loop."""
 
@@ -31,7 +47,10 @@ class State(Protocol):
         """
 
     def load(self, reader: StorageReader) -> int:
-        """Read this rank's part in place, without collectives; return the step it is of."""
+        """Read this rank's part in place; return the step it is of.
+
+        The reader may have collectives, so all ranks call it alike, and `read_into` once.
+        """
 
 
 class TrainingState:
@@ -75,7 +94,9 @@ class TrainingState:
 
 
 def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:
-    """Read this rank's part of what `target` names straight into its tensors; no collectives.
+    """Read this rank's part of what `target` names straight into its tensors.
+
+    There are no collectives but a LocatingReader's own.
 
     DCP's planner cuts what this layout needs out of what any layout wrote.
     `dcp.load` would add three object collectives to agree on plans that do not
@@ -91,6 +112,8 @@ def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -
         for section, tensors in target.items()
         for name, tensor in tensors.items()
     }
+    if isinstance(reader, LocatingReader):
+        metadata = reader.locate(flat)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(flat), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -1,39 +1,29 @@
-"""Restore from memory: all ranks agree on the newest snapshot that is whole, and read it."""
+"""Restore from memory: all ranks agree on the newest snapshot that is whole, and read it.
+
+They agree by flags, a few bytes a rank; nobody is told what all others hold.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.memory import Place
+from elastic_trainer.checkpoint.memory_reader import MemoryReader
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
     everybody_got_there,
-    missing_shards,
+    extent,
+    gone,
+    marks,
     newest_first,
-    sources,
+    packed,
+    unpacked,
 )
 from elastic_trainer.snapshots.errors import PeerError, TornImageError
 from elastic_trainer.snapshots.image import Image, Part, parse_name
@@ -67,34 +57,46 @@ def restore_from_memory(
     Returns:
         (step, epoch that wrote it); None when memory has nothing.
     """
-    everywhere = group.gather(lambda: _survey(place, group))
-    holdings = [holding for part in everywhere for holding in part]
-    for key in newest_first(holdings):
+    holdings: list[Holding] = []
+    group.together(lambda: holdings.extend(_survey(place, group)))
+    for key in _agreed_keys(holdings, group):
         step, epoch = key
         if step < at_least:
             return None
         if not allows(epoch, step):
             continue
-        if missing_shards(holdings, key):
-            on_skip(step, describe_missing(holdings, key))
+        num_shards, num_ranks, committed = group.maxima(extent(holdings, key))
+        held = group.maxima(marks(holdings, key, num_shards, num_ranks))
+        if missing := gone(held, num_shards):
+            on_skip(step, describe_missing(key, missing, num_shards))
             continue
-        if not everybody_got_there(holdings, key):
+        if not everybody_got_there(held, num_shards, committed=bool(committed)):
             continue  # nothing is lost: it was not committed
         found = _verified(holdings, key, place, group)
-        good = [holding for holding, _ in found]
-        if missing_shards(good, key):
-            on_skip(step, describe_missing(good, key))
+        good = group.maxima(marks([h for h, _ in found], key, num_shards, num_ranks))
+        if missing := gone(good, num_shards):
+            on_skip(step, describe_missing(key, missing, num_shards))
             continue
-        reader = MemoryReader(found, key, place, group.rank)
-        load = partial(_load, reader, state, step)
+        reader = MemoryReader(found, place, group)
         try:
-            group.together(load)
+            group.together(partial(_load, reader, state, step))
         except StepFailedError as error:
             on_skip(step, str(error))
             continue
         _drop_others(place, key)
         return step, epoch
     return None
+
+
+def _agreed_keys(holdings: list[Holding], group: Collective) -> Iterator[tuple[int, int]]:
+    """Yield the (step, epoch) of which any node has images, newest first; collective."""
+    mine = [packed(key) for key in newest_first(holdings)]
+    while True:
+        (newest,) = group.maxima([mine[0] if mine else -1])
+        if newest < 0:
+            return
+        yield unpacked(newest)
+        mine = [number for number in mine if number < newest]
 
 
 def _drop_others(place: Place, key: tuple[int, int]) -> None:
@@ -123,15 +125,15 @@ def _load(reader: MemoryReader, state: State, step: int) -> None:
 
 
 def _survey(place: Place, group: Collective) -> list[Holding]:
-    """Return what this rank looks at: its node's memory (one worker per node), and its spares'."""
+    """Return what this rank looks at and verifies: its share of its node's images, and spares'."""
     found: list[Holding] = []
-    if place.local_rank == 0:
-        me = place.members[group.rank // place.workers]
-        for path in sorted(place.directory.iterdir()):
-            if parse_name(path.name) is None:
-                continue
-            with contextlib.suppress(OSError, TornImageError), _opened(place, path.name) as image:
-                found.append(_holding(me, path.name, image))
+    me = place.members[group.rank // place.workers]
+    for path in sorted(place.directory.iterdir()):
+        parsed = parse_name(path.name)
+        if parsed is None or parsed[2] % place.workers != place.local_rank:
+            continue
+        with contextlib.suppress(OSError, TornImageError), _opened(place, path.name) as image:
+            found.append(_holding(me, path.name, image))
     for spare in place.spares[group.rank :: group.world_size]:
         if spare.port:
             # One that is gone holds nothing: the agents see to it.
@@ -154,23 +156,11 @@ def _holding(me: Peer, file: str, image: Image) -> Holding:
 def _verified(
     holdings: list[Holding], key: tuple[int, int], place: Place, group: Collective
 ) -> Found:
-    """Return the images of `key` of which every byte is right; each is read by one rank."""
-    spares = {spare.node: index for index, spare in enumerate(place.spares)}
-    mine = []
-    local = 0
-    for holding in holdings:
-        if holding.key != key:
-            continue
-        if holding.node == place.node:
-            if local % place.workers == place.local_rank:
-                mine.append(holding)
-            local += 1
-        elif spares.get(holding.node, -1) % group.world_size == group.rank and (
-            holding.node in spares
-        ):
-            mine.append(holding)
-    parts = group.gather(lambda: [found for h in mine for found in _verify(h, place)])
-    return [found for part in parts for found in part]
+    """Return those images of `key` that this rank looked at and of which every byte is right."""
+    found: Found = []
+    mine = [holding for holding in holdings if holding.key == key]
+    group.together(lambda: found.extend(good for h in mine for good in _verify(h, place)))
+    return found
 
 
 def _verify(holding: Holding, place: Place) -> Iterator[tuple[Holding, tuple[Part, ...]]]:
@@ -198,136 +188,3 @@ def _opened(place: Place, file: str) -> Iterator[Image]:
         yield image
     finally:
         image.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The bytes of an image that one read item needs, and how they are laid out."""
-
-    item: ReadItem
-    dtype: torch.dtype
-    at: int
-    """In the payload, bytes."""
-    num_bytes: int
-    strides: tuple[int, ...]
-
-    def tensor(self, raw: Any) -> Tensor:
-        """Return the item's tensor in `raw`, a writable buffer of `num_bytes`."""
-        if not self.num_bytes:
-            return torch.empty(tuple(self.item.lengths), dtype=self.dtype)
-        flat = torch.frombuffer(raw, dtype=self.dtype)
-        return flat.as_strided(tuple(self.item.lengths), self.strides)
-
-
-class MemoryReader(StorageReader):  # type: ignore[misc]  # torch is not followed by mypy
-    """DCP's view of one snapshot, wherever its images lie: this node's memory, or a peer's.
-
-    Args:
-        found: verified images.
-        key: (step, epoch) of the snapshot; images of others are left out.
-        place: of this worker.
-        rank: of this worker; spreads the reading over the holders.
-    """
-
-    def __init__(self, found: Found, key: tuple[int, int], place: Place, rank: int) -> None:
-        self._place = place
-        self._sources = sources((h for h, _ in found), key, here=place.node, spread=rank)
-        index = {(h.node, h.file): parts for h, parts in found}
-        self._where: dict[tuple[str, tuple[int, ...]], tuple[Holding, Part]] = {}
-        for shard in sorted(self._sources):
-            holding = self._sources[shard]
-            for part in index[holding.node, holding.file]:
-                # Replicated tensors are in every image: the first will do.
-                self._where.setdefault((part.name, part.offsets), (holding, part))
-        self._images: dict[str, Image] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Keep nothing between loads."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
-        """Never chosen by a path."""
-        return False
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return DCP's index of the snapshot."""
-        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-        one_of: dict[str, Part] = {}
-        for _, part in self._where.values():
-            one_of[part.name] = part
-            chunks[part.name].append(
-                ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
-            )
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=getattr(torch, part.dtype)),
-                    torch.Size(part.shape),
-                    chunks[name],
-                )
-                for name, part in one_of.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
-        """Everything is known already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for: from own memory by a copy, from others over TCP."""
-        by_holding: dict[tuple[str, str], tuple[Holding, list[_Span]]] = {}
-        for item in plan.items:
-            holding, part = self._find(item.storage_index)
-            spans = by_holding.setdefault((holding.node, holding.file), (holding, []))[1]
-            spans.append(_span(item, part))
-        for holding, spans in by_holding.values():
-            for span, raw in zip(spans, self._bytes(holding, spans), strict=True):
-                target = planner.resolve_tensor(span.item).detach()
-                target.copy_(span.tensor(raw))
-                planner.commit_tensor(span.item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def close(self) -> None:
-        """Unmap this node's images."""
-        for image in self._images.values():
-            image.close()
-        self._images.clear()
-
-    def _find(self, index: MetadataIndex) -> tuple[Holding, Part]:
-        assert index.offset is not None, index
-        return self._where[index.fqn, tuple(index.offset)]
-
-    def _bytes(self, holding: Holding, spans: Iterable[_Span]) -> Iterable[Any]:
-        if holding.node != self._place.node:
-            with PeerLink(_peer(holding), self._place.authenticate) as link:
-                return link.read(holding.file, [(span.at, span.num_bytes) for span in spans])
-        image = self._images.get(holding.file)
-        if image is None:
-            image = self._images[holding.file] = Image(self._place.directory / holding.file)
-        at = holding.header.payload_at
-        whole = memoryview(image.map)
-        return [whole[at + span.at : at + span.at + span.num_bytes] for span in spans]
-
-
-def _span(item: ReadItem, part: Part) -> _Span:
-    dtype: torch.dtype = getattr(torch, part.dtype)
-    strides = [math.prod(part.sizes[dim + 1 :]) for dim in range(len(part.sizes))]
-    begin = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
-    last = begin + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
-    count = 0 if 0 in item.lengths else last + 1 - begin
-    return _Span(
-        item,
-        dtype,
-        part.at + begin * dtype.itemsize,
-        count * dtype.itemsize,
-        tuple(strides),
-    )

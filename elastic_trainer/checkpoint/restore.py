@@ -12,7 +12,7 @@ from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_of
-from elastic_trainer.checkpoint.restricted import CheckpointReader
+from elastic_trainer.checkpoint.reader import CheckpointReader
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import StartFrom
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.snapshots.image import Header
+
+_STEP_BITS, _EPOCH_BITS = 39, 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,59 +55,68 @@ def newest_first(holdings: Iterable[Holding]) -> list[tuple[int, int]]:
     return sorted({holding.key for holding in holdings}, reverse=True)
 
 
-def missing_shards(holdings: Sequence[Holding], key: tuple[int, int]) -> list[int]:
-    """Return the shards of `key` that nobody holds; an empty list means it is whole."""
-    mine = [holding.header for holding in holdings if holding.key == key]
-    num_shards = max((header.num_shards for header in mine), default=1)
-    held = {header.shard for header in mine if header.num_shards == num_shards}
-    return [shard for shard in range(num_shards) if shard not in held]
+def packed(key: tuple[int, int]) -> int:
+    """Return a key (step, epoch) as one number below 2**63 of the same order."""
+    step, epoch = key
+    assert 0 <= step < 1 << _STEP_BITS, step
+    assert 0 <= epoch < 1 << _EPOCH_BITS, epoch
+    return step << _EPOCH_BITS | epoch
 
 
-def everybody_got_there(holdings: Iterable[Holding], key: tuple[int, int]) -> bool:
-    """Return whether every rank is known to have completed the step of `key`.
+def unpacked(number: int) -> tuple[int, int]:
+    """Invert `packed`."""
+    return number >> _EPOCH_BITS, number & ((1 << _EPOCH_BITS) - 1)
+
+
+def extent(holdings: Iterable[Holding], key: tuple[int, int]) -> tuple[int, int, int]:
+    """Return (shards, ranks, whether committed) of the snapshot of `key`, as far as known here.
+
+    The maxima over all nodes are those of the snapshot; 0 where nothing is known.
+    """
+    mine = [holding for holding in holdings if holding.key == key]
+    return (
+        max((holding.header.num_shards for holding in mine), default=0),
+        max((holding.header.num_ranks for holding in mine), default=0),
+        int(any(holding.committed for holding in mine)),
+    )
+
+
+def marks(
+    holdings: Iterable[Holding], key: tuple[int, int], num_shards: int, num_ranks: int
+) -> list[int]:
+    """Return a 1 for each shard, then for each rank, of which an image of `key` is here, else 0.
+
+    The maxima over all nodes say of which there is one anywhere.
+    """
+    found = [0] * (num_shards + num_ranks)
+    for header in (holding.header for holding in holdings if holding.key == key):
+        if header.num_shards == num_shards:
+            found[header.shard] = 1
+        if header.rank < num_ranks:
+            found[num_shards + header.rank] = 1
+    return found
+
+
+def gone(found: Sequence[int], num_shards: int) -> list[int]:
+    """Return the shards that nobody holds, of everybody's marks; none means it is whole."""
+    return [shard for shard in range(num_shards) if not found[shard]]
+
+
+def everybody_got_there(found: Sequence[int], num_shards: int, *, committed: bool) -> bool:
+    """Return whether every rank is known to have completed the step, of everybody's marks.
 
     A replica of HSDP may hold the whole state of a step that a rank of another has not
     completed: its ledger has no line of that step, so nobody may go on from it. Known it is by
     the commit, or by an image of every rank, its own or the copy.
     """
-    mine = [holding for holding in holdings if holding.key == key]
-    num_ranks = max((holding.header.num_ranks for holding in mine), default=1)
-    ranks = {holding.header.rank for holding in mine}
-    return len(ranks) >= num_ranks or any(holding.committed for holding in mine)
+    return committed or all(found[num_shards:])
 
 
-def sources(
-    holdings: Iterable[Holding], key: tuple[int, int], *, here: str, spread: int
-) -> dict[int, Holding]:
-    """Return shard -> the image to read it from: this node's own where it has one.
-
-    Others are spread over their holders, so that no agent serves everybody.
-
-    Args:
-        holdings: those that were found right.
-        key: which snapshot.
-        here: this node.
-        spread: this rank.
-    """
-    by_shard: dict[int, list[Holding]] = defaultdict(list)
-    for holding in holdings:
-        if holding.key == key:
-            by_shard[holding.header.shard].append(holding)
-    chosen = {}
-    for shard, held in by_shard.items():
-        held.sort(key=lambda holding: (holding.header.rank, holding.node, holding.file))
-        local = [holding for holding in held if holding.node == here]
-        chosen[shard] = local[0] if local else held[spread % len(held)]
-    return chosen
-
-
-def describe_missing(holdings: Sequence[Holding], key: tuple[int, int]) -> str:
-    """Say why the snapshot of `key` cannot be used."""
+def describe_missing(key: tuple[int, int], missing: Sequence[int], num_shards: int) -> str:
+    """Say why the snapshot of `key`, of which shards are `missing`, cannot be used."""
     step, epoch = key
-    gone = missing_shards(holdings, key)
-    total = max((h.header.num_shards for h in holdings if h.key == key), default=0)
-    listed = ", ".join(map(str, gone[:8])) + (", ..." if len(gone) > 8 else "")
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
-        f"the snapshot of step {step} (epoch {epoch}) lacks {len(gone)} of {total} parts "
+        f"the snapshot of step {step} (epoch {epoch}) lacks {len(missing)} of {num_shards} parts "
         f"({listed}): they and their copies were lost or damaged"
     )

@@ -21,6 +21,7 @@ from launcher.cli.common import (
     EXIT_FAILED,
     exit_with_problems,
     json_option,
+    path_option,
     print_json,
 )
 from launcher.errors import UserError
@@ -111,14 +112,7 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
 @click.option(
     "--to", "target", type=click.Choice(["hf"]), default="hf", help="The format: Hugging Face."
 )
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Folder to make.",
-)
+@path_option("-o", "--output", required=True, help="Folder to make.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),

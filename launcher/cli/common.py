@@ -40,6 +40,13 @@ def json_option(function: _Function) -> _Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")(function)
 
 
+def path_option(
+    *names: str, metavar: str = "DIR", **options: Any
+) -> Callable[[_Function], _Function]:
+    """Add an option whose value is a Path, not looked at here; `options` as click.option's."""
+    return click.option(*names, type=click.Path(path_type=Path), metavar=metavar, **options)
+
+
 def run_argument(function: _Function) -> _Function:
     """Add the argument RUN and `--runs`: what `find_run` takes."""
     return click.argument("run", metavar="RUN")(runs_option(function))
@@ -47,13 +54,8 @@ def run_argument(function: _Function) -> _Function:
 
 def runs_option(function: _Function) -> _Function:
     """Add `--runs DIR`, where runs are looked for."""
-    return click.option(
-        "--runs",
-        type=click.Path(path_type=Path),
-        default=Path("runs"),
-        show_default="./runs",
-        metavar="DIR",
-        help="Where runs lie.",
+    return path_option(
+        "--runs", default=Path("runs"), show_default="./runs", help="Where runs lie."
     )(function)
 
 

@@ -12,6 +12,7 @@ from launcher.cli.common import (
     folder_of,
     job_argument,
     json_option,
+    path_option,
     print_json,
     print_problems,
     set_option,
@@ -35,11 +36,9 @@ Examples:
     show_default=True,
     help="slurm, pytorchjob, jobset, trainjob or local.",
 )
-@click.option(
+@path_option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
     help="Write the bundle into DIR, which is then the run directory. Without it the script is "
     "printed, for ./runs/NAME.",
 )

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
+from launcher.cli.common import (
+    EXIT_DONE,
+    exit_with_problems,
+    json_option,
+    path_option,
+    print_json,
+)
 from launcher.errors import UserError
 from launcher.ops.report_files import current_summary, write_report
 
@@ -19,12 +25,8 @@ Examples:
 
 @click.command("report", epilog=EPILOG)
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A .html or .png file  [default: RUN/report.html]",
+@path_option(
+    "-o", "--output", metavar="FILE", help="A .html or .png file  [default: RUN/report.html]"
 )
 @json_option
 def report(*, run_dir: Path, output: Path | None, as_json: bool) -> int:

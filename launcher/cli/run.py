@@ -13,7 +13,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from launcher.cli.common import exit_with_problems, json_option, print_json, set_option
+from launcher.cli.common import (
+    exit_with_problems,
+    json_option,
+    path_option,
+    print_json,
+    set_option,
+)
 from launcher.errors import UserError
 from launcher.ops import local_job
 from launcher.ops.local_run import Interrupts
@@ -51,15 +57,8 @@ Examples:
     "returns after RETURN_S seconds.",
 )
 @set_option
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Run directory  [default: ./runs/<name>-<time>]",
-)
-@click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="RUN", help="Go on with an earlier run."
-)
+@path_option("--run-dir", help="Run directory  [default: ./runs/<name>-<time>]")
+@path_option("--resume", metavar="RUN", help="Go on with an earlier run.")
 @click.option(
     "--from",
     "start",

@@ -60,7 +60,11 @@ Examples:
     help="One run for each value, as tasks of an array. May be given again: all combinations.",
 )
 @click.option("--unseen", is_flag=True, help="The job's paths need not be there on this machine.")
-@click.option("--resume", metavar="RUN", help="Submit a run again: it goes on where it has saved.")
+@click.option(
+    "--resume",
+    metavar="RUN",
+    help="Submit a run again, or what is not done of a sweep: it goes on where it has saved.",
+)
 @click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
 @json_option
 def submit(  # noqa: PLR0917  click passes options by name
@@ -157,10 +161,13 @@ def _submit(
 
 
 def _resume(name: str, *, upgrade: bool, watch: bool, as_json: bool) -> int:
-    from launcher.ops import submit as ops
-    from launcher.ops.runs import find_run
+    from launcher.ops import resume as ops
+    from launcher.ops.runs import find_run, find_sweep
     from launcher.ops.standing import make_backends, target_of
 
+    if (sweep := find_sweep(name, Path("runs"))) is not None:
+        _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
+        return _resume_sweep(sweep, upgrade=upgrade, as_json=as_json)
     run = find_run(name, Path("runs"))
     target = target_of(run)
     backend = make_backends([target])[target]
@@ -176,6 +183,43 @@ def _resume(name: str, *, upgrade: bool, watch: bool, as_json: bool) -> int:
         for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
             click.echo(line)
     return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
+
+
+def _resume_sweep(folder: Path, *, upgrade: bool, as_json: bool) -> int:
+    from launcher.ops.resume import resume_sweep
+    from launcher.ops.runs import runs_of_sweep
+    from launcher.ops.standing import make_backends, target_of
+
+    runs = runs_of_sweep(folder)
+    if not runs:
+        raise UserError("HF613", f"{folder} has none of its runs any more; submit them anew")
+    target = target_of(runs[0])
+    backend = make_backends([target])[target]
+    _say_ignored(backend)
+    found = resume_sweep(runs, backend, upgrade_code=upgrade)
+    if as_json:
+        print_json(
+            {
+                "ok": True,
+                "job_id": None if found.job is None else found.job.id,
+                "runs": [{"run": str(run.path), "job_id": _id(run)} for run in found.again],
+                "live": [str(run.path) for run in found.live],
+                "done": [str(run.path) for run in found.done],
+                "upgraded": found.upgraded,
+            }
+        )
+        return EXIT_DONE
+    for what, tasks in (
+        (f"{target} job {found.job.id}: goes on" if found.job else "", found.again),
+        ("waiting or running, left alone", found.live),
+        ("done already", found.done),
+    ):
+        if tasks:
+            click.echo(f"{what}: {', '.join(run.path.name for run in tasks)} of {folder}")
+    for task, lines in (found.upgraded or {}).items():
+        for line in lines or ["nothing has changed"]:
+            click.echo(f"{task}: {line}")
+    return EXIT_DONE
 
 
 def _show(prepared: Prepared, *, as_json: bool) -> int:

@@ -3,6 +3,7 @@
     begin  ○ may it start?            before srun, on the batch host
     beat   ● the batch host lives     beside srun
     agent  ● one node's agent, and the caretaker should the batch host be lost
+    care   ● that caretaker alone, where agents are in containers that have no scontrol
     end    ○ what came of it          after srun
     pod    ● PID 1 of a pod: begin, agent, end, and the code its controller understands
     save   ● its preStop: a checkpoint now

@@ -1,4 +1,4 @@
-"""`python -m launcher.node begin|beat|agent|end|again|pod|save RUN`: for batch scripts and pods."""
+"""`python -m launcher.node begin|beat|agent|care|end|again|pod|save RUN`: for scripts and pods."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("begin", "may this attempt start? 0, or the code the script ends with"),
         ("beat", "tell the nodes that the batch script lives"),
         ("agent", "run this node's agent; what comes after -- stands in for python"),
+        ("care", "stand in for the batch script once its host is lost"),
         ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
         ("again", "put the job back into the queue"),
         ("pod", "be PID 1 of a pod: its agent, and the code its controller understands"),
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sub.add_argument("code", type=int, help="exit code of srun")
         if name == "agent":
             sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
+            sub.add_argument("--apart", action="store_true", help="a step of its own runs care")
     args = parser.parse_args(argv)
     try:
         if args.command in {"pod", "save"}:
@@ -72,13 +74,20 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
         from launcher.node.agent import NodeAgent
 
-        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        return NodeAgent(attempt, node, os.environ, args.prefix).run()
+        return NodeAgent(attempt, _node(), os.environ, args.prefix, apart=args.apart).run()
+    if args.command == "care":
+        from launcher.node.care import Caretaker
+
+        return Caretaker(attempt, _node(), os.environ).serve()
     from launcher.node import end
 
     if args.command == "again":
         return end.again(attempt)
     return end.end(attempt, os.environ, args.code).code
+
+
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
 """`agent`: starts one node's elastic agent, passes signals on, and is the caretaker.
 
-With --no-kill a job outlives its batch host, but Slurm starts no other batch script: the job
-would stay RUNNING until its time limit. So each node watches the script's beat. Once it stands
-still, the nodes ask for the save before the time limit themselves, and when the job has ended one
-of them does what the script would have done.
+While the batch host is lost, see care.py, it also asks for the save before the time limit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -17,19 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from elastic_trainer.failures import EXIT_FAILED
-from launcher.node import beat, board
+from launcher.node import beat
 from launcher.node.attempt import Attempt
-from launcher.node.decide import BeatWatch, OnBoard, is_over
-from launcher.node.end import save_by, take_over
+from launcher.node.care import Caretaker
+from launcher.node.end import save_by
 from launcher.node.say import say
 
-READ_BEATS = 5
-"""A caretaker reads the beat every so many beats."""
-LEASE_READS = 60
-"""So many readings of an unchanged lease, a second apart: nobody coordinates any more."""
 CONTAINER_PYTHON = "python3"
-STAND_IN_S = 60.0
-"""How long a caretaker has before the next one takes its place."""
 TAKEN = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 LAST_WORDS_S = 10.0
 """Between the first SIGTERM and SIGKILL, for an agent that has not ended in time."""
@@ -44,15 +34,21 @@ class NodeAgent:
         env: of this process.
         prefix: command that runs another in a container: `apptainer exec IMAGE`; its Python is
             then the container's own.
+        apart: another step has the caretaker, for there is no scontrol in this container.
     """
 
     def __init__(
-        self, attempt: Attempt, node: str, env: Mapping[str, str], prefix: Sequence[str] = ()
+        self,
+        attempt: Attempt,
+        node: str,
+        env: Mapping[str, str],
+        prefix: Sequence[str] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         self._attempt, self._node, self._env, self._prefix = attempt, node, env, prefix
         self._beat_s = beat.period_s(env)
-        self._watch = BeatWatch()
-        self._read_at = time.monotonic()
+        self._care, self._apart = Caretaker(attempt, node, env), apart
         self._save_by = save_by(env)
         self._kill_at: float | None = None
         self._asked = False
@@ -80,13 +76,13 @@ class NodeAgent:
                 # every process of the step; SIGUSR2 is the one that says no more when it repeats.
                 process.send_signal(signal.SIGUSR2)
             self._look_at_clock(process)
-            self._look_at_beat()
+            self._care.look()
         code = process.returncode if process.returncode >= 0 else EXIT_FAILED
         with contextlib.suppress(OSError):
             self._attempt.note_exit(self._node, code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
-        if self._batch_lost():
-            self._take_care()
+        if not self._apart:
+            self._care.take_care()
         return code
 
     def _start(self) -> tuple[str, Mapping[str, str]]:
@@ -126,74 +122,8 @@ class NodeAgent:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LAST_WORDS_S / 2)
             process.kill()
-        if self._watch.lost and self._save_by is not None and time.time() >= self._save_by:
+        if self._care.lost and self._save_by is not None and time.time() >= self._save_by:
             self._ask("the time limit is near and the batch host is lost")
-
-    def _look_at_beat(self) -> None:
-        if time.monotonic() < self._read_at:
-            return
-        self._read_at = time.monotonic() + READ_BEATS * self._beat_s
-        was_lost = self._watch.lost
-        self._watch = self._watch.read(beat.read(self._attempt))
-        if self._watch.lost and not was_lost:
-            say(f"{self._node}: the batch script's beat stands still: its host is lost")
-
-    def _batch_lost(self) -> bool:
-        """Say for sure, at the end, whether the batch script lives. Takes about one beat."""
-        if self._watch.lost:
-            return True
-        watch = BeatWatch().read(beat.read(self._attempt))
-        value = watch.value
-        reads = 0
-        # Storage that cannot be read says nothing; nor can the script then do its work.
-        while reads < 3 * READ_BEATS:
-            time.sleep(self._beat_s)
-            now = beat.read(self._attempt)
-            if now is not None and now != value:
-                return False
-            reads += now is not None
-        return True
-
-    def _take_care(self) -> None:
-        """Wait until the whole job has ended; then one node does what the script would have."""
-        if not self._job_over():
-            return
-        for turn in range(1_000):
-            if self._elected(turn):
-                take_over(self._attempt, self._env)
-                return
-            time.sleep(STAND_IN_S)  # Slurm ends this process, unless that caretaker is lost too
-
-    def _job_over(self) -> bool:
-        lease: tuple[int, int] | None = None
-        still = 0
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                state = board.read(self._attempt.run_dir)
-                seen = None if state.lease is None else (state.lease.term, state.lease.beat)
-                lease, still = seen, still + 1 if seen == lease else 0
-                over = is_over(
-                    OnBoard(
-                        finished=state.finished,
-                        ended_job=None if state.ended is None else state.ended.job,
-                        lease_job=None if state.lease is None else state.lease.job,
-                        lease_still=still >= LEASE_READS,
-                    ),
-                    self._attempt.name,
-                )
-                if over is not None:
-                    return over
-            time.sleep(1.0)
-
-    def _elected(self, turn: int) -> bool:
-        path = self._attempt.dir / f"caretaker.{turn}"
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except OSError:
-            return False
-        os.write(fd, f"{self._node}\n".encode())
-        os.close(fd)
-        return True
 
 
 def _as_agent() -> None:

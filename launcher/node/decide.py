@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
@@ -15,6 +15,8 @@ from elastic_trainer.failures import (
 )
 from launcher.node.attempt import Past
 
+GOES_ON = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
+"""Codes after which another start of the job may get further."""
 NOTHING_TO_DO = 90
 """`begin`: the run has done its last step; the script ends with 0."""
 STILL_READS = 3
@@ -151,6 +153,8 @@ def verdict(
 
 def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
     """Return what the agents' codes say together, when the board does not."""
+    if not exits and step_code == EXIT_SAVED:  # the script says so of what it never started
+        return EXIT_SAVED, "asked to end before an agent had begun"
     codes = set(exits.values())
     for code in (EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP):
         if code in codes:  # all get these from the coordinator: one is enough
@@ -166,6 +170,25 @@ def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str
 def _nodes(exits: Mapping[str, int], code: int) -> str:
     named = sorted(node for node, found in exits.items() if found == code)
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+
+def within_restarts(
+    found: Verdict, *, restart: str, done: int, most: int | None, stop_asked: bool
+) -> Verdict:
+    """Return `found`, or 94 where the job would go on but may not once more.
+
+    Args:
+        found: what came of the attempt.
+        restart: `slurm.restart`: requeue, chain or none.
+        done: how often it has been requeued, or which successor this is.
+        most: `slurm.max_requeues`; None: not known.
+        stop_asked: the user wants the run to stay stopped.
+    """
+    goes_on = restart != "none" and found.code in GOES_ON and not stop_asked
+    if not goes_on or most is None or done < most:
+        return found
+    reason = f"restarted {most} times, the most slurm.max_requeues allows; {found.reason}"
+    return replace(found, code=EXIT_BUDGET_USED_UP, reason=reason)
 
 
 def near_limit(save_by_unix: float | None, now_unix: float) -> bool:
@@ -230,7 +253,7 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
 
     Args:
         code: the verdict.
-        restart: `slurm.restart`: requeue, chain or never.
+        restart: `slurm.restart`: requeue, chain or none.
         stop_asked: the user wants the run to stay stopped.
         has_next: a successor waits (chain).
 
@@ -239,5 +262,5 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
     """
     if restart == "requeue" and not stop_asked:
         return ("requeue",)
-    goes_on = code in {EXIT_SAVED, EXIT_TOO_FEW_NODES} and not stop_asked
+    goes_on = code in GOES_ON and not stop_asked
     return ("cancel",) if goes_on or not has_next else ("cancel-next", "cancel")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from launcher import stop_request
 from launcher.node import board
 from launcher.node.attempt import Attempt, write_json
-from launcher.node.decide import Verdict, near_limit, verdict, what_now
+from launcher.node.decide import Verdict, near_limit, verdict, what_now, within_restarts
 from launcher.node.say import note, say
 from launcher.node.slurm import carry_out
 
@@ -21,8 +21,9 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Verd
 
     Args:
         attempt: which.
-        env: HOLDFAST_SAVE_BY is Unix seconds.
-        step_code: srun's exit code, for the message; None: nobody knows.
+        env: the batch script's HOLDFAST_ variables; HOLDFAST_SAVE_BY is Unix seconds.
+        step_code: srun's exit code, for the message; 91 also where the script was asked to end
+            before it had started anything; None: nobody knows.
     """
     finished, ended = False, None
     try:
@@ -39,6 +40,13 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Verd
         exits=attempt.exits(),
         at_limit=near_limit(save_by(env), time.time()),
         step_code=step_code,
+    )
+    found = within_restarts(
+        found,
+        restart=env.get("HOLDFAST_RESTART", "requeue"),
+        done=_restarts(attempt, env),
+        most=_whole(env, "HOLDFAST_MAX_REQUEUES"),
+        stop_asked=stop_request.asked(attempt.run_dir),
     )
     value = {"code": found.code, "failed": found.failed, "reason": found.reason}
     try:
@@ -75,6 +83,18 @@ def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
     say(f"the batch host is lost: {', '.join(acts)} job {attempt.job_id} in its place")
     if carry_out(attempt, acts):
         time.sleep(KILLED_SOON_S)
+
+
+def _restarts(attempt: Attempt, env: Mapping[str, str]) -> int:
+    """Return how often the run has been started again: a chain's jobs count their generations."""
+    if env.get("HOLDFAST_RESTART") == "chain":
+        return _whole(env, "HOLDFAST_GENERATION") or 0
+    return attempt.restart
+
+
+def _whole(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def save_by(env: Mapping[str, str]) -> float | None:

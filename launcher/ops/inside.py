@@ -113,7 +113,7 @@ def read_script(text: str) -> InScript:
         ValueError: it is none.
     """
     python = re.search(r"^hf_python=(.*)$", text, re.MULTILINE)
-    step = re.search(r"^srun (?:.*\\\n)*.*&$", text, re.MULTILINE)
+    step = re.search(r"^ *srun (?:.*\\\n)*.*&$", text, re.MULTILINE)
     if python is None or step is None:
         raise ValueError("it is no script of holdfast's")
     words = shlex.split(step[0].replace("\\\n", " "))

@@ -217,14 +217,15 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
         )
         log.emit("run.ended", code=verdict.code)
         record.poll()
+    events = record.by_one_clock()
     summary = summarise(
-        record.events,
+        events,
         config=config,
         audit=audit_ledger(directory, config),
         code=verdict.code,
     )
     write_summary(directory, summary)
-    return Outcome(run_dir=directory, summary=summary, verdict=verdict, events=record.events)
+    return Outcome(run_dir=directory, summary=summary, verdict=verdict, events=events)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

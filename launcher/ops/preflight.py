@@ -14,6 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]*")
 _NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*")
 _UNUSABLE: Final = ("down", "drain", "fail", "unknown", "no_respond", "power", "reboot", "maint")
 """Beginnings of node states in which nothing can be started."""
+SUBMITTERS: Final = 8
+"""So many calls of sbatch at a time: it waits for the controller more than it works."""
 _COMMAND_S: Final = 60.0
 _POLL_S: Final = 0.2
 _LOG_CHARS: Final = 300
@@ -158,6 +161,7 @@ class Preflight:
     def _submit(
         self, nodes: Sequence[str], checks: Mapping[str, Check], expected: Expected
     ) -> list[_Asked]:
+        """Submit a job for each node, a few at a time: an array could not name its nodes."""
         try:
             import submitit
         except ImportError as error:
@@ -167,23 +171,32 @@ class Preflight:
         self._make_folder()
         # submitit writes it into a shell's command line as it is.
         python = None if self.where.python is None else shlex.quote(self.where.python)
-        executor = submitit.AutoExecutor(
-            folder=self.folder,
-            cluster=self.where.cluster,
-            slurm_python=python,
-            local_python=python,
-        )
-        asked = []
-        for node in nodes:
+
+        def ask(node: str) -> _Asked:
+            # An executor each: they keep their parameters, and pause between two submissions.
+            executor = submitit.AutoExecutor(
+                folder=self.folder,
+                cluster=self.where.cluster,
+                slurm_python=python,
+                local_python=python,
+            )
             executor.update_parameters(**self._parameters(node))
             try:
-                job = executor.submit(run_checks, dict(checks), expected)
+                return _Asked(node, executor.submit(run_checks, dict(checks), expected))
             except submitit.core.utils.FailedJobError as error:
-                asked.append(_Asked(node, None, problem=f"sbatch refuses: {_last_line(error)}"))
+                return _Asked(node, None, problem=f"sbatch refuses: {_last_line(error)}")
             except submitit.core.utils.FailedSubmissionError as error:
-                asked.append(_Asked(node, None, problem=f"sbatch fails: {_last_line(error)}"))
-            else:
-                asked.append(_Asked(node, job))
+                return _Asked(node, None, problem=f"sbatch fails: {_last_line(error)}")
+
+        with ThreadPoolExecutor(SUBMITTERS) as pool:
+            futures = [pool.submit(ask, node) for node in nodes]
+            try:
+                asked = [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                done = [future for future in futures if not future.cancelled()]
+                self._cancel([each.result() for each in done if each.exception() is None])
+                raise
         self.say(f"{len(nodes)} nodes are asked")
         return asked
 

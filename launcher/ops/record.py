@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.events import Event
+from launcher.ops.clocks import by_one_clock
 
 
 class RunRecord:
@@ -28,11 +29,19 @@ class RunRecord:
         self.torn = 0
         self._offsets: dict[str, int] = {}
         self._events: list[Event] = []
+        self._by_file: dict[str, list[Event]] = {}
 
     @property
     def events(self) -> list[Event]:
         """Everything read so far, by `t_unix`."""
         return self._events
+
+    def by_one_clock(self) -> list[Event]:
+        """Return everything read so far in order of time, where writers' clocks differ too.
+
+        For what compares times of several nodes; see `clocks.py`.
+        """
+        return by_one_clock(self._by_file)
 
     def poll(self) -> list[Event]:
         """Read what is new and return it, by `t_unix`. No file yet is no error."""
@@ -81,11 +90,16 @@ class RunRecord:
         events = []
         for line in data[:complete].splitlines():
             event = Event.decode(line.decode("utf-8", errors="replace"))
-            if event is None or not isinstance(event.t_unix, int | float):
+            if event is None or not _is_dated(event):
                 self.torn += 1
             else:
                 events.append(event)
+        self._by_file.setdefault(entry.name, []).extend(events)
         return events
+
+
+def _is_dated(event: Event) -> bool:
+    return isinstance(event.t_unix, int | float) and isinstance(event.t_mono, int | float)
 
 
 class LauncherLog:

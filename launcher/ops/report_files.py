@@ -30,8 +30,9 @@ def current_summary(run_dir: Path) -> tuple[dict[str, Any], ReportData]:
     if ended and ended[-1].event == "run.ended":
         code = ended[-1].fields.get("code")
     audit = audit_ledger(run_dir, config)
-    summary = summarise(record.events, config=config, audit=audit, code=code)
-    return summary, report_data(record.events, summary, title=f"Holdfast run {config.run_id}")
+    events = record.by_one_clock()
+    summary = summarise(events, config=config, audit=audit, code=code)
+    return summary, report_data(events, summary, title=f"Holdfast run {config.run_id}")
 
 
 def write_report(data: ReportData, path: Path) -> None:

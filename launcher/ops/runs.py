@@ -129,7 +129,7 @@ def find_run(name: str, folder: Path) -> Run:
     for path in (Path(name), folder / name):
         if is_run(path):
             return _run(path, name)
-        if (path / SWEEP).is_file():
+        if is_sweep(path):
             raise UserError("HF651", f"{name} is a sweep; name one of its runs, as {name}/0")
     runs = list(find_runs(folder))
     found = [run for run in runs if run.submission and run.submission.job.id == name]
@@ -155,10 +155,29 @@ def find_runs(folder: Path) -> Iterable[Run]:
     for path in paths:
         if is_run(path):
             yield _run(path, str(path))
-        elif (path / SWEEP).is_file():
-            tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
-            for task in sorted(tasks, key=lambda task: int(task.name)):
-                yield _run(task, str(task))
+        elif is_sweep(path):
+            yield from runs_of_sweep(path)
+
+
+def find_sweep(name: str, folder: Path) -> Path | None:
+    """Return the folder of the sweep that `name` means; None: it means none."""
+    for path in (Path(name), folder / name):
+        if is_run(path):
+            return None
+        if is_sweep(path):
+            return path
+    return None
+
+
+def runs_of_sweep(path: Path) -> list[Run]:
+    """Return the runs of a sweep's tasks, by index."""
+    tasks = [task for task in path.iterdir() if task.name.isdigit() and is_run(task)]
+    return [_run(task, str(task)) for task in sorted(tasks, key=lambda task: int(task.name))]
+
+
+def is_sweep(path: Path) -> bool:
+    """Return whether `path` is the folder of an array's runs."""
+    return (path / SWEEP).is_file()
 
 
 def is_run(path: Path) -> bool:

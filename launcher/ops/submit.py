@@ -1,4 +1,4 @@
-"""`holdfast submit` without the command line: prepare, submit all or nothing, go on with a run."""
+"""`holdfast submit` without the command line: prepare, submit all or nothing."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from elastic_trainer.config import TrainConfig
-from launcher import stop_request
-from launcher.backends.base import Backend, JobRef, JobState
+from launcher.backends.base import Backend, JobRef
 from launcher.errors import Problem, UserError
 from launcher.live import live_problems
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints import refuse_foreign
-from launcher.ops.fetching import fetched
 from launcher.ops.freeze import Frozen, remove_frozen
-from launcher.ops.keeping import Survey, keep_run, survey_run, upgrade_run
-from launcher.ops.newest import read_news
-from launcher.ops.runs import SWEEP, Run, Submission, current_job, is_run, write_submitted
+from launcher.ops.keeping import Survey, keep_run, survey_run
+from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
 from launcher.ops.sweep import Values, as_sets, sweep_tasks
 from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan, plan
@@ -151,105 +148,10 @@ def submit(
         indices = prepared.tasks or (None,)
         for index, run_dir in zip(indices, prepared.runs, strict=True):
             ref = job if index is None else backend.task_of(job, index, run_dir)
-            runs.append(_note(run_dir, prepared.target, ref))
+            runs.append(note_submitted(run_dir, prepared.target, ref))
     return Submitted(
         target=prepared.target, job=job, run_dir=prepared.run_dir, runs=runs, frozen=frozen
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """What came of `submit --resume`."""
-
-    run: Run
-    """With its new submission; as it was where there was nothing to do."""
-    job: JobRef | None
-    """None: it has done its last step."""
-    upgraded: list[str] | None = None
-    """With --upgrade: what has changed, a line each."""
-
-
-def resume(
-    run: Run,
-    backend: Backend,
-    *,
-    upgrade_code: bool = False,
-    wall: Callable[[], float] = time.time,
-) -> Resumed:
-    """Submit a run again: it goes on from its newest checkpoint.
-
-    Args:
-        run: which; its newest submission must have ended.
-        backend: its platform's.
-        upgrade_code: freeze the working directory anew.
-        wall: the clock.
-
-    Raises:
-        UserError: HF615 it has a live job; HF653 it was never submitted.
-        PlatformError: the platform is away, or answers garbage.
-    """
-    submission = run.submission
-    if submission is None:
-        raise UserError(
-            "HF653",
-            f"{run.path} was never submitted; go on with it by: holdfast run --resume {run.shown}",
-        )
-    job = current_job(run)
-    status = backend.status([job])[job]
-    if status.state in (JobState.PENDING, JobState.RUNNING):
-        raise UserError(
-            "HF615",
-            f"{run.path} has a live job already: {submission.target} job {job.id} is "
-            f"{status.state}; cancel it first (holdfast cancel {run.shown} --save)",
-        )
-    fetched(backend, job)
-    if read_news(run.path).code == 0:
-        return Resumed(run=run, job=None)
-    with permissions.umask(permissions.umask_of(run.path)):
-        return _go_on(run, submission, backend, upgrade_code=upgrade_code, wall=wall)
-
-
-def _go_on(
-    run: Run,
-    submission: Submission,
-    backend: Backend,
-    *,
-    upgrade_code: bool,
-    wall: Callable[[], float],
-) -> Resumed:
-    folder, files = _bundle_of(run.path, submission)
-    if backend.nodes_run_dir(folder, files) == str(folder):
-        run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
-    upgraded = upgrade_run(run.path, wall=wall) if upgrade_code else None
-    was_stopped = stop_request.asked(run.path)
-    stop_request.withdraw(run.path)
-    try:
-        ref = _submit_again(run.path, submission, backend)
-    except BaseException:
-        if was_stopped:
-            stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())
-        raise
-    return Resumed(run=_note(run.path, submission.target, ref), job=ref, upgraded=upgraded)
-
-
-def _bundle_of(run_dir: Path, submission: Submission) -> tuple[Path, dict[str, str]]:
-    """Return where the bundle of a run lies, and its files; a task's is that of its array."""
-    folder = run_dir.parent if submission.job.id.partition("_")[2] else run_dir
-    return folder, {
-        path.name: path.read_text(encoding="utf-8", errors="replace")
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    }
-
-
-def _submit_again(run_dir: Path, submission: Submission, backend: Backend) -> JobRef:
-    """Submit the bundle of a run once more; of a sweep's task, that task alone."""
-    index = submission.job.id.partition("_")[2]
-    folder, files = _bundle_of(run_dir, submission)
-    if not index:
-        return backend.submit(folder, files)
-    job = backend.submit(folder, files, tasks=[int(index)])
-    return backend.task_of(job, int(index), run_dir)
 
 
 def _render_sweep(
@@ -407,11 +309,14 @@ def _remove_if_empty(folder: Path) -> None:
         return  # not there, or it has something in it
 
 
-def _note(run_dir: Path, target: str, job: JobRef) -> Run:
+def note_submitted(run_dir: Path, target: str, job: JobRef) -> Run:
     """Write down what was submitted.
 
     The job is in the queue now: that this cannot be written must not look like a failure to
     submit, so the error names the job.
+
+    Raises:
+        UserError: HF612, that error.
     """
     assert is_run(run_dir), run_dir
     config = run_dirs.load(run_dir)

@@ -1,4 +1,25 @@
-"""Events and ledger audit -> the content of summary.json. Pure."""
+"""Events and ledger audit -> the content of summary.json. Pure.
+
+Seconds are rounded to milliseconds. Definitions:
+
+- `steps`: the newest step that counts; the run's first one is `start_step` + 1.
+- `started_from`: `RUN@STEP` of another run, whose state this one began with.
+- `wall_s`: time between `run.started` and `run.ended` (or the last event),
+  summed over the attempts; the time in between, when nothing ran, is left out.
+- `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
+  that had been committed, in memory or storage: 0 unless state was lost or damaged, or the
+  group went back for wrong numbers.
+- `steps_skipped`: of the steps that count, those whose batch was used up without an update.
+- `goodput`: time of the steps that counted / `wall_s`. A step that was redone
+  counts once, with its last execution; start-up, pauses and saves do not count.
+- `tokens_per_s`: tokens of the steps that counted / the time of those steps.
+- Of a `command` the `steps` are those it has shown, counted from 1 in each epoch where its
+  optimizer counts them; what needs every step is null.
+- `failures[].recovered_s`: from the fault's own moment when it was injected,
+  else from its detection, to the first step completed in a later epoch; the
+  seconds in `phases` are the longest over the nodes, and `other_s` is what
+  they do not explain.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +44,7 @@ def summarise(
     audit: LedgerAudit | None = None,
     code: int | None = None,
 ) -> dict[str, Any]:
-    """Return what summary.json holds.
-
-    Seconds are rounded to milliseconds. Definitions:
-
-    - `steps`: the newest step that counts; the run's first one is `start_step` + 1.
-    - `started_from`: `RUN@STEP` of another run, whose state this one began with.
-    - `wall_s`: time between `run.started` and `run.ended` (or the last event),
-      summed over the attempts; the time in between, when nothing ran, is left out.
-    - `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
-      that had been committed, in memory or storage: 0 unless state was lost or damaged, or the
-      group went back for wrong numbers.
-    - `steps_skipped`: of the steps that count, those whose batch was used up without an update.
-    - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
-      counts once, with its last execution; start-up, pauses and saves do not count.
-    - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
-    - Of a `command` the `steps` are those it has shown, counted from 1 in each epoch where its
-      optimizer counts them; what needs every step is null.
-    - `failures[].recovered_s`: from the fault's own moment when it was injected,
-      else from its detection, to the first step completed in a later epoch; the
-      seconds in `phases` are the longest over the nodes, and `other_s` is what
-      they do not explain.
+    """Return what summary.json holds, as defined at the top of this module.
 
     Args:
         events: the record, in order of time.

@@ -1,6 +1,6 @@
 """What happened, from the events: epochs and the steps that count. Pure.
 
-Times are `t_unix` of the writers; on one machine, or with synchronised clocks,
+Times are `t_unix` of the writers, by one clock where `RunRecord.by_one_clock` gave the events:
 they are comparable to well under the pauses that are measured here.
 """
 

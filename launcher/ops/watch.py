@@ -84,7 +84,7 @@ class Watch:
                 if status.state.is_final or missing >= _MISSING:
                     self._fetch(now=True)
                     look(True)
-                    return status
+                    return self._end(status)
                 now = self.mono()
                 while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
                     self._fetch()
@@ -119,13 +119,18 @@ class Watch:
         if text != self._told:
             self._told = text
             self.say(text)
-        if status.reason != NO_SUCH_JOB:
-            return status
-        self._fetch(now=True)
-        if (code := read_news(self.run.path).code) is not None:
-            state = {0: JobState.DONE, 91: JobState.SAVED}.get(code, JobState.FAILED)
-            return JobStatus(state=state, code=code, source="events")
         return status
+
+    def _end(self, status: JobStatus) -> JobStatus:
+        """Return the end of a job; of one that the platform has forgotten, as the run tells it.
+
+        Not sooner: a job that is put back into the queue has an attempt that ended, too.
+        """
+        code = None if status.state.is_final else read_news(self.run.path).code
+        if code is None:
+            return status
+        state = {0: JobState.DONE, 91: JobState.SAVED}.get(code, JobState.FAILED)
+        return JobStatus(state=state, code=code, source="events")
 
     def _text(self, status: JobStatus) -> str:
         parts = [str(status.state)]

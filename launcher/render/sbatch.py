@@ -22,6 +22,7 @@ from launcher.render.shell import (
     check_path,
     file_pattern,
     home_path,
+    quoted,
     sbatch_option,
     template,
     words,
@@ -151,7 +152,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "max_requeues": slurm.max_requeues,
         "cpus": slurm.cpus is not None,
         "script": f"{run}/{SCRIPT}",
-        "run_pattern": file_pattern(run),
+        "logs": _step_log(run, array=array is not None),
         "container_python": CONTAINER_PYTHON,
         **_container(spec, run=run, base_dir=base_dir),
     }
@@ -170,6 +171,12 @@ def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | No
     if problems:
         raise UserError.many(problems)
     return found
+
+
+def _step_log(run: str, *, array: bool) -> Quoted:
+    """Return --output of a step on the nodes: a file for each, in the attempt's folder."""
+    task = '/"$SLURM_ARRAY_TASK_ID"' if array else ""
+    return Quoted(f'{quoted(file_pattern(run))}{task}/logs/"$hf_attempt"/%N.log')
 
 
 def _secret_file(path: str, base_dir: str | Path) -> Quoted:

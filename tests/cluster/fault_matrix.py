@@ -18,33 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tiny_run import JOB as TINY
+from tiny_run import LOSS_REL, TEXT, events, losses
+
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
 STEPS = 24
-LOSS_REL = 2e-5
-"""Sums of fp32 in another order, over the steps of a run."""
-
-# A constant learning rate: a longer run begins with the curve of a shorter one.
-JOB = """\
-name: matrix
-model: {{num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}}
-layout: {layout}
-cluster: {{nodes: {nodes}, gpus_per_node: {workers}, gpu: cpu}}
-train:
-  seq_len: 32
-  global_batch: 12
-  micro_batch: 3
-  steps: {steps}
-  precision: fp32
-  recompute: none
-  optimizer: {{lr: 3.0e-3, min_lr_ratio: 1.0}}
-data: {{path: text.txt, format: text, tokenizer: bytes}}
+JOB = (
+    TINY
+    + """\
 numbers: {{replica_check_steps: 2}}
 checkpoint: {{every_s: null, every_steps: 7, keep: 3}}
 elastic: {{min_nodes: 1, hang_ceiling_s: 30, start_ceiling_s: 60, join_timeout_s: 60,
           heartbeat_s: 0.5, dead_after_s: 4, max_restarts: 100000, node_failures: 100000}}
 """
-TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,26 +250,6 @@ def story(folder: Path, what: str) -> str:
     tails = [f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs]
     err = folder / "err"
     return "\n".join([what, err.read_text()[-6000:] if err.exists() else "", *tails])
-
-
-def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Return the run's events `name`, in the order of time."""
-    found = []
-    for path in (run_dir / "events").glob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            if f'"event":"{name}"' in line:
-                try:
-                    found.append(json.loads(line))
-                except json.JSONDecodeError:
-                    continue  # the writer was killed in it
-    return sorted(found, key=lambda event: event["t_unix"])
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    """Step -> loss of its last execution."""
-    done = events(run_dir, "step.completed")
-    done.sort(key=lambda event: (event["step"], event["epoch"]))
-    return {event["step"]: event["loss"] for event in done}
 
 
 def leftovers(run_dir: Path) -> list[str]:

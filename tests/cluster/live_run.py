@@ -137,8 +137,10 @@ def family(pid: int) -> list[int]:
     """Return a process and all its descendants."""
     found = [pid]
     for parent in found:
-        for task in Path(f"/proc/{parent}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            for task in list(Path(f"/proc/{parent}/task").iterdir()):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # so has this
+                    found += map(int, (task / "children").read_text().split())
     return found
 
 

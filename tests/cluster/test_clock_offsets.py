@@ -39,3 +39,7 @@ def test_clocks_minutes_apart_change_nothing(faults, tmp_path, monkeypatch):
     started = {event["node"]: event["t_unix"] for event in events(result.run_dir, "agent.started")}
     assert started["node3"] - started["node2"] > 80_000
     assert started["node0"] - started["node1"] > 600
+    # Reports compare no two clocks either.
+    assert 0 < result.summary["wall_s"] < 170
+    for failure in result.summary["failures"]:
+        assert 0 <= failure["detected_s"] <= failure["recovered_s"] < 60, failure

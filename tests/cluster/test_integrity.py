@@ -21,7 +21,7 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.checkpoint import memory_restore
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.restricted import CheckpointReader
+from elastic_trainer.checkpoint.reader import CheckpointReader
 from elastic_trainer.checkpoint.state import RNG, STEP, TRAINER, live_tensors
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.layout import ParallelLayout

@@ -92,17 +92,29 @@ def test_2048_nodes_are_rendered_in_no_time():
     assert time.process_time() - start <= 0.05
 
 
-def test_the_command_costs_little_more_than_the_libraries_it_needs():
-    # In processor time, and as a ratio: a busy machine stretches both.
+def test_the_whole_command_takes_no_longer_than_a_third_of_a_second():
+    """In processor time, the least of a few: a busy machine stretches the others.
+
+    Of the 0.3 s most is what Python and the libraries take, so on a slower machine than it was
+    measured on they are the measure: with them alone the command took 1.2 times as long.
+    """
     bare = "import click, jinja2, pydantic.main, pydantic.json_schema, ruamel.yaml"
-    render = ["-m", "launcher.cli.main", "render", "examples/llama3-405b.yaml"]
-    least = min(cpu_s([sys.executable, "-c", bare]) for _ in range(3))
-    assert min(cpu_s([sys.executable, *render]) for _ in range(3)) <= 4 * least
+    render = ["-m", "launcher.cli.main", "render", "examples/llama3-405b.yaml", "--to", "slurm"]
+    libraries_s = min(cpu_s([sys.executable, "-c", bare]) for _ in range(5))
+    command_s = min(cpu_s([sys.executable, *render]) for _ in range(5))
+    assert command_s <= max(0.3, 1.5 * libraries_s)
 
 
 def cpu_s(command):
-    """Return the processor time of a command, seconds."""
+    """Return the processor time of a command, seconds; what it has compiled is kept."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=100)
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=100,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

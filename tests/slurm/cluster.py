@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from cluster_files import CLIENT, HEAD, NODE, SLURM_CONF
+from cluster_needs import SYSTEM_PATH
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-COMMANDS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv")
 CLIENTS = ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct", "salloc", "sstat")
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"}
@@ -33,7 +32,6 @@ ENDED = frozenset(
 _T = TypeVar("_T")
 _SUBNET = "10.77.0"
 _HEAD_ADDRESS = f"{_SUBNET}.254"
-_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _START_S = 60.0
 
 
@@ -51,41 +49,6 @@ class Job(NamedTuple):
     restarts: int
     reason: str
     exit_code: int
-
-
-def why_not() -> str | None:
-    """Return why no cluster can be built here, with the way out; None: it can."""
-    if missing := [name for name in COMMANDS if shutil.which(name, path=_PATH) is None]:
-        return (
-            f"a real Slurm needs {', '.join(missing)}: as root on Debian, apt-get install -y "
-            f"--no-install-recommends {' '.join(PACKAGES)} iproute2 util-linux"
-        )
-    if os.geteuid() != 0:
-        return "a real Slurm of several nodes needs root (namespaces); run the tests as root"
-    done = subprocess.run(
-        ["unshare", "-n", "-m", "-u", "-i", "-p", "--fork", "--mount-proc", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    if done.returncode:
-        return f"a real Slurm of several nodes needs namespaces: {done.stderr.strip()}"
-    return None
-
-
-def install() -> None:
-    """Install Debian's packages where that is possible and they are missing."""
-    missing = any(shutil.which(name, path=_PATH) is None for name in COMMANDS)
-    if not missing or os.geteuid() != 0 or not Path("/etc/debian_version").exists():
-        return
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = ["apt-get", "install", "-y", "--no-install-recommends"]
-    command += [*PACKAGES, "iproute2", "util-linux"]
-    for args in (command, ["apt-get", "update"], command):
-        done = subprocess.run(args, env=env, capture_output=True, check=False, timeout=240)
-        if args is command and done.returncode == 0:
-            return
 
 
 def until(what: str, condition: Callable[[], _T], *, timeout_s: float, every_s: float = 0.1) -> _T:
@@ -222,6 +185,10 @@ class SlurmCluster:
         back = ("scontrol", "update", f"NodeName={','.join(self.names)}", "State=RESUME")
         self.run(*back, check=False)
         self.wait_idle()
+        # Slurm 22.05 goes on counting an exclusive job on a node that went down while the job was
+        # requeued: idle as it looks, it is given to no other one.
+        self.run("scontrol", "reconfigure")
+        self.wait_idle()
 
     def told(self) -> str:
         """Return the ends of the daemons' logs."""
@@ -238,7 +205,7 @@ class SlurmCluster:
 
     def on(self, name: str, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command on a node, in all of its namespaces."""
-        env = {"PATH": _PATH, "SLURM_CONF": f"{self.dir}/slurm.conf"}
+        env = {"PATH": SYSTEM_PATH, "SLURM_CONF": f"{self.dir}/slurm.conf"}
         return _run("nsenter", "-t", str(self._pids[name]), "-a", *args, check=check, env=env)
 
     def is_up(self, name: str) -> bool:
@@ -316,7 +283,7 @@ class SlurmCluster:
         self._unshare("head", ["-n", "-m", "-u", "-p"], HEAD.format(head=_HEAD_ADDRESS))
         pid = self._pids["head"]
         for name in CLIENTS:
-            real = shutil.which(name, path=_PATH)
+            real = shutil.which(name, path=SYSTEM_PATH)
             if real is None:
                 continue
             path = self.dir / "bin" / name
@@ -324,7 +291,11 @@ class SlurmCluster:
             path.chmod(0o755)
         munge = self.dir / "munge.sock"
         until("munged", munge.exists, timeout_s=_START_S, every_s=0.02)
+        self._before_controller()
         self.start_controller("-c")
+
+    def _before_controller(self) -> None:
+        """Start what the controller needs; the head and munge are there."""
 
     def _start_node(self, name: str) -> None:
         spaces = ["-n", "-m", "-u", "-i", "-p", "--mount-proc"]
@@ -349,7 +320,11 @@ class SlurmCluster:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={"PATH": _PATH, "D": str(self.dir), "SLURM_CONF": f"{self.dir}/slurm.conf"},
+                env={
+                    "PATH": SYSTEM_PATH,
+                    "D": str(self.dir),
+                    "SLURM_CONF": f"{self.dir}/slurm.conf",
+                },
             )
         self._parents[name] = process
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -374,7 +349,7 @@ class SlurmCluster:
             assert not check
             return subprocess.CompletedProcess(args, 1, "", "")
         pid = str(self._pids["head"])
-        env = {"PATH": _PATH, "SLURM_CONF": f"{self.dir}/slurm.conf"}
+        env = {"PATH": SYSTEM_PATH, "SLURM_CONF": f"{self.dir}/slurm.conf"}
         return _run("nsenter", "-t", pid, "-n", "-m", "-u", *spaces, *args, check=check, env=env)
 
     def _port(self, name: str) -> str:
@@ -388,14 +363,6 @@ def _run(
     if check and done.returncode:
         raise SlurmError(f"{args} exits {done.returncode}: {done.stderr}{done.stdout}")
     return done
-
-
-def remove_leftovers() -> None:
-    """Remove the directories of clusters whose process was killed."""
-    for path in Path(tempfile.gettempdir()).glob("hfslurm-*-*"):
-        owner = path.name.split("-")[1]
-        if not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def main() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster import SlurmCluster, install, remove_leftovers, why_not
+from cluster import SlurmCluster
+from cluster_needs import install, remove_leftovers, why_not
+from jobs import STEPS, make_run
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,16 @@ def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
     slurm_session.wait_idle()
     yield slurm_session
     slurm_session.clear()
+
+
+@pytest.fixture(scope="session")
+def plain(slurm_session, tmp_path_factory) -> dict[int, float]:
+    """Step -> loss of an undisturbed run on four nodes."""
+    run = make_run(slurm_session, tmp_path_factory.mktemp("plain"), steps=STEPS)
+    job = run.submit()
+    run.ended(job, "COMPLETED")
+    curve = run.losses()
+    run.check_done(curve, STEPS)
+    assert {event["code"] for event in run.events("agent.exit")} == {0}
+    assert [event["code"] for event in run.events("run.ended")] == [0]
+    return curve

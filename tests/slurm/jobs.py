@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tiny_run
 from cluster import SlurmCluster, until
+from tiny_run import LOSS_REL, TEXT
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ledger_audit import LedgerAudit
@@ -20,31 +22,23 @@ from launcher.render.sbatch import render_slurm
 from launcher.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
-TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
-JOB = """\
-name: tiny
-model: {{num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}}
-layout: {{dp: auto}}
-cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
-train:
-  seq_len: 32
-  global_batch: 12
-  micro_batch: 3
-  steps: {steps}
-  precision: fp32
-  recompute: none
-  optimizer: {{lr: 3.0e-3, min_lr_ratio: 1.0}}
-data: {{path: text.txt, format: text, tokenizer: bytes}}
-checkpoint: {{every_s: null, every_steps: 10, keep: 3}}
-elastic: {{min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60,
-          heartbeat_s: 0.5, dead_after_s: 4}}
-network: {{ports: 29400-29499}}
-slurm: {{time: 30, shutdown_s: 300, signal_lead_s: 500}}
+MORE = """\
+checkpoint: {every_s: null, every_steps: 10, keep: 3}
+elastic: {min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60,
+          heartbeat_s: 0.5, dead_after_s: 4}
+network: {ports: 29400-29499}
+slurm: {time: 30, shutdown_s: 300, signal_lead_s: 500}
 """
-LOSS_REL = 2e-5
-"""Sums of fp32 in another order, over the steps of a run."""
+STEPS = 24
+"""Of the undisturbed run that others are compared with."""
 WAIT_S = 200.0
 """For what takes seconds: a busy machine is no failure."""
+
+
+def job_text(*, nodes: int, steps: int) -> str:
+    """Return the job file; text.txt lies beside it."""
+    top = tiny_run.JOB.format(layout="{dp: auto}", nodes=nodes, workers=1, steps=steps)
+    return top + MORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +49,19 @@ class TinyRun:
     path: Path
     config: TrainConfig
 
-    def submit(self, *flags: str) -> str:
-        """Return the job's id."""
-        env = self.cluster.env(HOLDFAST_BEAT_S="0.5", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    def submit(self, *flags: str, env: Mapping[str, str] | None = None) -> str:
+        """Return the job's id; `env` is added to its environment."""
+        given = {"HOLDFAST_BEAT_S": "0.5", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = self.cluster.env(**{**given, **(env or {})})
         return self.cluster.sbatch(self.path / "job.sbatch", *flags, env=env)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events `name` of all writers, in the order of time."""
-        found = []
-        for path in (self.path / "events").glob("*.jsonl"):
-            for line in path.read_text().splitlines():
-                if f'"event":"{name}"' in line:
-                    try:
-                        found.append(json.loads(line))
-                    except json.JSONDecodeError:
-                        continue  # the writer was killed in it
-        return sorted(found, key=lambda event: event["t_unix"])
+        return tiny_run.events(self.path, name)
 
     def losses(self) -> dict[int, float]:
         """Return step -> loss of its last execution."""
-        done = self.events("step.completed")
-        done.sort(key=lambda event: (event["step"], event["epoch"]))
-        return {event["step"]: event["loss"] for event in done}
+        return tiny_run.losses(self.path)
 
     def step(self) -> int:
         """Return the newest step that is done; 0: none."""
@@ -124,7 +109,11 @@ class TinyRun:
             for path in logs
             if path.is_file()
         ]
-        return "\n".join(tails)
+        now = [
+            self.cluster.run(*command, check=False).stdout
+            for command in (("squeue", "-l"), ("sinfo", "-Nl"))
+        ]
+        return "\n".join([*now, *tails])
 
 
 def make_run(
@@ -138,7 +127,7 @@ def make_run(
     """Render a run directory under `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
-    (folder / "job.yaml").write_text(JOB.format(nodes=nodes, steps=steps))
+    (folder / "job.yaml").write_text(job_text(nodes=nodes, steps=steps))
     spec = load_spec(folder / "job.yaml", sets)
     path = folder / "run"
     bundle = render_slurm(

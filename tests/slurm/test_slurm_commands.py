@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import until
-from jobs import JOB, ROOT, TEXT, WAIT_S
+from jobs import ROOT, TEXT, WAIT_S, job_text
 
 from launcher.cli.main import run_cli
 from launcher.ops.checkpoints import RunCheckpoints
@@ -37,7 +37,7 @@ class User:
         return json.loads(self(*words, "--json", code=code)[0])
 
     def submit(self, *sets, nodes=2, more=(), code=0):
-        Path("job.yaml").write_text(JOB.format(nodes=nodes, steps=6))
+        Path("job.yaml").write_text(job_text(nodes=nodes, steps=6))
         options = [word for text in sets for word in ("--set", text)]
         return self("submit", "job.yaml", "--to", "slurm", *options, *more, code=code)
 
@@ -99,7 +99,8 @@ def test_a_job_from_submit_to_its_end(user, slurm):
 
 def test_cancel_with_save_leaves_a_checkpoint_that_a_resume_goes_on_from(user, slurm):
     user.submit(*ALWAYS, more=["--run-dir", "runs/one"])
-    user.wait_step("one", 3)
+    job = user.wait_step("one", 3)["job_id"]
+    restarts = slurm.job(job).restarts
     out, err = user("cancel", "one", "--save")
     assert "one is over: saved, saved: step " in out
     assert "asking job" in err
@@ -107,8 +108,8 @@ def test_cancel_with_save_leaves_a_checkpoint_that_a_resume_goes_on_from(user, s
     assert commit.step >= 3
     found = user.json("status", "one")
     assert (found["state"], found["platform"]["code"]) == ("saved", 91)
-    job = found["job_id"]
-    assert slurm.job(job).restarts == 0, "nothing has put it back into the queue"
+    assert found["job_id"] == job
+    assert slurm.job(job).restarts == restarts, "nothing has put it back into the queue"
     user("submit", "--resume", "one")
     found = user.wait_step("one", commit.step + 1)
     assert found["job_id"] != job
@@ -143,8 +144,6 @@ def test_logs_follow_a_rank_over_a_requeue(user, slurm):
     starts = [line for line in lines if " trains from step " in line]
     assert len(starts) >= 2, out
     assert any(f"-- attempt {job}.1" in line for line in lines), out
-    # On a machine that is quick it is pending for less than the time between two looks.
-    assert "-- pending" in err or "it is ending" in err
     assert err.splitlines()[-1].startswith("-- cancelled")
 
 
@@ -169,7 +168,7 @@ def test_what_slurm_refuses_leaves_nothing_behind(user, sets, told):
 
 
 def test_check_live_says_when_it_would_start(user):
-    Path("job.yaml").write_text(JOB.format(nodes=2, steps=6))
+    Path("job.yaml").write_text(job_text(nodes=2, steps=6))
     out, _ = user("check", "job.yaml", "--to", "slurm", "--live")
     assert "Slurm would start it at " in out
     assert "on n[1-2]" in out

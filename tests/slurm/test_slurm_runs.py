@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from jobs import make_run
+from jobs import STEPS, make_run
 
 from launcher import stop_request
 
-STEPS = 24
-
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture(scope="session")
-def plain(slurm_session, tmp_path_factory):
-    """Step -> loss of an undisturbed run on four nodes."""
-    run = make_run(slurm_session, tmp_path_factory.mktemp("plain"), steps=STEPS)
-    job = run.submit()
-    run.ended(job, "COMPLETED")
-    curve = run.losses()
-    run.check_done(curve, STEPS)
-    assert {event["code"] for event in run.events("agent.exit")} == {0}
-    assert [event["code"] for event in run.events("run.ended")] == [0]
-    return curve
 
 
 def test_a_job_of_four_nodes_trains_and_finishes(plain):
@@ -63,20 +48,6 @@ def test_a_job_whose_batch_host_is_lost_comes_back_by_itself(slurm, plain, tmp_p
     assert (run.path / "attempts" / f"{job}.0" / "caretaker.0").read_text().strip() != host
 
 
-def test_asked_to_save_it_requeues_itself_and_finishes(slurm, plain, tmp_path):
-    run = make_run(slurm, tmp_path, steps=STEPS, nodes=2)
-    job = run.submit()
-    run.wait_step(4)
-    slurm.run("scancel", "--signal=USR2", "--batch", job)
-    assert run.ended(job, "COMPLETED").restarts == 1
-    run.check_done(plain, STEPS)
-    assert [event["code"] for event in run.events("run.ended")] == [91, 0]
-    second = run.events("run.started")[1]["t_unix"]
-    resumed = next(e for e in run.events("trainer.started") if e["t_unix"] > second)
-    done = [e["step"] for e in run.events("step.completed") if e["t_unix"] < second]
-    assert resumed["resume_step"] == max(done), "saved at the step it was stopped at"
-
-
 def test_cancelled_with_save_it_leaves_a_checkpoint_and_stays_stopped(slurm, tmp_path):
     run = make_run(slurm, tmp_path, steps=10**6, nodes=2)
     job = run.submit()
@@ -113,53 +84,3 @@ def test_two_jobs_on_the_same_nodes_do_not_take_each_others_ports(slurm, plain, 
         run.check_done(plain, STEPS)
         ports = {event["port"] for event in run.events("agent.started")}
         assert ports <= set(range(29400, 29500))
-
-
-def test_requeued_from_outside_it_saves_first_also_where_slurmd_is_dead(slurm, tmp_path):
-    run = make_run(slurm, tmp_path, steps=10**6, nodes=2, sets=("checkpoint.every_steps=2",))
-    job = run.submit()
-    run.wait_step(4)
-    host = slurm.job(job).batch_host
-    unheard = next(name for name in slurm.names[:2] if name != host)
-    slurm.kill_slurmd(unheard)  # Slurm can signal nothing there any more
-    slurm.run("scontrol", "requeue", job)
-    run.until("the next attempt trains", lambda: next_attempt_trains(run))
-    check_next_attempt(run, unheard)
-
-
-def next_attempt_trains(run):
-    """Return whether steps are done in an epoch of the second attempt."""
-    begun = [event["t_unix"] for event in run.events("run.started")]
-    return len(begun) > 1 and any(e["t_unix"] > begun[1] for e in run.events("step.completed"))
-
-
-def check_next_attempt(run, unheard):
-    """See that the first attempt ended on all nodes, and the second went on from its last step."""
-    second = run.events("run.started")[1]["t_unix"]
-    first = [e for e in run.events("agent.exit") if e["t_unix"] < second]
-    assert {e["code"] for e in first} == {91}
-    assert unheard in {e["node"] for e in first}, "its peers told it"
-    formed = next(e for e in run.events("epoch.formed") if e["t_unix"] > second)
-    assert unheard not in formed["members"]
-    resumed = next(e for e in run.events("trainer.started") if e["t_unix"] > second)
-    done = [e["step"] for e in run.events("step.completed") if e["t_unix"] < second]
-    assert resumed["resume_step"] == max(done)
-    epochs = [e["epoch"] for e in run.events("checkpoint.committed")]
-    assert epochs == sorted(epochs)
-    account = run.audit()
-    assert (account.lost, account.repeated) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1600)
-def test_at_the_time_limit_it_saves_requeues_and_finishes(slurm, plain, tmp_path):
-    times = ("slurm.time=2", "slurm.save_s=20", "slurm.shutdown_s=30", "slurm.signal_lead_s=100")
-    steps = 600
-    run = make_run(slurm, tmp_path, steps=steps, nodes=2, sets=times)
-    job = run.submit()
-    ended = run.ended(job, "COMPLETED", timeout_s=1500)
-    assert ended.restarts >= 1
-    run.check_done(plain, steps)
-    codes = [event["code"] for event in run.events("run.ended")]
-    assert codes[-1] == 0
-    assert set(codes[:-1]) == {91}

@@ -78,3 +78,8 @@ def equal_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
         and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
         for name in left
     )
+
+
+def partials(folder: Path) -> list[str]:
+    """Return what conversions that were cut short have left beside their targets."""
+    return [path.name for path in folder.iterdir() if "partial" in path.name]

@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable
 
 from membership_board import SimBoard
-from membership_node import Link, Node
+from membership_network import SimNetwork
+from membership_node import Node
 
 from elastic_trainer.agent.effects import (
     Close,
@@ -27,7 +28,7 @@ from elastic_trainer.agent.effects import (
     Tell,
 )
 from elastic_trainer.agent.membership import Membership
-from elastic_trainer.agent.messages import Formed, decode, encode
+from elastic_trainer.agent.messages import Formed, encode
 from elastic_trainer.agent.notices import (
     AskWorkers,
     EpochAborted,
@@ -59,11 +60,8 @@ class Cluster:
         self.now = 0.0
         self.random = random.Random(seed)
         self.nodes: list[Node] = []
-        self.cut: set[tuple[str, str]] = set()
-        """(from node, to node): nothing gets through, nothing is refused."""
-        self.refusing: set[tuple[str, str]] = set()
-        """(from node, to node): the address means another machine there, and it refuses."""
         self.published: dict[int, EpochFormed] = {}
+        self.network = SimNetwork(self)
         self.board = SimBoard(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
@@ -101,7 +99,7 @@ class Cluster:
         node.alive, node.silent, node.working = False, silent, None
         for link in list(node.links.values()):
             if not silent:
-                self._hang_up(link, by=node)
+                self.network.hang_up(link, by=node)
 
     def pause(self, node: Node) -> None:
         """SIGSTOP: the kernel still takes connections and bytes."""
@@ -121,12 +119,11 @@ class Cluster:
         names = {n.me.node for n in self.nodes}
         for a in group:
             for b in names - group:
-                self.cut |= {(a, b), (b, a)}
+                self.network.cut |= {(a, b), (b, a)}
 
     def heal(self) -> None:
         """Undo all cuts, board faults and pauses."""
-        self.cut.clear()
-        self.refusing.clear()
+        self.network.heal()
         self.board.heal()
         for node in self.nodes:
             if node.paused:
@@ -135,7 +132,7 @@ class Cluster:
     def reset(self, node: Node) -> None:
         """Break the node's connections; the processes on both ends live."""
         for conn, link in list(node.links.items()):
-            self._hang_up(link, by=node)
+            self.network.hang_up(link, by=node)
             self.feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
 
     def report(self, node: Node, report: Report) -> None:
@@ -239,7 +236,7 @@ class Cluster:
 
     def describe(self) -> str:
         """Return what each agent thinks, for a failed test."""
-        lines = [f"t={self.now:.3f} board={self.board.content} cut={sorted(self.cut)}"]
+        lines = [f"t={self.now:.3f} board={self.board.content} cut={sorted(self.network.cut)}"]
         for n in self.nodes:
             state = "up" if n.alive else "dead"
             lines.append(
@@ -284,19 +281,21 @@ class Cluster:
         match effect:
             case Dial(conn, address, port):
                 node.dialing[conn] = []
-                self.at(self.now + self.delay(), lambda: self._dial(node, conn, address, port))
+                self.at(
+                    self.now + self.delay(), lambda: self.network.dial(node, conn, address, port)
+                )
             case Send(conns, message):
                 if isinstance(message, Formed):
                     self._check_published(node, message)
                 payload = encode(message)
                 for conn in conns:
                     if conn in node.links:
-                        self._send(node, node.links[conn], payload)
+                        self.network.send(node, node.links[conn], payload)
                     elif conn in node.dialing:
                         node.dialing[conn].append(payload)
             case Close(conn):
                 if conn in node.links:
-                    self._send(node, node.links.pop(conn), None)
+                    self.network.send(node, node.links.pop(conn), None)
                 node.dialing.pop(conn, None)
             case ReadBoard():
                 self.board.call(node, lambda: self.board.read(node))
@@ -313,70 +312,6 @@ class Cluster:
                 self._tell(node, notice)
             case Log(event, _, fields):
                 node.events.append((self.now, event, fields))
-
-    def _is_cut(self, a: Node, b: Node) -> bool:
-        return (a.me.node, b.me.node) in self.cut
-
-    def _dial(self, node: Node, conn: int, address: str, port: int) -> None:
-        there = [n for n in self.nodes if (n.me.address, n.me.port) == (address, port)]
-        assert there, f"{node.me.agent_id} dials {address}:{port}"
-        target = next((n for n in there if n.alive), there[-1])
-        if target.silent or self._is_cut(node, target) or self._is_cut(target, node):
-            self.at(
-                self.now + self.settings.dial_timeout_s,
-                lambda: self._dial_failed(node, conn, refused=False),
-            )
-        elif not target.alive or (node.me.node, target.me.node) in self.refusing:
-            self._dial_failed(node, conn, refused=True)
-        elif node.alive and conn in node.dialing:
-            link = Link((node, target), (conn, next(target.accepted)))
-            node.links[conn] = target.links[link.conns[1]] = link
-            for payload in node.dialing.pop(conn):
-                self._send(node, link, payload)
-            self.feed(node, lambda now: node.machine.opened(conn, now))
-
-    def _dial_failed(self, node: Node, conn: int, *, refused: bool) -> None:
-        if node.dialing.pop(conn, None) is not None:
-            self.feed(node, lambda now: node.machine.closed(conn, now, refused=refused))
-
-    def _send(self, node: Node, link: Link, payload: bytes | None) -> None:
-        side = 0 if link.ends[0] is node else 1
-        link.queues[side].append(payload)
-        self.at(self.now + self.delay(), lambda: self._deliver(link, side))
-
-    def _deliver(self, link: Link, side: int) -> None:
-        source, target = link.ends[side], link.ends[1 - side]
-        if not link.open or not link.queues[side]:
-            return
-        if not target.alive:
-            return
-        if self._is_cut(source, target):
-            self.at(self.now + 0.1, lambda: self._deliver(link, side))  # as TCP sends again
-            return
-        payload = link.queues[side].popleft()
-        conn = link.conns[1 - side]
-        if payload is None:
-            self._hang_up(link, by=source)
-        elif conn in target.links:
-            message = decode(payload)
-            self.feed(target, lambda now: target.machine.received(conn, message, now))
-
-    def _hang_up(self, link: Link, by: Node) -> None:
-        if not link.open:
-            return
-        side = 0 if link.ends[0] is by else 1
-        other, conn = link.ends[1 - side], link.conns[1 - side]
-        by.links.pop(link.conns[side], None)
-
-        def told() -> None:
-            if self._is_cut(by, other):
-                self.at(self.now + 0.1, told)
-                return
-            link.open = False
-            if other.links.pop(conn, None) is not None:
-                self.feed(other, lambda now: other.machine.closed(conn, now))
-
-        self.at(self.now + self.delay(), told)
 
     # --- invariants, and the script in place of workers ----------------------------------------
 

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.manifest import FileEntry
-from elastic_trainer.checkpoint.restricted import CheckpointReader, RestrictedUnpickler
+from elastic_trainer.checkpoint.reader import CheckpointReader
+from elastic_trainer.checkpoint.restricted import RestrictedUnpickler
 from elastic_trainer.checkpoint.state import Stager, create_optimizer_state, live_tensors
 
 

@@ -269,3 +269,22 @@ def test_a_wedge_is_seen_within_three_seconds_on_a_quiet_machine(seed: int) -> N
     seconds = _simulate(seed, 60, load=0.2, wedge_after=50)
     assert seconds is not None
     assert seconds < 3.0
+
+
+def test_a_script_that_is_faster_than_the_agent_looks_is_in_its_steady_loop_at_once() -> None:
+    """It makes all of its steps between two looks and hangs: the counter has shown them."""
+    for steps, limit_s in ((2, START_S), (50, CEILING_S)):
+        w = watch(only_beating=True)
+        assert w.observe(0, {0: beat(0, Section.STARTING)}) == []
+        w.observe(0.1, {0: beat(steps, counter=steps)})
+        (one,) = w.observe(5, {0: beat(steps, counter=steps)})
+        assert (one.limit_s, one.ceiling_s) == (limit_s, limit_s)
+        assert not hung(w.observe(limit_s, {0: beat(steps, counter=steps)}))
+        assert hung(w.observe(limit_s + 0.2, {0: beat(steps, counter=steps)}))
+
+
+def test_beats_before_the_first_step_are_no_steps() -> None:
+    w = watch(only_beating=True)
+    w.observe(0, {0: beat(1000, Section.RESTORING, counter=30)})
+    (one,) = w.observe(1, {0: beat(1000, Section.RESTORING, counter=30)})
+    assert one.limit_s == START_S

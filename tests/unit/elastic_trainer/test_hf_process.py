@@ -17,6 +17,7 @@ from hf_models import (
     SHAPE,
     equal_bits,
     newest,
+    partials,
     random_weights,
     read_hf,
     write_hf,
@@ -29,21 +30,6 @@ from elastic_trainer.models import ModelShape
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def hf(tmp_path):
-    return write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE))
-
-
-@pytest.fixture
-def run(tmp_path, hf):
-    import_hf(hf, tmp_path / "run", run_id="r")
-    return tmp_path / "run"
-
-
-def partials(tmp_path):
-    return [path.name for path in tmp_path.iterdir() if "partial" in path.name]
-
-
 def command(*args):
     return [sys.executable, "-m", "elastic_trainer.checkpoint.convert", *map(str, args)]
 
@@ -52,11 +38,11 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def export_args(run, out, *more):
+def export_args(run, out, *more, shape=SHAPE):
     commit = newest(run)
-    shape = json.dumps(dataclasses.asdict(SHAPE))
     return ("export", "--checkpoints", run / "checkpoints", "--dir", commit.dir,
-            "--manifest-sha256", commit.manifest_sha256, "--model-shape", shape,
+            "--manifest-sha256", commit.manifest_sha256,
+            "--model-shape", json.dumps(dataclasses.asdict(shape)),
             "--out", out, *more)  # fmt: skip
 
 
@@ -114,8 +100,8 @@ def test_import_and_export_by_command(tmp_path, hf, capsys):
         (("--unknown", "1"), "HF328 unrecognized arguments"),
     ],
 )
-def test_wrong_options_are_one_line(tmp_path, run, capsys, change, message):
-    code, lines, err = main(capsys, *export_args(run, tmp_path / "out", *change))
+def test_wrong_options_are_one_line(tmp_path, hf_run, capsys, change, message):
+    code, lines, err = main(capsys, *export_args(hf_run, tmp_path / "out", *change))
     assert (code, lines) == (2, [])
     assert message in err
     assert err.startswith("HF328 ")
@@ -123,11 +109,11 @@ def test_wrong_options_are_one_line(tmp_path, run, capsys, change, message):
 
 
 @pytest.mark.usefixtures("_signals")
-def test_exit_codes_tell_wrong_input_from_damage(tmp_path, run, hf, capsys):
-    code, _, err = main(capsys, "import", "--hf", hf, "--run", run)
+def test_exit_codes_tell_wrong_input_from_damage(tmp_path, hf_run, hf, capsys):
+    code, _, err = main(capsys, "import", "--hf", hf, "--run", hf_run)
     assert (code, err[:5]) == (2, "HF321")
-    shutil.rmtree(run / "checkpoints" / newest(run).dir)
-    code, _, err = main(capsys, *export_args(run, tmp_path / "out"))
+    shutil.rmtree(hf_run / "checkpoints" / newest(hf_run).dir)
+    code, _, err = main(capsys, *export_args(hf_run, tmp_path / "out"))
     assert (code, err[:5]) == (1, "HF320")
 
 
@@ -213,10 +199,7 @@ def test_a_stopped_conversion_leaves_nothing_that_counts(tmp_path, what, number,
         args = ("import", "--hf", hf, "--run", target)
     else:
         import_hf(hf, tmp_path / "run", run_id="r")
-        commit = newest(tmp_path / "run")
-        args = ("export", "--checkpoints", tmp_path / "run/checkpoints", "--dir", commit.dir,
-                "--manifest-sha256", commit.manifest_sha256, "--model-shape",
-                json.dumps(dataclasses.asdict(BIG)), "--out", target)  # fmt: skip
+        args = export_args(tmp_path / "run", target, shape=BIG)
     process = subprocess.Popen(
         command(*args), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -75,11 +75,11 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
         case "cut":
             cluster.partition(set(names[: which % nodes]))
         case "one_way" if nodes > 1:
-            cluster.cut.add((names[which % nodes], names[(which + 1) % nodes]))
+            cluster.network.cut.add((names[which % nodes], names[(which + 1) % nodes]))
         case "refuse" if nodes > 1:
-            cluster.refusing.add((names[which % nodes], names[(which + 1) % nodes]))
+            cluster.network.refusing.add((names[which % nodes], names[(which + 1) % nodes]))
         case "heal":
-            cluster.cut.clear()
+            cluster.network.cut.clear()
         case "board_down":
             cluster.board.down_until = cluster.now + 0.5 * which
         case "lose_replies":

@@ -69,7 +69,7 @@ def test_a_coordinator_cut_off_forms_nothing_is_replaced_and_joins_again(earlier
     cluster = started(5)
     old = coordinator(cluster)
     # It misses the others before they miss it.
-    cluster.cut |= {(n.me.node, old.me.node) for n in others(cluster)}
+    cluster.network.cut |= {(n.me.node, old.me.node) for n in others(cluster)}
     cluster.run(cluster.now + earlier_s)
     cluster.partition({old.me.node})
     cluster.run(cluster.now + 40.0)
@@ -140,7 +140,7 @@ def test_a_live_lease_is_not_taken_where_its_address_means_another_machine():
     cluster = started(2)
     live = coordinator(cluster).me
     cluster.run(cluster.settings.lease_renew_s + 0.1)
-    cluster.refusing.add(("far", live.node))
+    cluster.network.refusing.add(("far", live.node))
     far = cluster.add("far", job="other")
     cluster.run(2 * cluster.settings.lease_renew_s - 0.1)
     cluster.board.cut.add(live.node)

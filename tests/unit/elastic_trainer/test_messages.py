@@ -17,6 +17,7 @@ from elastic_trainer.agent.messages import (
     PastFailure,
     Ping,
     Reject,
+    Renewed,
     Stop,
     Told,
     Vote,
@@ -63,6 +64,7 @@ messages = st.one_of(
     st.builds(Welcome, term=number),
     st.builds(Reject, code=st.none() | number, reason=text),
     st.builds(Ping),
+    st.builds(Renewed, beat=number),
     st.builds(
         Formed,
         epoch=number,

@@ -11,9 +11,12 @@ from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
     everybody_got_there,
-    missing_shards,
+    extent,
+    gone,
+    marks,
     newest_first,
-    sources,
+    packed,
+    unpacked,
 )
 from elastic_trainer.snapshots.image import Header
 
@@ -121,41 +124,63 @@ def test_the_newest_step_goes_first_and_then_the_newest_epoch() -> None:
     assert newest_first(held) == [(7, 1), (5, 3), (5, 2)]
 
 
+def agreed(nodes: list[list[Holding]], key: tuple[int, int]) -> tuple[list[int], bool]:
+    """What nodes that know their own agree on: (shards gone, whether everybody got there)."""
+    extents = [extent(held, key) for held in nodes]
+    num_shards, num_ranks, committed = (max(column) for column in zip(*extents, strict=True))
+    flags = [marks(held, key, num_shards, num_ranks) for held in nodes]
+    everything = [max(column) for column in zip(*flags, strict=True)]
+    there = everybody_got_there(everything, num_shards, committed=bool(committed))
+    return gone(everything, num_shards), there
+
+
 def test_a_snapshot_is_whole_when_every_shard_is_there() -> None:
-    held = [holding(7, 0), holding(7, 1, node="b"), holding(8, 0)]
-    assert missing_shards(held, (7, 1)) == []
-    assert missing_shards(held, (8, 1)) == [1]
-    assert "lacks 1 of 2 parts (1)" in describe_missing(held, (8, 1))
+    nodes = [[holding(7, 0), holding(8, 0)], [holding(7, 1, node="b")], []]
+    assert agreed(nodes, (7, 1)) == ([], True)
+    assert agreed(nodes, (8, 1)) == ([1], False)
+    assert "step 8 (epoch 1) lacks 1 of 2 parts (1)" in describe_missing((8, 1), [1], 2)
 
 
 def test_a_whole_replica_is_not_enough_where_another_may_lack_the_step() -> None:
     one = [holding(7, shard, replicas=2) for shard in (0, 1)]
-    assert missing_shards(one, (7, 1)) == []
-    assert not everybody_got_there(one, (7, 1))
-    three = [*one, holding(7, 0, replicas=2, replica=1)]
-    assert not everybody_got_there(three, (7, 1))
-    assert everybody_got_there([*three, holding(7, 1, replicas=2, replica=1)], (7, 1))
+    assert agreed([one], (7, 1)) == ([], False)
+    third = holding(7, 0, replicas=2, replica=1)
+    assert agreed([one, [third]], (7, 1)) == ([], False)
+    fourth = holding(7, 1, replicas=2, replica=1)
+    assert agreed([one, [third], [fourth]], (7, 1)) == ([], True)
     known = holding(7, 1, replicas=2, committed=True)
-    assert everybody_got_there([one[0], known], (7, 1))
-    assert not everybody_got_there([*one, holding(6, 0, replicas=2, committed=True)], (7, 1))
-    assert everybody_got_there([holding(7, 0), holding(7, 1)], (7, 1))
+    assert agreed([one[:1], [known]], (7, 1)) == ([], True)
+    older = holding(6, 0, replicas=2, committed=True)
+    assert agreed([one, [older]], (7, 1)) == ([], False)
+    assert agreed([[holding(7, 0)], [holding(7, 1)]], (7, 1)) == ([], True)
 
 
-def test_own_memory_is_read_first_and_others_in_turn() -> None:
-    held = [holding(7, 0, node="a"), holding(7, 0, node="b"), holding(7, 1, node="c")]
-    assert sources(held, (7, 1), here="b", spread=0)[0].node == "b"
-    elsewhere = {sources(held, (7, 1), here="z", spread=rank)[0].node for rank in range(4)}
-    assert elsewhere == {"a", "b"}
-    assert sources(held, (7, 1), here="z", spread=3)[1].node == "c"
+ROWS = st.tuples(
+    st.integers(1, 3), st.integers(0, 2), st.integers(1, 2), st.integers(0, 3), st.booleans()
+)
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(1, 2))))
-def test_what_is_chosen_is_never_mixed(rows: list[tuple[int, int, int]]) -> None:
-    held = [holding(step, shard, epoch=epoch, num=3) for step, shard, epoch in rows]
-    for key in newest_first(held):
-        chosen = sources(held, key, here="a", spread=1)
-        assert all(found.key == key for found in chosen.values())
-        assert sorted(chosen) == [s for s in range(3) if s not in missing_shards(held, key)]
+@given(st.lists(ROWS))
+def test_nodes_agree_on_what_one_that_knew_all_would_say(
+    rows: list[tuple[int, int, int, int, bool]],
+) -> None:
+    nodes: list[list[Holding]] = [[] for _ in range(4)]
+    for step, shard, epoch, node, committed in rows:
+        nodes[node].append(holding(step, shard, epoch=epoch, num=3, committed=committed))
+    everything = [held for node in nodes for held in node]
+    for key in newest_first(everything):
+        mine = [held for held in everything if held.key == key]
+        missing, there = agreed(nodes, key)
+        assert missing == [s for s in range(3) if s not in {held.header.shard for held in mine}]
+        assert there == (missing == [] or any(held.committed for held in mine))
+
+
+def test_keys_are_packed_in_their_order() -> None:
+    keys = [(0, 0), (0, 1), (5, 2), (5, 2**24 - 1), (6, 1), (2**39 - 1, 2**24 - 1)]
+    numbers = [packed(key) for key in keys]
+    assert numbers == sorted(numbers)
+    assert [unpacked(number) for number in numbers] == keys
+    assert numbers[-1] < 2**63
 
 
 def test_a_holding_survives_the_wire() -> None:

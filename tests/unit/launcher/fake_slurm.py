@@ -58,7 +58,9 @@ class FakeSlurm:
         """Change what squeue says about the last job, and scontrol where `detail` is given."""
         fields = (self.folder / "squeue.out").read_text().rstrip("\n").split("\x1f")
         fields[2:4], fields[5], fields[7] = [state, reason], str(start), nodes
-        (self.folder / "squeue.out").write_text("\x1f".join(fields) + "\n")
+        fresh = self.folder / "squeue.fresh"
+        fresh.write_text("\x1f".join(fields) + "\n")
+        fresh.replace(self.folder / "squeue.out")  # at once: squeue may be asked meanwhile
         if detail:
             known = {"JobId": fields[0], "JobName": "a-job", "JobState": state, "Reason": reason}
             known |= {"SubmitTime": fields[4], "Command": fields[9], "NodeList": nodes} | detail

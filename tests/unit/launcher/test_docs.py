@@ -3,6 +3,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from launcher.cli.docs import (
     cli_reference,
     error_reference,
@@ -45,3 +47,39 @@ def test_every_code_used_is_in_the_table_and_the_reverse():
             used |= set(re.findall(r'"(HF[0-9]{3})\b', path.read_text()))
             used |= set(re.findall(r"error: (HF[0-9]{3})\b", path.read_text()))
     assert used == set(CODES)
+
+
+def test_the_readme_links_every_page():
+    linked = set(re.findall(r"\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_what_a_page_names_is_in_the_tree(page):
+    text = (ROOT / page).read_text()
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in sources()]
+    named = [
+        each
+        for name in re.findall(r"`([\w./{},]+\.(?:py|j2|toml))`", text)
+        for each in spelled_out(name)
+    ]
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+    for folder in re.findall(r"`((?:launcher|elastic_trainer|tests|examples)/[\w/]*)`", text):
+        assert (ROOT / folder).is_dir(), folder
+
+
+def sources():
+    tops = ("launcher", "elastic_trainer", "tests", "examples", "benchmarks", "slurm")
+    return [
+        ROOT / "pyproject.toml",
+        *(path for top in tops for path in (ROOT / top).rglob("*") if path.is_file()),
+    ]
+
+
+def spelled_out(name):
+    """Return `a/{b,c}.py` as `a/b.py` and `a/c.py`."""
+    head, brace, rest = name.partition("{")
+    if not brace:
+        return [name]
+    inner, _, tail = rest.partition("}")
+    return [head + each + tail for each in inner.split(",")]

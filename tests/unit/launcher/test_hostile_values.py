@@ -267,13 +267,13 @@ def test_images_and_mounts_with_any_name(folder, image, mount, runtime):
         return
     calls, _, done = run_script(script, folder)
     assert done.returncode == 0, done.stderr
-    (srun,) = [call for call in calls if call[0] == "srun"]
+    srun = next(call for call in calls if call[0] == "srun" and "care" not in call)
     run, mounted = folder / "run", f"/{mount}"
     mounts = f"{run}:{run},{folder / 'corpus'}:{folder / 'corpus'},{mounted}"
     if runtime == "pyxis":
         assert f"--container-image={image}" in srun
         assert f"--container-mounts={mounts}" in srun
-        assert srun[-6:-1] == ["python3", "-P", "-m", "launcher.node", "agent"]
+        assert srun[-7:-2] == ["python3", "-P", "-m", "launcher.node", "agent"]
     else:
         inside = ["--", "apptainer", "exec", "--nv", "--bind", mounts, image]
         assert srun[-len(inside) :] == inside

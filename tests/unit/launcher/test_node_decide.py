@@ -11,11 +11,13 @@ from launcher.node.decide import (
     BeatWatch,
     Budget,
     OnBoard,
+    Verdict,
     is_over,
     may_begin,
     near_limit,
     verdict,
     what_now,
+    within_restarts,
 )
 
 CODES = st.sampled_from([0, 91, 92, 93, 94])
@@ -113,17 +115,29 @@ def test_the_board_decides_over_all_exit_codes(exits, at_limit, step_code):
 def test_without_the_board_the_exit_codes_give_a_code_of_the_contract(exits, step_code):
     found = verdict(finished=False, ended=None, exits=exits, at_limit=False, step_code=step_code)
     assert found.code in {0, 91, 92, 93, 94}
-    assert found.code in {*exits.values(), 92}
+    assert found.code in {*exits.values(), 92, *([] if exits else [91])}
     if found.code == 93:
         assert set(exits.values()) == {93}, "one node's bad set-up does not stop the others"
-    if not exits:
-        assert (found.code, found.failed) == (92, False), "lost nodes are no failure of the program"
+    if not exits:  # lost nodes are no failure of the program
+        assert (found.code, found.failed) == (91 if step_code == 91 else 92, False)
 
 
 def test_a_save_counts_as_a_failure_only_at_the_time_limit():
     for at_limit in (False, True):
         found = verdict(finished=False, ended=(91, "saved"), exits={}, at_limit=at_limit)
         assert found.failed == at_limit
+
+
+@given(CODES, st.sampled_from(["requeue", "chain", "none"]), st.integers(0, 5), st.booleans())
+def test_restarts_are_counted_only_where_there_would_be_one_more(code, restart, done, stop):
+    found = Verdict(code=code, failed=False, reason="so it was")
+    given = {"restart": restart, "done": done, "stop_asked": stop}
+    assert within_restarts(found, most=None, **given) == found
+    now = within_restarts(found, most=3, **given)
+    over = code in {91, 92} and restart != "none" and not stop and done >= 3
+    assert now.code == (94 if over else code)
+    assert "so it was" in now.reason
+    assert ("slurm.max_requeues" in now.reason) == over
 
 
 def test_near_the_limit():
@@ -163,7 +177,7 @@ def test_a_caretaker_acts_only_for_a_job_that_has_ended(finished, ended_job, lea
         assert found is (True if still else None)
 
 
-@given(CODES, st.sampled_from(["requeue", "chain", "never"]), st.booleans(), st.booleans())
+@given(CODES, st.sampled_from(["requeue", "chain", "none"]), st.booleans(), st.booleans())
 def test_a_job_without_its_batch_host_never_stays_running(code, restart, stop, has_next):
     acts = what_now(code, restart=restart, stop_asked=stop, has_next=has_next)
     assert acts[-1] in {"requeue", "cancel"}

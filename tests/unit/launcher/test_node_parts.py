@@ -13,9 +13,10 @@ import pytest
 
 from elastic_trainer.agent.board import BoardState, Ended, Lease
 from elastic_trainer.agent.file_board import FileBoard
-from launcher.node import beat, board
+from launcher.node import beat, board, care
 from launcher.node.agent import NodeAgent
 from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
+from launcher.node.care import Caretaker
 from launcher.node.end import end
 from launcher.node.slurm import carry_out, parse_job
 
@@ -222,3 +223,78 @@ def test_a_task_of_an_array_never_speaks_for_the_others(tmp_path):
     controller = Controller(answer(SHOWN.format("RUNNING", 0)))
     assert run_acts(task, controller, "requeue", "cancel")
     assert {command[-1] for command in controller.asked} == {"17_3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "code"),
+    [
+        ({"HOLDFAST_RESTART": "requeue", "HOLDFAST_MAX_REQUEUES": "1"}, 94),
+        ({"HOLDFAST_RESTART": "requeue", "HOLDFAST_MAX_REQUEUES": "2"}, 91),
+        ({"HOLDFAST_RESTART": "requeue"}, 91),
+        ({"HOLDFAST_RESTART": "none", "HOLDFAST_MAX_REQUEUES": "0"}, 91),
+        ({"HOLDFAST_RESTART": "chain", "HOLDFAST_MAX_REQUEUES": "2"}, 91),
+        (
+            {
+                "HOLDFAST_RESTART": "chain",
+                "HOLDFAST_MAX_REQUEUES": "2",
+                "HOLDFAST_GENERATION": "2",
+            },
+            94,
+        ),
+    ],
+)
+def test_the_script_and_a_caretaker_allow_the_same_restarts(attempt, env, code):
+    put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
+    assert end(attempt, env, 0).code == code  # attempt 17.1 has been restarted once
+    assert json.loads((attempt.dir / "end.json").read_text())["code"] == code
+
+
+def caretaker(attempt):
+    return Caretaker(attempt, "n2", {"HOLDFAST_BEAT_S": "0.01"})
+
+
+def test_a_caretaker_leaves_a_job_alone_whose_script_beats(attempt, monkeypatch):
+    attempt.beat.write_text("000000000001\n")
+    reads = iter(range(10**6))
+    monkeypatch.setattr(beat, "read", lambda _: str(next(reads)))
+    monkeypatch.setattr(care, "take_over", None)
+    caretaker(attempt).take_care()
+    assert not list(attempt.dir.glob("caretaker.*"))
+
+
+def test_storage_that_comes_back_is_no_sign_of_life(attempt, monkeypatch):
+    reads = iter([None, None, *["7"] * 1000])
+    monkeypatch.setattr(beat, "read", lambda _: next(reads))
+    taken = []
+    monkeypatch.setattr(care, "take_over", lambda attempt, env: taken.append(attempt.name))
+    put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
+    caretaker(attempt).take_care()
+    assert taken == ["17.1"]
+
+
+def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
+    attempt, monkeypatch
+):
+    attempt.beat.write_text("000000000001\n")
+    put(attempt.run_dir, BoardState(lease=lease("17.0", 3)))  # left by the attempt before
+    taken, slept = [], []
+    monkeypatch.setattr(care, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(care.signal, "signal", lambda *_: None)
+    one = caretaker(attempt)
+
+    def sleep(seconds):
+        slept.append(seconds)
+        one._read_at = 0.0
+        if len(slept) == 20:
+            assert one.lost
+            assert taken == []
+            put(attempt.run_dir, BoardState(lease=lease("17.1", 4)))
+        if len(slept) == 40:
+            assert taken == []
+            put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=92, reason="x")))
+
+    monkeypatch.setattr(care.time, "sleep", sleep)
+    assert one.serve() == 0
+    assert taken == ["17.1"]
+    assert len(slept) == 40
+    assert (attempt.dir / "caretaker.0").read_text() == "n2\n"

@@ -13,10 +13,13 @@ from fake_slurm import SUBMIT, FakeSlurm
 from test_submit import TINY, submit
 
 from launcher import stop_request
+from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
 from launcher.backends.slurm_queries import Patience
 from launcher.cli.main import run_cli
 from launcher.ops import cancelling, watch
+from launcher.ops.follow_logs import LogReader, Selection
 from launcher.ops.record import LauncherLog
+from launcher.ops.runs import find_runs
 
 
 @pytest.fixture
@@ -284,6 +287,40 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
     assert err.startswith("-- pending: jobs of higher priority are before it\n")
     assert "-- running on 1 nodes\n" in err
     assert err.endswith("-- done\n")
+
+
+class Answers:
+    """A platform whose answers are known beforehand; the last one is given again."""
+
+    name = "slurm"
+
+    def __init__(self, *statuses):
+        self.left = list(statuses)
+
+    def status(self, jobs):
+        told = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return dict.fromkeys(jobs, told)
+
+
+FORGOTTEN = JobStatus(state=JobState.UNKNOWN, reason=NO_SUCH_JOB)
+RUNNING, DONE = JobStatus(state=JobState.RUNNING), JobStatus(state=JobState.DONE, code=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "end"),
+    [
+        ((RUNNING, FORGOTTEN, FORGOTTEN, RUNNING, FORGOTTEN, DONE), JobState.DONE),
+        ((RUNNING, FORGOTTEN), JobState.SAVED),
+    ],
+    ids=["for-a-moment", "for-good"],
+)
+def test_a_job_between_two_attempts_has_not_ended(slurm, told, end):
+    trains(ends=91)
+    [run] = find_runs(Path("runs"))
+    watched = watch.Watch(
+        run=run, backend=Answers(*told), say=lambda _: None, ask_s=0.0, look_s=0.0
+    )
+    assert watched.logs(LogReader(run.path, Selection()), lambda _: None).state is end
 
 
 def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):

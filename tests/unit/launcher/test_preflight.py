@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import stat
 import subprocess
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from launcher.backends.commands import Answer as Said
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.ops import preflight_checks as checks
-from launcher.ops.preflight import Preflight, Where, choose
+from launcher.ops.preflight import SUBMITTERS, Preflight, Where, choose
 from launcher.ops.preflight_checks import Expected, Finding, NodeReport, judge, run_checks
 
 
@@ -169,6 +170,9 @@ def test_checks_are_chosen_by_name():
         assert error.value.code == "HF660"
 
 
+CANCEL = '#!/bin/sh\nfor id; do :; done; echo "$id" >>"$BUSY.cancelled"\n'
+
+
 class Slurm:
     """Says what sinfo would."""
 
@@ -217,6 +221,42 @@ def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, 
     assert "enlarge or empty" in out
     assert f"0 of 1 nodes are fit; what they wrote is in {folder}" in out
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+SBATCH = """\
+#!/bin/bash
+# Slow, and says who else is here.
+mkdir "$BUSY/$$"
+ls "$BUSY" | wc -l >>"$BUSY.counts"
+sleep 0.4
+rmdir "$BUSY/$$"
+! grep -q "nodelist=n7$" "$1" || { echo "sbatch: error: no such node" >&2; exit 1; }
+echo "Submitted batch job $$"
+"""
+
+
+def test_nodes_are_asked_a_few_at_a_time_and_none_is_forgotten(tmp_path, monkeypatch):
+    programs, busy = tmp_path / "bin", tmp_path / "busy"
+    for folder in (programs, busy):
+        folder.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", "#!/bin/sh\n"), ("scancel", CANCEL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("BUSY", str(busy))
+    nodes = [f"n{i}" for i in range(20)]
+    slurm = Slurm("".join(f"{node}|idle\n" for node in nodes))
+    asking = Preflight(where=Where(), folder=tmp_path / "f", commands=slurm)
+    found = asking.run(Expected(), timeout_s=0.5)
+    assert [each.node for each in found] == nodes
+    problems = {each.node: each.problem for each in found}
+    assert "no such node" in problems.pop("n7")
+    assert all(problem.startswith("no answer within") for problem in problems.values())
+    counts = [int(line) for line in (tmp_path / "busy.counts").read_text().split()]
+    assert len(counts) == len(nodes)
+    assert 1 < max(counts) <= SUBMITTERS
+    cancelled = (tmp_path / "busy.cancelled").read_text().split()
+    assert len(set(cancelled)) == len(nodes) - 1
 
 
 def test_wrong_options_are_told(tmp_path, capsys):

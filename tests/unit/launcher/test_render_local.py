@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from elastic_trainer.config import TrainConfig
+from launcher.errors import UserError
 from launcher.planning.search import plan
 from launcher.render.local import render_local, to_train_config
 from launcher.spec import JobSpec
@@ -44,6 +47,12 @@ def test_absolute_paths_stay_and_checkpoints_default_to_the_run(make_spec):
     assert config.data.path == "/data/x"
     assert config.data.tokenizer == "bytes"
     assert config.checkpoint.dir == "/runs/r1/checkpoints"
+
+
+def test_a_home_that_nobody_has_is_the_users_mistake(make_spec):
+    spec = make_spec("data.path=~0/corpus")
+    with pytest.raises(UserError, match="HF201 ~0/corpus: nobody here has the home ~0"):
+        render_local(spec, plan(spec), **PLACES)
 
 
 def test_the_kept_spec_gives_the_same_job_again(job_text):

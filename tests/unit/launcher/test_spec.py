@@ -2,6 +2,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,8 @@ from elastic_trainer.models import PRESETS
 from launcher.errors import UserError
 from launcher.planning.search import plan
 from launcher.spec import SECTIONS, JobSpec, load_spec
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_legal_job_has_defaults_and_a_solved_dp(make_spec):
@@ -279,3 +284,15 @@ def test_a_command_may_leave_out_what_only_it_knows():
     assert {problem.code for problem in caught.value.problems} == {"HF010", "HF101", "HF104"}
     with pytest.raises(UserError, match="HF011 model: "):
         JobSpec.from_text(text.replace("command: train.py --tp {tp}\n", ""))
+
+
+def test_plugins_of_others_are_left_alone():
+    code = """
+import sys
+from launcher.spec import load_spec
+load_spec("examples/tiny-cpu.yaml")
+from pydantic import create_model
+create_model("Other", x=(int, 1))()
+assert sys.modules["pydantic.plugin._loader"].__file__, "still the stand-in"
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -9,6 +9,7 @@ from fake_slurm import SUBMIT, FakeSlurm, tree
 from launcher import stop_request
 from launcher.backends.slurm_queries import Patience
 from launcher.cli.main import run_cli
+from launcher.ops.record import LauncherLog
 
 TINY = """\
 name: a-job
@@ -254,13 +255,70 @@ def test_a_refused_resume_stays_stopped(slurm, capsys):
 
 def test_one_task_of_a_sweep_is_submitted_again_alone(slurm, capsys):
     submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
-    assert run_cli(["submit", "--resume", "runs/s"]) == 2
+    assert run_cli(["why", "runs/s"]) == 2
     assert "HF651 runs/s is a sweep; name one of its runs, as runs/s/0" in capsys.readouterr().err
     slurm.says("squeue", err="slurm_load_jobs error: Invalid job id specified", code=1)
     slurm.says("sbatch", out="20")
     assert run_cli(["submit", "--resume", "runs/s/1"]) == 0
     assert slurm.calls("sbatch")[-1].startswith("sbatch --parsable --array=1 ")
     assert json.loads(Path("runs/s/1/submitted.json").read_text())["job_id"] == "20_1"
+
+
+def squeue_rows(*tasks):
+    """What squeue says of (job id of a task, its state)."""
+    rows = []
+    for task, state in tasks:
+        script = Path("runs/s/job.sbatch").absolute()
+        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "a-job", str(script)]
+        rows.append("\x1f".join(fields))
+    return "\n".join(rows)
+
+
+def test_a_whole_sweep_is_submitted_again_but_for_what_is_done_or_live(slurm, capsys):
+    submit("--sweep", "train.seed=1,2,3,4", "--run-dir", "runs/s")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "s", "--watch"]) == 2
+    assert "HF610 --resume of a sweep" in capsys.readouterr().err
+    states = ("COMPLETED", "RUNNING", "FAILED", "CANCELLED")
+    rows = squeue_rows(*((f"17_{i}", state) for i, state in enumerate(states)))
+    slurm.says("squeue", out=rows)
+    LauncherLog(Path("runs/s/0"), "n1").emit("job.stopped", node="n1", code=0, reason="done")
+    stop_request.ask(Path("runs/s/3"), why="test", t_unix=0.0)
+    slurm.says("sbatch", out="20")
+    assert run_cli(["submit", "--resume", "s"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "slurm job 20: goes on: 2, 3 of runs/s",
+        "waiting or running, left alone: 1 of runs/s",
+        "done already: 0 of runs/s",
+    ]
+    assert slurm.calls("sbatch")[-1].startswith("sbatch --parsable --array=2,3 ")
+    ids = [json.loads(Path(f"runs/s/{i}/submitted.json").read_text())["job_id"] for i in range(4)]
+    assert ids == ["17_0", "17_1", "20_2", "20_3"]
+    assert not stop_request.asked(Path("runs/s/3"))
+
+
+def test_a_sweep_with_nothing_left_to_do_submits_nothing(slurm, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    capsys.readouterr()
+    slurm.says("squeue", out=squeue_rows(("17_0", "COMPLETED"), ("17_1", "COMPLETED")))
+    for task in ("0", "1"):
+        log = LauncherLog(Path("runs/s") / task, "n1")
+        log.emit("job.stopped", node="n1", code=0, reason="done")
+    assert run_cli(["submit", "--resume", "s", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["job_id"], answer["runs"], len(answer["done"])) == (None, [], 2)
+    assert len(slurm.calls("sbatch")) == 1
+
+
+def test_a_sweep_that_is_refused_stays_stopped(slurm, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    slurm.says("squeue", out=squeue_rows(("17_0", "FAILED"), ("17_1", "FAILED")))
+    stop_request.ask(Path("runs/s/1"), why="test", t_unix=0.0)
+    slurm.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert run_cli(["submit", "--resume", "s"]) == 2
+    assert stop_request.asked(Path("runs/s/1"))
+    assert not stop_request.asked(Path("runs/s/0"))
 
 
 def test_check_live_asks_slurm_without_submitting(slurm, capsys):

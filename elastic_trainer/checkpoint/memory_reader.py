@@ -1,0 +1,198 @@
+"""DCP's view of one snapshot, wherever its images lie: this node's memory, or a peer's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from elastic_trainer.checkpoint.collective import Collective
+from elastic_trainer.checkpoint.errors import DamagedError
+from elastic_trainer.checkpoint.load import LocatingReader
+from elastic_trainer.checkpoint.memory import Place
+from elastic_trainer.checkpoint.spans import Span, span_of
+from elastic_trainer.snapshots.choice import Holding
+from elastic_trainer.snapshots.image import Image
+from elastic_trainer.snapshots.lookup import (
+    Box,
+    Found,
+    Owned,
+    Source,
+    covers,
+    questions_for_owners,
+    read_answer,
+    read_wholes,
+    rows_for_owners,
+)
+from elastic_trainer.snapshots.peer import Peer, PeerLink
+
+
+class MemoryReader(LocatingReader):
+    """Reads one snapshot. Making it is collective.
+
+    Args:
+        found: images of the snapshot that this rank has verified; each by one rank.
+        place: of this worker.
+        group: of all ranks.
+    """
+
+    def __init__(self, found: Found, place: Place, group: Collective) -> None:
+        self._place, self._group = place, group
+        self._here = {
+            Box(part.name, part.offsets, part.sizes): (holding, part)
+            for holding, parts in found
+            if holding.node == place.node
+            for part in parts
+        }
+        told = group.exchange(rows_for_owners(found, group.world_size))
+        self._owned = Owned(told.values())
+        self._tensors = read_wholes(group.gather_bytes(self._owned.wholes()))
+        self._where: dict[tuple[str, tuple[int, ...]], Source] = {}
+        self._images: dict[str, Image] = {}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Keep nothing between loads."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
+        """Never chosen by a path."""
+        return False
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return DCP's index of the snapshot: all tensors, and the parts that were located."""
+        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        for _, part in self._where.values():
+            chunks[part.name].append(
+                ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+            )
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=getattr(torch, whole.dtype)),
+                    torch.Size(whole.shape),
+                    chunks[name],
+                )
+                for name, whole in self._tensors.items()
+            }
+        )
+
+    def locate(self, target: Mapping[str, Tensor]) -> Metadata:
+        """See LocatingReader: parts that this node holds just so need no question."""
+        boxes: list[Box] = []
+        questions: dict[int, bytes] = {}
+
+        def ask() -> None:
+            boxes.extend(self._boxes(target))
+            questions.update(
+                questions_for_owners(
+                    (box for box in boxes if not self._known(box)),
+                    self._group.world_size,
+                    node=self._place.node,
+                    spread=self._group.rank,
+                )
+            )
+
+        self._group.together(ask)
+        asked = self._group.exchange(questions)
+        answers = {rank: self._owned.answer(question) for rank, question in asked.items()}
+        told: dict[str, dict[tuple[int, ...], Source]] = defaultdict(dict)
+        for raw in self._group.exchange(answers).values():
+            for holding, part in read_answer(raw):
+                told[part.name][part.offsets] = holding, part
+        for box in boxes:
+            held = self._known(box) or list(told[box.name].values())
+            if not covers(box, (part for _, part in held)):
+                raise DamagedError(f"nobody holds all of {box.name} from {box.offsets} on")
+            self._where.update({(box.name, part.offsets): (h, part) for h, part in held})
+        return self.read_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
+        """Everything is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for: from own memory by a copy, from others over TCP."""
+        by_holding: dict[tuple[str, str], tuple[Holding, list[Span]]] = {}
+        for item in plan.items:
+            holding, part = self._find(item.storage_index)
+            spans = by_holding.setdefault((holding.node, holding.file), (holding, []))[1]
+            spans.append(span_of(item, part.sizes, getattr(torch, part.dtype), part.at))
+        for holding, spans in by_holding.values():
+            for span, raw in zip(spans, self._bytes(holding, spans), strict=True):
+                target = planner.resolve_tensor(span.item).detach()
+                target.copy_(span.tensor(raw))
+                planner.commit_tensor(span.item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Unmap this node's images."""
+        for image in self._images.values():
+            image.close()
+        self._images.clear()
+
+    def _boxes(self, target: Mapping[str, Tensor]) -> list[Box]:
+        """Return what this rank needs; nothing of a tensor of which it holds no element."""
+        chunks: dict[Any, list[ChunkStorageMetadata]] = {}
+        """Moments lie as their parameter does, and DCP takes its time to say how."""
+        boxes = []
+        for name, tensor in target.items():
+            whole = self._tensors.get(name)
+            if whole is None or whole.shape != tuple(tensor.shape):
+                there = "nothing" if whole is None else list(whole.shape)
+                raise DamagedError(f"{name} is {list(tensor.shape)} here, {there} there")
+            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+                continue  # of another part of the world
+            if not isinstance(tensor, DTensor):
+                boxes.append(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)))
+                continue
+            key = tensor.shape, tensor.device_mesh, tensor.placements
+            if key not in chunks:
+                chunks[key] = tensor.__create_chunk_list__()
+            boxes += [Box(name, tuple(c.offsets), tuple(c.sizes)) for c in chunks[key]]
+        return [box for box in boxes if 0 not in box.sizes]
+
+    def _known(self, box: Box) -> list[Source]:
+        """Return where `box` lies, when that needs no question."""
+        if box in self._here:
+            return [self._here[box]]
+        few = self._tensors[box.name].sources
+        own = [source for source in few if source[0].node == self._place.node]
+        return own or [few[self._group.rank % len(few)]] if few else []
+
+    def _find(self, index: MetadataIndex) -> Source:
+        assert index.offset is not None, index
+        return self._where[index.fqn, tuple(index.offset)]
+
+    def _bytes(self, holding: Holding, spans: Iterable[Span]) -> Iterable[Any]:
+        if holding.node != self._place.node:
+            peer = Peer(node=holding.node, address=holding.address, port=holding.port)
+            with PeerLink(peer, self._place.authenticate) as link:
+                return link.read(holding.file, [(span.at, span.num_bytes) for span in spans])
+        image = self._images.get(holding.file)
+        if image is None:
+            image = self._images[holding.file] = Image(self._place.directory / holding.file)
+        at = holding.header.payload_at
+        whole = memoryview(image.map)
+        return [whole[at + span.at : at + span.at + span.num_bytes] for span in spans]

@@ -1,0 +1,22 @@
+"""What tests of this folder share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A directory as `save_pretrained` writes it, of a small model."""
+    from hf_models import SHAPE, random_weights, write_hf
+
+    return write_hf(tmp_path / "hf", SHAPE, random_weights(SHAPE))
+
+
+@pytest.fixture
+def hf_run(tmp_path, hf):
+    """The run directory that an import of `hf` makes."""
+    from elastic_trainer.checkpoint.hf_import import import_hf
+
+    import_hf(hf, tmp_path / "run", run_id="r")
+    return tmp_path / "run"
