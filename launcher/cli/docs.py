@@ -150,6 +150,8 @@ def _default(field: FieldInfo) -> str:
     """Return a field's default as a job file has it."""
     if field.is_required():
         return "required"
+    if field.validate_default:  # a section with its own defaults
+        return "its own"
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "its own"

@@ -297,6 +297,9 @@ class Answers:
     def __init__(self, *statuses):
         self.left = list(statuses)
 
+    def fetch(self, job):
+        pass
+
     def status(self, jobs):
         told = self.left.pop(0) if len(self.left) > 1 else self.left[0]
         return dict.fromkeys(jobs, told)

@@ -76,7 +76,9 @@ def test_rendering_touches_nothing(make_spec, tmp_path):
 
 
 def test_every_target_has_a_renderer(make_spec):
+    spec = make_spec(
+        "kubernetes={image: registry/holdfast, claim: storage}", "data.path=/holdfast/corpus"
+    )
     for name in TARGETS:
-        spec = make_spec()
         renderer = target_named(name).load_renderer()
         assert "job.json" in renderer(spec, plan(spec), **PLACES)
