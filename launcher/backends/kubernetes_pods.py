@@ -15,6 +15,8 @@ from launcher.backends.kubernetes_documents import AGENTS, Object
 
 STUCK_S: Final = 30.0
 """A pod that is still there so long after its time to end was over has a node that is away."""
+_TRACKED: Final = "batch.kubernetes.io/job-tracking"
+"""The finalizer by which a Job holds its pods until it has counted them."""
 DONE: Final = ("Succeeded", "Completed", "Complete")
 """Conditions of a job that has done its work: PyTorchJob, JobSet, TrainJob."""
 _MOST_CHARS: Final = 400
@@ -250,14 +252,20 @@ def _stuck(pod: Object, ready: Mapping[str, bool], now_unix: float) -> Trouble |
     # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
     silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
     minutes = max(1, int((now_unix - over) / 60))
+    taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    force = f"kubectl delete pod {name} --namespace {namespace} --grace-period=0 --force"
+    # A Job with a failure policy replaces only what has failed, and its finalizer outlives force.
+    if _TRACKED in (metadata.get("finalizers") or ()):
+        way = f"{taint} (deleting the pod by force is not enough: the Job waits for it to fail)"
+    else:
+        way = f"{force} (needs the verb delete on pods, as the Role holdfast-submitter grants), or "
+        way += taint
     return Trouble(
         pod=name,
         reason=f"pod {name} is Terminating, node {node} {silent}",
         words=f"pod {name} should have ended {minutes} min ago, but its node {node} {silent}. The "
         "job goes on without it; no new pod takes its place while this one is there. Where the "
-        f"node is surely off: kubectl delete pod {name} --namespace {namespace} --grace-period=0 "
-        "--force (needs the verb delete on pods, as the Role holdfast-submitter grants), or "
-        f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute",
+        f"node is surely off: {way}",
     )
 
 

@@ -32,9 +32,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("kubernetes.client", reason="pip install -e '.[dev]'")
-
 from k8s_cluster import Cluster
 from pod_network import why_not
 from standin import StandIn

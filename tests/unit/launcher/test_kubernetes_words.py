@@ -272,6 +272,15 @@ def test_a_lost_node_shows_in_a_pod_that_stays_terminating():
     assert found.words == "1 of 2 pods run"
 
 
+def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
+    held = ["batch.kubernetes.io/job-tracking"]
+    gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z", finalizers=held)
+    found = told(job(condition("Running"), kind="JobSet"), [pod(0), gone], num_pods=2)
+    assert "kubectl taint node gpu-7 node.kubernetes.io/out-of-service=" in found.words
+    assert "by force is not enough" in found.words
+    assert "--force" not in found.words
+
+
 def test_a_node_that_does_not_answer_before_its_pod_is_deleted():
     found = told(job(condition("Running")), [pod(0), pod(1, node="gpu-2")], ready={"gpu-2": False})
     assert "pod tiny-worker-1: its node gpu-2 does not answer; the job goes on" in found.words
