@@ -158,7 +158,7 @@ def test_a_queue_lets_go_who_waits(cluster: Cluster, kind: str) -> None:
     spec = job["spec"]
     (spec["runPolicy"] if kind == "pytorchjob" else spec)["suspend"] = True
     cluster.create(job)
-    cluster.wait("a workload", lambda: cluster.list("workloads")[0].get("status"))
+    cluster.wait("a workload", lambda: [w for w in cluster.list("workloads") if w.get("status")])
     assert cluster.pods() == []
     cluster.patch("localqueues", "q", {"spec": {"stopPolicy": "None"}})
     cluster.wait("two pods", lambda: len(_running(cluster, f"{kind}s")) == 2)
