@@ -51,7 +51,10 @@ class Target:
         return backend
 
 
-_KUBERNETES: Final = "launcher.backends.kubernetes:KubernetesBackend"
+def _on_kubernetes(renderer: str) -> Target:
+    backend = "launcher.backends.kubernetes:KubernetesBackend"
+    return Target(renderer, backend, sees_other_paths=True)
+
 
 TARGETS: Final[dict[str, Target]] = {
     "local": Target(
@@ -62,9 +65,9 @@ TARGETS: Final[dict[str, Target]] = {
         "launcher.backends.slurm:SlurmBackend",
         "launcher.render.sbatch:render_sweep",
     ),
-    "pytorchjob": Target("launcher.render.pytorchjob:render_pytorchjob", _KUBERNETES),
-    "jobset": Target("launcher.render.jobset:render_jobset", _KUBERNETES),
-    "trainjob": Target("launcher.render.trainjob:render_trainjob", _KUBERNETES),
+    "pytorchjob": _on_kubernetes("launcher.render.pytorchjob:render_pytorchjob"),
+    "jobset": _on_kubernetes("launcher.render.jobset:render_jobset"),
+    "trainjob": _on_kubernetes("launcher.render.trainjob:render_trainjob"),
 }
 """Platforms by name."""
 

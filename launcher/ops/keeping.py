@@ -37,7 +37,14 @@ class Survey:
     """Folder on the nodes that the environment is copied to."""
 
 
-def survey_run(spec: JobSpec, *, base_dir: str | Path, run_dir: Path, look: bool = True) -> Survey:
+def survey_run(
+    spec: JobSpec,
+    *,
+    base_dir: str | Path,
+    run_dir: Path,
+    look: bool = True,
+    pod_image: str | None = None,
+) -> Survey:
     """Look at the code and the environment of a job. Reads only.
 
     Args:
@@ -45,14 +52,19 @@ def survey_run(spec: JobSpec, *, base_dir: str | Path, run_dir: Path, look: bool
         base_dir: folder that its relative paths are relative to.
         run_dir: where the run will be.
         look: the environment must be there; nodes may see other paths than this machine.
+        pod_image: the image that Kubernetes runs; the launcher's own environment says nothing then.
 
     Raises:
         UserError: HF201 something is not there; HF202 it cannot be read; HF640 too much code.
     """
     code = survey(spec, base_dir=base_dir, run_dir=run_dir)
     venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
-    there = look or venv is None or venv.is_dir()
-    environment = describe(venv=venv, image=spec.env.image) if there else None
+    if pod_image is not None:
+        seen = venv if venv is not None and venv.is_dir() else None
+        environment: Environment | None = describe(venv=seen, image=pod_image)
+    else:
+        there = look or venv is None or venv.is_dir()
+        environment = describe(venv=venv, image=spec.env.image) if there else None
     return Survey(code=code, environment=environment, stage=spec.env.stage)
 
 

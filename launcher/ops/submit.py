@@ -25,6 +25,7 @@ from launcher.ops.sweep import Values, as_sets, sweep_tasks
 from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan, plan
 from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import pod_image
 from launcher.spec import JobSpec, load_spec
 from launcher.targets import Target, target_named
 
@@ -98,6 +99,7 @@ def prepare(
     specs = [load_spec(job, [*sets, *as_sets(each)]) for each in values]
     base_dir = Path(job).absolute().parent
     look = look and not platform.sees_other_paths
+    image = pod_image(specs[0]) if platform.sees_other_paths else None
     for spec in specs if look else []:
         if problems := live_problems(spec, base_dir):
             raise UserError.many(problems)
@@ -122,7 +124,7 @@ def prepare(
         tasks=tasks,
         base_dir=base_dir,
         warnings=tuple(plans[0].warnings),
-        kept=_survey(specs[0], base_dir=base_dir, run_dir=directory, look=look),
+        kept=_survey(specs[0], base_dir=base_dir, run_dir=directory, look=look, image=image),
     )
 
 
@@ -230,10 +232,12 @@ def _make(
     return frozen
 
 
-def _survey(spec: JobSpec, *, base_dir: Path, run_dir: Path, look: bool) -> Survey:
+def _survey(
+    spec: JobSpec, *, base_dir: Path, run_dir: Path, look: bool, image: str | None
+) -> Survey:
     if spec.slurm.group is not None:
         permissions.check_group(spec.slurm.group)
-    return survey_run(spec, base_dir=base_dir, run_dir=run_dir, look=look)
+    return survey_run(spec, base_dir=base_dir, run_dir=run_dir, look=look, pod_image=image)
 
 
 def _padded(prepared: Prepared) -> list[Values]:

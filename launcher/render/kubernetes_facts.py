@@ -95,7 +95,7 @@ def pod_job(
     _check_text(run_dir, "run directory")
     _check_text(base_dir, "the job file's folder")
     wish = spec.kubernetes
-    image, python, venv = _image(spec), "python3", None
+    image, python, venv = pod_image(spec), "python3", None
     if wish.python is not None:
         python = wish.python
     elif spec.env.venv is not None:
@@ -138,7 +138,7 @@ def _check_text(path: str | Path, what: str) -> None:
         raise UserError("HF166", f"{message}; use another place")
 
 
-def _image(spec: JobSpec) -> str | None:
+def pod_image(spec: JobSpec) -> str | None:
     """Return the image; env.image too, where that is no file of Slurm's container runtimes."""
     if spec.kubernetes.image is not None or spec.env.image is None:
         return spec.kubernetes.image

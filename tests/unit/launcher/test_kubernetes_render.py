@@ -19,6 +19,7 @@ from kubernetes_jobs import (
 from elastic_trainer.config import TrainConfig
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
+from launcher.ops.submit import prepare
 from launcher.render.kubernetes_lint import lint
 from launcher.render.pod import HOSTNAME, without_nodes
 
@@ -440,3 +441,11 @@ def test_secrets_of_kubernetes_alone_are_none_for_slurm():
     values = {"env.secrets": {"A": {"kubernetes": "hub/token"}}}
     lines = refused(values, "slurm")
     assert any("HF163 env.secrets.A: Slurm has no Secrets" in line for line in lines)
+
+
+def test_the_pods_image_is_recorded_and_not_the_launchers_own_python(tmp_path, kind):
+    path, digest = tmp_path / "job.yaml", "sha256:" + "a1" * 32
+    path.write_text(job_with({"kubernetes.image": f"registry.local/holdfast@{digest}"}))
+    prepared = prepare(str(path), target=kind, stamp="now", python="/launcher/python")
+    found = prepared.kept.environment
+    assert (found.image_digest, found.prefix, found.distributions) == (digest, None, {})
