@@ -82,6 +82,7 @@ class Channels:
         """Close the connection; the command may go on."""
         with contextlib.suppress(OSError, ValueError):
             self._socket.close(timeout=1)
+            self._socket.shutdown()  # close() leaves open what the other end has closed
 
 
 def run_in_pod(

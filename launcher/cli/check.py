@@ -71,7 +71,8 @@ def check(
         name = target or ("local" if spec.device == "cpu" else None)
         if name is not None:
             target_named(name)
-        if name == "local" or live:
+        sees = not target_named(name or "slurm").sees_other_paths
+        if name == "local" or (live and sees):
             from launcher.live import live_problems
 
             found = live_problems(spec, folder_of(job))

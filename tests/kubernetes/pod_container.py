@@ -197,6 +197,7 @@ class Container:
         Raises:
             ProcessLookupError: the container does not run.
         """
+        self._reach_program()
         pid = self.pid
         if pid is None:
             raise ProcessLookupError
@@ -213,6 +214,12 @@ class Container:
             env=_TOOLS,
             start_new_session=True,
         )
+
+    def _reach_program(self) -> None:
+        """Wait until all is mounted; a real container is not called running before."""
+        deadline = time.monotonic() + _START_S
+        while not self.started and self.pid is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _copy(self) -> None:
         """Write each line with its time, as container runtimes keep logs."""
