@@ -1,10 +1,11 @@
 """A pod's own words to the Kubernetes API server: small requests for JSON, over verified TLS.
 
 Why not the official client: the agent and every worker open the board, on thousands of pods that
-read their imports from one image or file server. That client is some 700 modules (half a second
-and 60 MB a process), it tries things again by itself, and it hides whether a request that failed
-may have been carried out, which is what a register must know. Three verbs on one object are all
-that is needed here. The launcher, which needs watches and more, uses the official client.
+read their imports from one image or file server. That client is 1,267 modules, 0.7 s and 55 MiB a
+process (this: 86, 0.1 s, 10 MiB); it tries things again by itself, and it hides whether a request
+that failed may have been carried out, which is what a register must know. Three verbs on one
+object are all that is needed here. The launcher, which needs watches and more, uses the official
+client.
 
 The token and the authority's certificate are read anew for each connection or request: the
 kubelet replaces both while the pod runs.

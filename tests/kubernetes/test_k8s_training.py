@@ -1,0 +1,152 @@
+"""From the manifest to the last step: pods train, are lost, drained, recreated, and resume."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from k8s_cluster import Cluster
+from k8s_runs import K8sRun
+
+KINDS = ("pytorchjob", "jobset", "trainjob")
+ONE_KIND = tuple(
+    kind if kind == "pytorchjob" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
+)
+"""The others in `make chaos`: what differs between kinds is how a pod's end is answered."""
+DONE = ("Succeeded", "Completed", "Complete")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("kind", ONE_KIND)
+def test_a_run_trains_and_its_job_succeeds(cluster: Cluster, kind: str) -> None:
+    run = K8sRun(cluster, kind, steps=16, every=8)
+    run.ended(*DONE)
+    assert run.step() == 16
+    run.check_ledger()
+    state = run.board()
+    assert state.finished
+    assert state.commits[-1].step == 16
+    started = run.events("agent.started")
+    members = run.events("epoch.formed")[-1]["members"]
+    assert {event["node"] for event in started} >= set(members), "called as their pods"
+    assert {event["host"] for event in started} <= set(cluster.nodes()), "on nodes of the cluster"
+    assert len({event["address"] for event in started}) == 2
+    assert [event["code"] for event in run.events("run.ended")] == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_lost_pod_is_made_anew_alone_and_takes_part_again(cluster: Cluster, kind: str) -> None:
+    run = K8sRun(cluster, kind)
+    first = run.until_steps(2)
+    before = run.pods()
+    lost = max(before)
+    cluster.kill_pod(lost)
+    second = _next_epoch(run, first)
+    assert second["members"] == [min(before)]
+    third = run.until_steps(2, after=first["epoch"])
+    after = run.pods()
+    assert len(after) == 2
+    assert set(before.items()) & set(after.items()), "the other was left alone"
+    assert set(before.values()) != set(after.values())
+    assert not run.conditions() & {"Failed", *DONE}
+    committed = [e["step"] for e in run.events("step.committed") if e["epoch"] == first["epoch"]]
+    steps = [e["step"] for e in run.events("step.completed") if e["epoch"] > first["epoch"]]
+    assert min(steps) > max(committed), "no committed step is done again"
+    assert third["epoch"] > second["epoch"]
+    run.check_ledger()
+
+
+def _next_epoch(run: K8sRun, epoch: dict[str, Any]) -> dict[str, Any]:
+    """Return the epoch after `epoch`, once it is formed."""
+    found: dict[str, Any] = run.until(
+        "another epoch",
+        lambda: next(
+            (e for e in run.events("epoch.formed") if e["epoch"] > epoch["epoch"]),
+            None,
+        ),
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "board"),
+    [
+        ("jobset", "kubernetes"),
+        pytest.param("pytorchjob", "file", marks=pytest.mark.slow),
+    ],
+)
+def test_a_drained_pod_saves_and_goes_and_costs_the_others_nothing(
+    cluster: Cluster, kind: str, board: str
+) -> None:
+    run = K8sRun(cluster, kind, board=board, every=1_000_000)
+    first = run.until_steps(2)
+    drained = min(run.pods())  # perhaps the coordinator
+    at, told = run.step(), time.time()
+    run.drain(drained)
+    second = _next_epoch(run, first)
+    assert drained not in second["members"]
+    assert second["reason"] == f"{drained} left"
+    run.until_steps(2, after=second["epoch"])
+    assert run.redone(second["epoch"]) == 0
+    assert run.board().commits[-1].step >= at, "preStop asked for a checkpoint and waited for it"
+    assert [e for e in run.events("member.lost") if e["t_unix"] > told] == []
+    assert not run.conditions() & {"Failed", *DONE}
+    run.check_ledger()
+    if board == "kubernetes":
+        assert (run.path / "board" / "elsewhere").read_text().startswith("kubernetes://")
+        assert list((run.path / "board").glob("v*")) == []
+
+
+def test_a_node_that_goes_dark_costs_seconds_and_nobody_else(cluster: Cluster) -> None:
+    run = K8sRun(cluster, "jobset")
+    first = run.until_steps(2)
+    before = run.pods()
+    lost, kept = max(before), min(before)
+    node = run.node_of(lost)
+    if node == run.node_of(kept):
+        pytest.skip("the scheduler has put both pods on one node")
+    begun = time.time()
+    cluster.power_off(node)
+    second = _next_epoch(run, first)
+    assert second["members"] == [kept]
+    assert second["t_unix"] - begun < 60, "not the minutes until Kubernetes gives the node up"
+    run.until("steps without it", lambda: _stepped(run, second))
+    cluster.wait_ready(node, ready=False, timeout_s=60)
+    assert run.pods()[kept] == before[kept]
+    run.check_ledger()
+
+
+def _stepped(run: K8sRun, epoch: dict[str, Any]) -> bool:
+    return any(e["epoch"] >= epoch["epoch"] for e in run.events("step.completed"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_that_would_fail_again_ends(cluster: Cluster, kind: str) -> None:
+    run = K8sRun(cluster, kind, sets=("data.path=/holdfast/none.txt",))
+    run.ended("Failed")
+    assert run.board().ended.code == 93
+    assert {event["code"] for event in run.events("run.ended")} == {93}
+    run.until("the end of the pods", lambda: not run.pods())
+
+
+@pytest.mark.slow
+def test_a_deleted_job_saves_and_goes_on_where_it_was_when_it_is_made_again(
+    cluster: Cluster,
+) -> None:
+    run = K8sRun(cluster, "jobset", every=1_000_000)
+    run.until_steps(2, more=20)
+    asked = run.step()
+    document = cluster.read("jobsets", run.name)
+    run.delete()
+    run.until("the end of the pods", lambda: not cluster.pods())
+    state, done = run.board(), run.step()
+    assert state.commits, run.story()
+    assert state.commits[-1].step >= asked, "saved when it was told to go"
+    for key in ("resourceVersion", "uid", "creationTimestamp", "generation", "managedFields"):
+        document["metadata"].pop(key, None)
+    document.pop("status", None)
+    cluster.create(document)
+    run.until("further steps", lambda: run.step() > done + 5)
+    run.check_ledger()
