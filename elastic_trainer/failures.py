@@ -249,8 +249,16 @@ def _by_hardware(message: str, text: str) -> Failure | None:
     return None
 
 
+def _signal_name(signal: int) -> str:
+    """Return a signal's name; most real-time signals have none."""
+    try:
+        return signals.Signals(signal).name
+    except ValueError:
+        return f"signal {signal}"
+
+
 def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
-    name = signals.Signals(signal).name
+    name = _signal_name(signal)
     if by_text is not None and by_text.kind is Kind.NODE_FAULT:
         return by_text
     if signal == signals.SIGBUS:

@@ -222,8 +222,17 @@ def kernel_view(pid: int) -> str:
 
 
 def _signal_masks(pid: int) -> Mapping[str, int]:
+    """Return what a process catches, and what all of its threads block.
+
+    A thread that was there before and blocks less would take the signal, and the process die of it.
+    """
     status = _fields(_read(Path(f"/proc/{pid}/status")))
-    return {name: int(status[name], 16) for name in ("SigBlk", "SigCgt") if name in status}
+    masks = {name: int(status[name], 16) for name in ("SigBlk", "SigCgt") if name in status}
+    for task in _listed(Path(f"/proc/{pid}/task")):
+        found = _fields(_read(task / "status")).get("SigBlk")
+        if found is not None:
+            masks["SigBlk"] = masks.get("SigBlk", 0) & int(found, 16)
+    return masks
 
 
 def _fields(content: bytes) -> dict[str, str]:

@@ -63,9 +63,8 @@ class Creation:
                 self.api.create(resource_of(document), self.namespace, document, dry_run=True)
             except ConflictError:
                 continue  # it is fine, and there already: see `clear`
-            except NotThereError:
-                # A RoleBinding is compared with its Role, which is not there yet.
-                if document["kind"] != "RoleBinding":
+            except (NotThereError, UserError) as error:
+                if not _lacks_another(document, error):
                     raise
 
     def clear(self) -> None:
@@ -194,6 +193,13 @@ class Creation:
                     "holdfast why RUN, and submit again"
                 )
             self.sleep(0.5)
+
+
+def _lacks_another(document: Object, error: Exception) -> bool:
+    """Whether a document is refused only for want of another one, which a dry run does not make."""
+    if document["kind"] == "RoleBinding":  # it is compared with its Role
+        return isinstance(error, NotThereError)
+    return document["kind"] == "TrainJob" and "runtimeRef" in str(error)
 
 
 def _is_kept(document: Object) -> bool:

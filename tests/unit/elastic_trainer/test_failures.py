@@ -119,6 +119,12 @@ def test_signals(number: signal.Signals, tail: str, kind: Kind) -> None:
     assert failure.action is (Action.EVICT if kind is Kind.NODE_FAULT else Action.RESTART)
 
 
+def test_a_signal_without_a_name_is_a_failure_like_others() -> None:
+    failure = classify(code=None, signal=signal.SIGRTMIN + 6)
+    assert failure.action is Action.RESTART
+    assert f"signal {signal.SIGRTMIN + 6}" in failure.detail
+
+
 def test_shells_report_signals_as_codes() -> None:
     assert classify(code=137, signal=None) == classify(code=None, signal=9)
     assert classify(code=200, signal=None).detail == "exit code 200"

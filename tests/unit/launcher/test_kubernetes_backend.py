@@ -444,3 +444,29 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend, server, run):
+    """A TrainJob is compared with its runtime, which a dry run has not made."""
+    files = bundle(run)
+    documents = [json.loads(text) for text in files["job.yaml"].split("---\n")]
+    template = documents[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
+    api = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
+    runtime = {"mlPolicy": {"numNodes": 2}, "template": {"spec": {"replicatedJobs": jobs}}}
+    metadata = documents[-1]["metadata"]
+    documents[-1:] = [
+        {**api, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime},
+        {**api, "kind": "TrainJob", "metadata": metadata, "spec": {"runtimeRef": {"name": "x"}}},
+    ]
+    files["job.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    assert read_bundle(files).num_pods == 2
+    message = "admission webhook denied the request: spec.runtimeRef: Invalid value: not found"
+    server.replies.append(
+        (
+            lambda call: "trainjobs" in call and "dryRun" in call,
+            [Reply(403, status_object(403, "Forbidden", message))],
+        )
+    )
+    assert backend.submit(run, files).id == "tiny-1"
+    assert backend.name == "trainjob"
