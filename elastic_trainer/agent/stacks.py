@@ -227,7 +227,9 @@ def _signal_masks(pid: int) -> Mapping[str, int]:
     A thread that was there before and blocks less would take the signal, and the process die of it.
     """
     status = _fields(_read(Path(f"/proc/{pid}/status")))
-    masks = {name: int(status[name], 16) for name in ("SigBlk", "SigCgt") if name in status}
+    masks: dict[str, int] = {
+        name: int(status[name], 16) for name in ("SigBlk", "SigCgt") if name in status
+    }
     for task in _listed(Path(f"/proc/{pid}/task")):
         found = _fields(_read(task / "status")).get("SigBlk")
         if found is not None:
