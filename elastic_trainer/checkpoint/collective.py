@@ -94,6 +94,14 @@ class Collective:
         found: list[int] = largest.tolist()
         return found
 
+    def gather_numbers(self, own: Sequence[int]) -> list[list[int]]:
+        """Return all ranks' `own`, as many on every rank, by rank."""
+        mine = torch.tensor(own, dtype=torch.int64)
+        everything = torch.empty(self.world_size * len(own), dtype=torch.int64)
+        dist.all_gather_single(everything, mine, group=self.group)
+        rows: list[list[int]] = everything.view(self.world_size, len(own)).tolist()
+        return rows
+
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each rank its message, where there is one; return those for this rank, by sender.
 

@@ -39,6 +39,9 @@ from elastic_trainer.snapshots.lookup import (
 )
 from elastic_trainer.snapshots.peer import Peer, PeerLink
 
+ALL_KNOW = 64
+"""Up to so many ranks all are told all rows, some 100 kB of each: every collective takes time."""
+
 
 class MemoryReader(LocatingReader):
     """Reads one snapshot. Making it is collective.
@@ -57,9 +60,15 @@ class MemoryReader(LocatingReader):
             if holding.node == place.node
             for part in parts
         }
-        told = group.exchange(rows_for_owners(found, group.world_size))
-        self._owned = Owned(told.values())
-        self._tensors = read_wholes(group.gather_bytes(self._owned.wholes()))
+        self._num_owners = 1 if group.world_size <= ALL_KNOW else group.world_size
+        rows = rows_for_owners(found, self._num_owners)
+        if self._num_owners == 1:
+            told = group.gather_bytes(rows.get(0, b""))
+            self._owned = Owned(raw for raw in told if raw)
+            self._tensors = read_wholes([self._owned.wholes()])
+        else:
+            self._owned = Owned(group.exchange(rows).values())
+            self._tensors = read_wholes(group.gather_bytes(self._owned.wholes()))
         self._where: dict[tuple[str, tuple[int, ...]], Source] = {}
         self._images: dict[str, Image] = {}
 
@@ -99,17 +108,22 @@ class MemoryReader(LocatingReader):
             questions.update(
                 questions_for_owners(
                     (box for box in boxes if not self._known(box)),
-                    self._group.world_size,
+                    self._num_owners,
                     node=self._place.node,
                     spread=self._group.rank,
                 )
             )
 
-        self._group.together(ask)
-        asked = self._group.exchange(questions)
-        answers = {rank: self._owned.answer(question) for rank, question in asked.items()}
+        if self._num_owners == 1:
+            ask()
+            answers = {rank: self._owned.answer(raw) for rank, raw in questions.items()}
+        else:
+            self._group.together(ask)
+            asked = self._group.exchange(questions)
+            answers = {rank: self._owned.answer(raw) for rank, raw in asked.items()}
+            answers = self._group.exchange(answers)
         told: dict[str, dict[tuple[int, ...], Source]] = defaultdict(dict)
-        for raw in self._group.exchange(answers).values():
+        for raw in answers.values():
             for holding, part in read_answer(raw):
                 told[part.name][part.offsets] = holding, part
         for box in boxes:

@@ -59,13 +59,12 @@ def restore_from_memory(
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
-    for key in _agreed_keys(holdings, group):
+    for key, (num_shards, num_ranks, committed) in _agreed_keys(holdings, group):
         step, epoch = key
         if step < at_least:
             return None
         if not allows(epoch, step):
             continue
-        num_shards, num_ranks, committed = group.maxima(extent(holdings, key))
         held = group.maxima(marks(holdings, key, num_shards, num_ranks))
         if missing := gone(held, num_shards):
             on_skip(step, describe_missing(key, missing, num_shards))
@@ -88,15 +87,26 @@ def restore_from_memory(
     return None
 
 
-def _agreed_keys(holdings: list[Holding], group: Collective) -> Iterator[tuple[int, int]]:
-    """Yield the (step, epoch) of which any node has images, newest first; collective."""
-    mine = [packed(key) for key in newest_first(holdings)]
+def _agreed_keys(
+    holdings: list[Holding], group: Collective
+) -> Iterator[tuple[tuple[int, int], tuple[int, int, int]]]:
+    """Yield the (step, epoch) of which any node has images, and its extent, newest first.
+
+    Collective. Whoever has images of the newest has none of a newer one: its extent is theirs.
+    """
+    mine = newest_first(holdings)
     while True:
-        (newest,) = group.maxima([mine[0] if mine else -1])
+        key = mine[0] if mine else None
+        own = [packed(key), *extent(holdings, key)] if key else [-1, 0, 0, 0]
+        rows = group.gather_numbers(own)
+        newest = max(row[0] for row in rows)
         if newest < 0:
             return
-        yield unpacked(newest)
-        mine = [number for number in mine if number < newest]
+        shards, ranks, committed = (
+            max(row[i] for row in rows if row[0] == newest) for i in (1, 2, 3)
+        )
+        yield unpacked(newest), (shards, ranks, committed)
+        mine = [key for key in mine if packed(key) < newest]
 
 
 def _drop_others(place: Place, key: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from elastic_trainer.agent.board import update
 from elastic_trainer.agent.file_board import FileBoard
 from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.checkpoint import memory_reader
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
@@ -214,8 +215,11 @@ def write_memory(nodes: list[Peer], root: Path, case: Case) -> None:
     World(case).write_memory(nodes, root)
 
 
-def read_memories(worlds: list[tuple[Path, list[Peer]]], case: Case) -> dict[str, list[str]]:
+def read_memories(
+    worlds: list[tuple[Path, list[Peer]]], case: Case, all_know: int
+) -> dict[str, list[str]]:
     """Body of a rank that restores from each memory, its first node gone; as `read_all`."""
+    memory_reader.ALL_KNOW = all_know
     world = World(case)
     answers = {root.name: world.read_memory(nodes, root, 1) for root, nodes in worlds}
     return {name: wrong for name, wrong in answers.items() if wrong}

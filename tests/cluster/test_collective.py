@@ -26,6 +26,7 @@ def exchange(num_turns):
         gathered = group.gather_bytes(message(me, 99, turn))
         assert gathered == [message(rank, 99, turn) for rank in ranks]
         assert group.maxima([me, -me, turn]) == [group.world_size - 1, 0, turn]
+        assert group.gather_numbers([me, turn]) == [[rank, turn] for rank in ranks]
     assert group.exchange({}) == {}
     assert group.gather_bytes(b"") == [b""] * group.world_size
     only = group.exchange({0: b"x"} if me == group.world_size - 1 else {})

@@ -51,7 +51,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path):
     assert every_pair(SAMPLE, tmp_path) == {}
 
 
-def every_pair_in_memory(chosen, scratch):
+def every_pair_in_memory(chosen, scratch, all_know):
     """The same through memory: the first node is lost, and so are its images and keeper."""
     num_nodes = 1 + max(case.layout.world_size for case in chosen)
     with contextlib.ExitStack() as stack:
@@ -79,7 +79,9 @@ def every_pair_in_memory(chosen, scratch):
             worlds.append((root, nodes))
         wrong = {}
         for case in chosen:
-            answers = run_world(case.layout.world_size, scratch, read_memories, worlds, case)
+            answers = run_world(
+                case.layout.world_size, scratch, read_memories, worlds, case, all_know
+            )
             wrong |= {f"{case}, rank {r}": found for r, found in enumerate(answers) if found}
         return wrong
 
@@ -94,8 +96,13 @@ def damage_what_is_there_twice(root):
             own.write_bytes(raw)
 
 
-def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(tmp_path):
-    assert every_pair_in_memory(SAMPLE, tmp_path) == {}
+@pytest.mark.parametrize(
+    ("chosen", "all_know"), [(SAMPLE, 64), (SAMPLE[1:6], 0)], ids=["few ranks", "as with many"]
+)
+def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(
+    chosen, all_know, tmp_path
+):
+    assert every_pair_in_memory(chosen, tmp_path, all_know) == {}
 
 
 @pytest.mark.slow  # about 10,000 ordered pairs

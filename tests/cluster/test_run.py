@@ -120,7 +120,9 @@ def wait_for_step(run_dir, step, process):
 def test_a_pipeline_loses_a_node_goes_on_without_one_and_returns(job, tmp_path):
     job.write_text(PIPELINE)
     run_dir, plain = tmp_path / "faults", tmp_path / "plain"
-    args = arguments(job, run_dir, "--fault", "kill-node:1@10", "--fault", "return-node@11")
+    # Slow while it waits for the node: the undisturbed run has to do all of its steps, too.
+    faults = ["kill-node:1@10", "return-node@11", "slow-worker:1@12"]
+    args = arguments(job, run_dir, *(word for fault in faults for word in ("--fault", fault)))
     with launched(args) as process:
         grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 2)
         epoch = wait_for(run_dir, *grown, process, seconds=90)["epoch"]

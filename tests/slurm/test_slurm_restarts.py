@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from jobs import STEPS, make_run
 
@@ -30,3 +32,38 @@ def test_asked_to_save_it_requeues_itself_and_finishes(slurm, plain, tmp_path):
     run.check_done(plain, STEPS)
     assert [event["code"] for event in run.events("run.ended")] == [91, 0]
     check_saved_where_it_stopped(run)
+
+
+def test_at_the_time_limit_it_saves_requeues_and_finishes(slurm, plain, tmp_path):
+    run = make_run(slurm, tmp_path, steps=10**6, nodes=2)
+    job = run.submit()
+    run.wait_step(2)
+    # Slurm looks at the limits twice a minute. The lead is 500 s: now it is time to save.
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=9")
+    run.until("the first attempt has ended", lambda: run.events("run.ended"))
+    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    # Any machine does the first steps before the limit, and comes to the end of the second try.
+    steps = run.step() + STEPS
+    path = run.path / "job.json"
+    config = json.loads(path.read_text())
+    config["train"]["steps"] = steps
+    path.write_text(json.dumps(config))
+    assert run.ended(job, "COMPLETED").restarts == 1
+    run.check_done(plain, steps)
+    assert [event["code"] for event in run.events("run.ended")] == [91, 0]
+    check_saved_where_it_stopped(run)
+
+
+def test_a_chain_goes_on_in_a_job_that_was_queued_beforehand(slurm, plain, tmp_path):
+    run = make_run(slurm, tmp_path, steps=STEPS, nodes=2, sets=("slurm.restart=chain",))
+    first = run.submit()
+    run.wait_step(4)
+    second = (run.path / "attempts" / f"{first}.0" / "next").read_text().strip()
+    assert slurm.job(second).reason == "Dependency"
+    ask_to_save(slurm, first)
+    assert run.ended(first, "FAILED").exit_code == 91
+    assert run.ended(second, "COMPLETED").restarts == 0
+    run.check_done(plain, STEPS)
+    check_saved_where_it_stopped(run)
+    third = (run.path / "attempts" / f"{second}.0" / "next").read_text().strip()
+    assert run.ended(third, "CANCELLED"), "nothing was left to do for it"

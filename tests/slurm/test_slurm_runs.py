@@ -35,6 +35,24 @@ def test_a_node_without_power_is_left_out_and_training_goes_on_in_the_allocation
     assert first > committed, "no committed step is done again"
 
 
+def test_a_spare_of_the_allocation_takes_the_place_of_a_lost_node(slurm, plain, tmp_path):
+    sets = ("cluster.spares=1", "elastic.min_nodes=3")  # it cannot go on with two
+    run = make_run(slurm, tmp_path, steps=STEPS, nodes=3, sets=sets)
+    job = run.submit()
+    run.wait_step(4)
+    before = slurm.job(job)
+    assert before.nodes == "n[1-4]"
+    members = run.events("epoch.formed")[0]["members"]
+    assert len(members) == 3
+    (spare,) = set(slurm.names) - set(members)
+    lost = next(name for name in members if name != before.batch_host)
+    slurm.power_off(lost)
+    assert run.ended(job, "COMPLETED").restarts == 0
+    run.check_done(plain, STEPS)
+    last = run.events("epoch.formed")[-1]["members"]
+    assert sorted(last) == sorted({*members, spare} - {lost})
+
+
 def test_a_job_whose_batch_host_is_lost_comes_back_by_itself(slurm, plain, tmp_path):
     run = make_run(slurm, tmp_path, steps=STEPS, nodes=3)
     job = run.submit()
