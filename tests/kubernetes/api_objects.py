@@ -31,6 +31,8 @@ from api_validate import Schemas
 from api_watch import wanted
 
 _DONE = {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+_TRIES = 20
+"""Of a patch that names no version, when somebody is faster."""
 Answer = tuple[int, Object, list[str]]
 _PATCHES = {
     "application/merge-patch+json": False,
@@ -117,6 +119,16 @@ class Objects:
         return 200, self._stored(request, obj), warnings
 
     def _patch(self, request: Request, body: Any, content_type: str) -> Answer:
+        for _ in range(_TRIES):
+            try:
+                return self._patch_once(request, body, content_type)
+            except ApiError as error:
+                own = isinstance(body, dict) and "resourceVersion" in body.get("metadata", {})
+                if error.code != 409 or own:
+                    raise
+        raise ApiError(409, "the object changes too often")
+
+    def _patch_once(self, request: Request, body: Any, content_type: str) -> Answer:
         try:
             old = self._get(request)
         except ApiError:

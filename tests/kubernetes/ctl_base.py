@@ -53,10 +53,7 @@ class Manager:
             version = self._store.version
             for sync in self._controllers:
                 try:
-                    sync()
-                except ApiError as error:
-                    if error.code not in {403, 404, 409, 422}:  # a real one would try again too
-                        self._errors.append(error)
+                    each([{}], lambda _, one=sync: one())
                 except Exception as error:  # noqa: BLE001  # a thread has nobody to raise to
                     self._errors.append(error)
                     return
@@ -75,6 +72,16 @@ class Manager:
             if any(change.resource not in _QUIET for change in changes):
                 return
             version = changes[-1].version
+
+
+def each(objects: Iterable[Object], sync: Callable[[Object], None]) -> None:
+    """Call `sync` with each object; who was overtaken is looked at again next time."""
+    for obj in objects:
+        try:
+            sync(obj)
+        except ApiError as error:
+            if error.code not in {403, 404, 409, 422}:
+                raise
 
 
 def owned(store: Store, resource: Resource, owner: Object) -> list[Object]:

@@ -145,8 +145,9 @@ class Cluster:
 
     def collect_garbage(self) -> None:
         """Delete what has lost all of its owners; end deletions in the foreground."""
-        alive = self._store.uids()
-        for resource, obj in self._store.everything():
+        everything = self._store.everything()
+        alive = self._store.uids()  # after it: an owner may have come in between
+        for resource, obj in everything:
             meta = obj["metadata"]
             uids = list(owners(obj))
             if uids and not any(uid in alive for uid in uids):

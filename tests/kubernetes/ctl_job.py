@@ -16,6 +16,7 @@ from api_store import Store, suffix
 from ctl_base import (
     create_pod,
     delete,
+    each,
     is_leaving,
     is_over,
     is_true,
@@ -54,8 +55,7 @@ class Jobs:
     def sync(self) -> None:
         """Look at all jobs once, and let the pods of those that are gone go."""
         jobs = self._store.list(JOBS)
-        for job in jobs:
-            self._sync_job(job)
+        each(jobs, self._sync_job)
         alive = {job["metadata"]["uid"] for job in jobs if not is_leaving(job)}
         for pod in self._store.list(PODS):
             refs = pod["metadata"].get("ownerReferences") or ()

@@ -20,6 +20,7 @@ from api_resources import (
 from api_store import Store
 from ctl_base import (
     delete,
+    each,
     is_leaving,
     is_true,
     owned,
@@ -41,9 +42,8 @@ class JobSets:
 
     def sync(self) -> None:
         """Look at all sets once."""
-        for jobset in self._store.list(JOBSETS):
-            if not is_leaving(jobset):
-                self._sync_set(jobset)
+        sets = [jobset for jobset in self._store.list(JOBSETS) if not is_leaving(jobset)]
+        each(sets, self._sync_set)
 
     def _sync_set(self, jobset: Object) -> None:
         spec = jobset["spec"]
@@ -149,9 +149,8 @@ class TrainJobs:
 
     def sync(self) -> None:
         """Look at all jobs once."""
-        for job in self._store.list(TRAINJOBS):
-            if not is_leaving(job):
-                self._sync_job(job)
+        jobs = [job for job in self._store.list(TRAINJOBS) if not is_leaving(job)]
+        each(jobs, self._sync_job)
 
     def _sync_job(self, job: Object) -> None:
         meta, spec = job["metadata"], job["spec"]

@@ -17,6 +17,7 @@ from api_store import Store
 from ctl_base import (
     create_pod,
     delete,
+    each,
     is_leaving,
     is_true,
     owned,
@@ -41,9 +42,8 @@ class PyTorchJobs:
 
     def sync(self) -> None:
         """Look at all jobs once."""
-        for job in self._store.list(PYTORCHJOBS):
-            if not is_leaving(job):
-                self._sync_job(job)
+        jobs = [job for job in self._store.list(PYTORCHJOBS) if not is_leaving(job)]
+        each(jobs, self._sync_job)
 
     def _sync_job(self, job: Object) -> None:
         status = copy.deepcopy(job.get("status") or {})

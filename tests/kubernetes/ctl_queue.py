@@ -14,7 +14,7 @@ from api_resources import (
     Resource,
 )
 from api_store import Store
-from ctl_base import is_leaving, is_true, put_condition, reference, store_status
+from ctl_base import each, is_leaving, is_true, put_condition, reference, store_status
 
 _LABEL = "kueue.x-k8s.io/queue-name"
 _KINDS = (PYTORCHJOBS, JOBSETS, TRAINJOBS)
@@ -35,7 +35,7 @@ class Queues:
                     continue
                 queue = (meta.get("labels") or {}).get(_LABEL)
                 if queue and not any(is_true(job, k) for k in ("Failed", "Succeeded", "Completed")):
-                    self._sync_job(resource, job, queue)
+                    each([job], lambda one, r=resource, q=queue: self._sync_job(r, one, q))
 
     def _sync_job(self, resource: Resource, job: Object, name: str) -> None:
         meta = job["metadata"]

@@ -381,6 +381,9 @@ class Cluster:
 
     def _told(self) -> str:
         rows = []
+        for kind in ("pytorchjobs", "trainjobs", "jobsets", "jobs"):
+            with contextlib.suppress(client.ApiException):
+                rows += [f"--- {kind} {job}" for job in self.list(kind)]
         for pod in self.pods():
             name = pod.metadata.name
             with contextlib.suppress(client.ApiException):

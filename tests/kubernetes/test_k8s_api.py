@@ -120,10 +120,8 @@ def test_quota_is_enforced(cluster: Cluster) -> None:
     quota = {"metadata": {"name": "q"}, "spec": {"hard": {"count/configmaps": "1"}}}
     quota["spec"]["hard"]["requests.nvidia.com/gpu"] = "8"
     cluster.core.create_namespaced_resource_quota(cluster.namespace, quota)
-    cluster.wait(
-        "the quota's status",
-        lambda: cluster.core.read_namespaced_resource_quota("q", cluster.namespace).status.hard,
-    )
+    counted = lambda: cluster.read("resourcequotas", "q").get("status", {}).get("hard")  # noqa: E731
+    cluster.wait("the quota's status", counted)
     text = _refused(403, cluster.create, _config_map("over"))  # kube-root-ca.crt is there
     assert "exceeded quota: q" in text
     greedy = pod(cluster, "g", "true")
