@@ -187,19 +187,26 @@ def test_memory_is_bounded_by_one_file(tmp_path):
     assert int(done.stdout) < 4 * CAP_BYTES < total_bytes / 2
 
 
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A folder with `hf`, a model large enough to be interrupted in it, and `run`, its import."""
+    folder = tmp_path_factory.mktemp("big")
+    hf = write_hf(folder / "hf", BIG, random_weights(BIG, torch.bfloat16))
+    import_hf(hf, folder / "run", run_id="r")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 @pytest.mark.parametrize("what", ["import", "export"])
-def test_a_stopped_conversion_leaves_nothing_that_counts(tmp_path, what, number, code):
+def test_a_stopped_conversion_leaves_nothing_that_counts(tmp_path, big, what, number, code):
     """The signal comes while data is written: after the first line of progress."""
     target = tmp_path / "target"
-    hf = write_hf(tmp_path / "hf", BIG, random_weights(BIG, torch.bfloat16))
     if what == "import":
-        args = ("import", "--hf", hf, "--run", target)
+        args = ("import", "--hf", big / "hf", "--run", target)
     else:
-        import_hf(hf, tmp_path / "run", run_id="r")
-        args = export_args(tmp_path / "run", target, shape=BIG)
+        args = export_args(big / "run", target, shape=BIG)
     process = subprocess.Popen(
         command(*args), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
