@@ -82,6 +82,14 @@ class User:
 
         return self.cluster.wait(f"{run} {states}", look, timeout_s=WAIT_S, every_s=0.5)
 
+    def wait_step(self, step, run="one"):
+        def look():
+            found = self.json("status", run)
+            assert found["state"] in {"pending", "running", "done"}, self("why", run)
+            return found if found["training"]["step"] >= step else None
+
+        return self.cluster.wait(f"{run} step {step}", look, timeout_s=WAIT_S, every_s=0.5)
+
     def nothing_is_left(self):
         """Check that the namespace is as a failed submission found it."""
         for kind in ("configmaps", "pytorchjobs", "poddisruptionbudgets"):
@@ -149,6 +157,42 @@ def test_a_job_from_submit_to_its_end(user, cluster, corpus, kind):
     assert user("why", "one")[0] == "it has done its last step\n"
     assert "has done its last step already" in user("submit", "--resume", "runs/one")[0]
     assert not cluster.pods("holdfast.dev/storage-of")
+
+
+@pytest.mark.slow
+def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corpus):
+    cluster.need("pytorchjob")
+    user.submit("train.steps=1000000", nodes=2, more=RUN)
+    found = user.wait_step(2)
+    job = found["job_id"]
+    pods = found["platform"]["nodes"]
+    assert pods == [f"{job}-worker-0", f"{job}-worker-1"]
+    assert found["training"]["nodes"] == pods
+    assert "running" in user("list")[0]
+    assert user("why", "one")[0].startswith("nothing is wrong: running, step ")
+    stacks = user.json("stacks", "one")
+    assert [one["rank"] for one in stacks["workers"]] == [0, 1]
+    assert all(one["text"] for one in stacks["workers"])
+    sections = user.json("describe", "one")
+    assert sections["pytorchjob"]["Name"] == job
+    assert any("Pod" in line for line in sections["platform events"])
+    out, _ = user("logs", "one", "--node", pods[1])
+    assert out
+    again = ["submit", "--resume", "runs/one"]
+    assert "HF615" in user(*again, code=2)[1]
+    out, _ = user("cancel", "one", "--save")
+    assert "is over: " in out
+    assert "saved: step" in out
+    found = user.json("status", "one")
+    saved = found["training"]["saved_step"]
+    assert (found["state"], saved >= 2) == ("saved", True)
+    cluster.wait("all is gone", lambda: not cluster.pods(f"holdfast.dev/run={job}"))
+    user(*again)
+    user.wait_step(saved + 1)
+    pod = cluster.pods(f"holdfast.dev/run={job}")[0]
+    assert pod.metadata.labels["holdfast.dev/attempt"] == "1"
+    user("cancel", "one")
+    assert user.json("status", "one")["state"] in {"cancelled", "saved"}
 
 
 def test_a_job_that_fails_names_its_first_failing_pod(user, cluster, corpus):
