@@ -1,0 +1,290 @@
+"""The commands of the launcher on a cluster: submit, status, logs, why, stacks, shell, cancel.
+
+The launcher does not see the pods' storage here, as on a laptop: everything goes over the API.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli.main import run_cli
+
+pytestmark = pytest.mark.timeout(500)
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 240.0
+TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
+JOB = """\
+name: tiny
+model: {{num_layers: 2, dim: 32, num_heads: 2, num_kv_heads: 2, ffn_dim: 64, vocab_size: 256}}
+layout: {{dp: auto}}
+cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
+train:
+  seq_len: 32
+  global_batch: 12
+  micro_batch: 3
+  steps: {steps}
+  precision: fp32
+  recompute: none
+  optimizer: {{lr: 3.0e-3, min_lr_ratio: 1.0}}
+data: {{path: /holdfast/text.txt, format: text, tokenizer: bytes}}
+checkpoint: {{every_s: null, every_steps: 1000, keep: 2}}
+elastic: {{min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60,
+          heartbeat_s: 0.5, dead_after_s: 4}}
+network: {{ports: 29400-29499}}
+kubernetes:
+  namespace: {namespace}
+  image: {image}
+  claim: {claim}
+  shm: 256Mi
+  save_s: 20
+  shutdown_s: 40
+"""
+WRITES = "import sys; open('/holdfast/text.txt', 'w').write(sys.argv[1])"
+
+
+class User:
+    """Runs commands in a folder of their own, on a machine that only has the kubeconfig."""
+
+    def __init__(self, cluster, capsys) -> None:
+        self.cluster, self.capsys = cluster, capsys
+
+    def __call__(self, *words, code=0):
+        self.capsys.readouterr()
+        found = run_cli(list(words))
+        out, err = self.capsys.readouterr()
+        assert found == code, f"{words}: {found}\n{out}\n{err}\n{self.cluster._told()}"
+        return out, err
+
+    def json(self, *words, code=0):
+        return json.loads(self(*words, "--json", code=code)[0])
+
+    def submit(self, *sets, to="pytorchjob", nodes=1, steps=3, more=(), code=0):
+        text = JOB.format(
+            nodes=nodes,
+            steps=steps,
+            namespace=self.cluster.namespace,
+            image=self.cluster.image,
+            claim=self.cluster.claim,
+        )
+        Path("job.yaml").write_text(text)
+        options = [word for text in sets for word in ("--set", text)]
+        return self("submit", "job.yaml", "--to", to, *options, *more, code=code)
+
+    def wait(self, *states, run="one"):
+        def look():
+            found = self.json("status", run)
+            assert found["state"] in {*states, "pending", "running"}, self("why", run)
+            return found if found["state"] in states else None
+
+        return self.cluster.wait(f"{run} {states}", look, timeout_s=WAIT_S, every_s=0.5)
+
+    def wait_step(self, step, run="one"):
+        def look():
+            found = self.json("status", run)
+            assert found["state"] in {"pending", "running", "done"}, self("why", run)
+            return found if found["training"]["step"] >= step else None
+
+        return self.cluster.wait(f"{run} step {step}", look, timeout_s=WAIT_S, every_s=0.5)
+
+    def nothing_is_left(self):
+        """Check that the namespace is as a failed submission found it."""
+        for kind in ("configmaps", "pytorchjobs", "poddisruptionbudgets"):
+            ours = [
+                one["metadata"]["name"]
+                for one in self.cluster.list(kind)
+                if one["metadata"].get("labels", {}).get("holdfast.dev/run")
+            ]
+            assert ours == [], kind
+        self.cluster.wait("no pod", lambda: not self.cluster.pods("holdfast.dev/storage-of"))
+        assert not Path("runs/one").exists()
+
+
+@pytest.fixture
+def user(cluster, tmp_path, monkeypatch, capsys):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    return User(cluster, capsys)
+
+
+@pytest.fixture
+def corpus(cluster):
+    """Write the training text to the claim, as whoever owns the data does."""
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "writes"},
+        "spec": {
+            "restartPolicy": "Never",
+            "containers": [
+                {
+                    "name": "main",
+                    "image": cluster.image,
+                    "command": ["python3", "-c", WRITES, TEXT],
+                    "volumeMounts": [{"name": "runs", "mountPath": "/holdfast"}],
+                }
+            ],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}},
+            ],
+        },
+    }
+    cluster.create(pod)
+    cluster.wait_phase("writes", "Succeeded", timeout_s=WAIT_S)
+
+
+RUN = ("--run-dir", "runs/one")
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "jobset", "trainjob"])
+def test_a_job_from_submit_to_its_end(user, cluster, corpus, kind):
+    cluster.need(kind)
+    out, err = user.submit(to=kind, more=[*RUN, "--watch"])
+    assert f"{kind} job tiny-" in out
+    assert "it has done its last step" in err
+    found = user.json("status", "one")
+    assert (found["state"], found["target"], found["training"]["step"]) == ("done", kind, 3)
+    assert found["platform"]["code"] == 0
+    out, _ = user("logs", "one")
+    assert any("-- step 3, loss" in line for line in out.splitlines()), out
+    assert user("why", "one")[0] == "it has done its last step\n"
+    assert "has done its last step already" in user("submit", "--resume", "runs/one")[0]
+    assert not cluster.pods("holdfast.dev/storage-of")
+
+
+@pytest.mark.slow
+def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corpus):
+    cluster.need("pytorchjob")
+    user.submit("train.steps=1000000", nodes=2, more=RUN)
+    found = user.wait_step(2)
+    job = found["job_id"]
+    pods = found["platform"]["nodes"]
+    assert pods == [f"{job}-worker-0", f"{job}-worker-1"]
+    assert found["training"]["nodes"] == pods
+    assert "running" in user("list")[0]
+    assert user("why", "one")[0].startswith("nothing is wrong: running, step ")
+    stacks = user.json("stacks", "one")
+    assert [one["rank"] for one in stacks["workers"]] == [0, 1]
+    assert all(one["text"] for one in stacks["workers"])
+    sections = user.json("describe", "one")
+    assert sections["pytorchjob"]["Name"] == job
+    assert any("Pod" in line for line in sections["platform events"])
+    out, _ = user("logs", "one", "--node", pods[1])
+    assert out
+    again = ["submit", "--resume", "runs/one"]
+    assert "HF615" in user(*again, code=2)[1]
+    out, _ = user("cancel", "one", "--save")
+    assert "is over: " in out
+    assert "saved: step" in out
+    found = user.json("status", "one")
+    saved = found["training"]["saved_step"]
+    assert (found["state"], saved >= 2) == ("saved", True)
+    cluster.wait("all is gone", lambda: not cluster.pods(f"holdfast.dev/run={job}"))
+    user(*again)
+    user.wait_step(saved + 1)
+    pod = cluster.pods(f"holdfast.dev/run={job}")[0]
+    assert pod.metadata.labels["holdfast.dev/attempt"] == "1"
+    user("cancel", "one")
+    assert user.json("status", "one")["state"] in {"cancelled", "saved"}
+
+
+def test_a_job_that_fails_names_its_first_failing_pod(user, cluster, corpus):
+    cluster.need("jobset")
+    user.submit("data.path=/holdfast/nowhere.txt", to="jobset", more=RUN)
+    found = user.wait("failed")
+    assert found["platform"]["code"] == 93
+    out, _ = user("why", "one")
+    assert out.startswith("it failed with code 93: "), out
+    assert "nowhere.txt" in out
+
+
+def test_a_job_that_no_node_takes_says_why(user, cluster):
+    cluster.need("pytorchjob")
+    user.submit("kubernetes.cpus=9999", more=RUN)
+
+    def told():
+        found = user.json("why", "one")
+        return found if "Insufficient" in found["why"] else None
+
+    answer = cluster.wait("a reason", told, timeout_s=30.0, every_s=0.5)
+    assert answer["state"] == "pending"
+    assert answer["why"].startswith("it waits: no node has enough free cpu")
+    out, _ = user("cancel", "one")
+    assert "is over: cancelled" in out
+    assert user.json("status", "one")["state"] == "cancelled"
+
+
+def test_what_is_missing_on_the_cluster_is_named_and_nothing_is_left(user, cluster, monkeypatch):
+    cluster.need("pytorchjob")
+    _, err = user.submit("kubernetes.namespace=no-such-one", more=RUN, code=2)
+    assert "HF755 there is no namespace no-such-one" in err
+    _, err = user.submit("kubernetes.context=elsewhere", more=RUN, code=2)
+    assert "HF751" in err
+    _, err = user.submit("kubernetes.image=no-such:1", more=RUN, code=2)
+    assert "HF759 the pod that is to reach the storage does not start" in err
+    _, err = user.submit("kubernetes.claim=no-such", more=RUN, code=2)
+    assert "HF759" in err
+    user.nothing_is_left()
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert "HF750 there is no kubeconfig: /nowhere" in user.submit(more=RUN, code=2)[1]
+
+
+def test_a_kind_that_is_not_installed(user, cluster):
+    cluster.need("trainjob")
+    with cluster.without("trainjob"):
+        _, err = user.submit(to="trainjob", more=RUN, code=2)
+    assert "HF754" in err
+    assert "trainjobs.trainer.kubeflow.org" in err
+    user.nothing_is_left()
+
+
+def test_a_quota_of_the_namespace(user, cluster):
+    cluster.need("pytorchjob")
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "few"},
+        "spec": {"hard": {"count/pytorchjobs.kubeflow.org": "0"}},
+    }
+    cluster.create(quota)
+    _, err = user.submit(more=RUN, code=2)
+    assert "HF756 a quota of namespace" in err
+    user.nothing_is_left()
+
+
+SUBMITTER = (
+    {"apiGroups": ["kubeflow.org"], "resources": ["pytorchjobs"], "verbs": ["get", "list"]},
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "delete"]},
+    {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": ["get", "create"]},
+)
+
+
+def test_a_right_that_is_missing_is_named_with_the_role_that_grants_it(user, cluster, monkeypatch):
+    cluster.need("pytorchjob")
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(*SUBMITTER)))
+    _, err = user.submit(more=RUN, code=2)
+    assert "HF753 you may not create pytorchjobs.kubeflow.org" in err
+    assert "the Role holdfast-submitter of manifests/ grants it" in err
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    user.nothing_is_left()
+
+
+def test_the_role_of_the_manifests_is_enough(user, cluster, monkeypatch):
+    """All that `submit` and `cancel` do, with the rights that an administrator grants."""
+    yaml = pytest.importorskip("yaml")
+    cluster.need("pytorchjob")
+    path = ROOT / "manifests" / "base" / "submitter.yaml"
+    [role] = [one for one in yaml.safe_load_all(path.read_text()) if one["kind"] == "Role"]
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(*role["rules"])))
+    user.submit("kubernetes.cpus=9999", more=RUN)
+    assert user.json("status", "one")["state"] == "pending"
+    user("describe", "one")
+    user("cancel", "one")
+    assert user.json("status", "one")["state"] == "cancelled"
