@@ -383,7 +383,7 @@ class Cluster:
         rows = []
         for kind in ("pytorchjobs", "trainjobs", "jobsets", "jobs"):
             with contextlib.suppress(client.ApiException):
-                rows += [f"--- {kind} {job}" for job in self.list(kind)]
+                rows += [f"--- {kind} {job.get('status')}" for job in self.list(kind)]
         for pod in self.pods():
             name = pod.metadata.name
             with contextlib.suppress(client.ApiException):

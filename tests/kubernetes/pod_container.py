@@ -37,6 +37,7 @@ exec sleep infinity
 """
 _ROOT = """\
 set -eu
+exec 2>&1
 mount --make-rprivate /
 mount -t tmpfs -o mode=755 root "$1"
 mkdir "$1/up" "$1/work" "$1/root"
@@ -137,6 +138,8 @@ class Container:
             user=shlex.join(as_user(options)),
         )
         inner = ["env", "-i", "-C", workdir, *(f"{k}={v}" for k, v in env.items()), *command]
+        self._tools = folder / f"{log.stem}.tools"
+        tools = self._tools.open("wb")
         self._process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL"),
@@ -147,10 +150,11 @@ class Container:
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=tools,
             env=_TOOLS,
             start_new_session=True,
         )
+        tools.close()
         self._pump = threading.Thread(target=self._copy, daemon=True)
         self._pump.start()
 
@@ -166,6 +170,8 @@ class Container:
         if code is None:
             return None
         self._pump.join(timeout=5)
+        if code == 1 and b"sigprocmask" in self._tools.read_bytes():
+            return 137  # how unshare 2.38 ends when its child is killed
         return code if code >= 0 else 128 - code
 
     @property

@@ -82,6 +82,16 @@ def test_who_ignores_sigterm_is_killed_after_the_grace_period(cluster: Cluster) 
     assert time.monotonic() - began > 1.5
 
 
+def test_a_killed_process_says_137(cluster: Cluster) -> None:
+    manifest = pod(cluster, "late", "echo up; sleep 1000", activeDeadlineSeconds=3)
+    manifest["spec"]["terminationGracePeriodSeconds"] = 1
+    cluster.create(manifest)
+    found = cluster.wait_phase("late", "Failed")
+    assert found.status.reason == "DeadlineExceeded"
+    assert found.status.container_statuses[0].state.terminated.exit_code == 137
+    assert cluster.log("late") == "up\n"
+
+
 def test_volumes_of_all_kinds(cluster: Cluster) -> None:
     space = cluster.namespace
     cluster.core.create_namespaced_config_map(
