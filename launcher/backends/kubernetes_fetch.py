@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launcher.backends.kubernetes_documents import AGENTS, Object
+from elastic_trainer.agent.open_board import elsewhere, keep_copy, parse_address
+from launcher.backends.kubernetes_documents import AGENTS, CONFIG_MAP, Object
 from launcher.backends.kubernetes_files import Fetched, one_at_a_time
 from launcher.backends.kubernetes_pods import (
     agent_status,
@@ -21,7 +22,7 @@ from launcher.backends.kubernetes_pods import (
 )
 from launcher.backends.kubernetes_storage import Storage, first_that_works
 from launcher.backends.kubernetes_words import Seen
-from launcher.errors import UserError
+from launcher.errors import PermanentError, UserError
 
 _MOST_PODS: Final = 8
 """So many pods' own output: the first pod's, and those that failed first."""
@@ -63,6 +64,7 @@ class Fetcher:
                 self._logs(seen.pods, fetched)
                 if self.storage.bundle.run_dir != str(self.run_dir):
                     self._files(seen, fetched, mark)
+                    self._board()
             finally:
                 fetched.save()
 
@@ -84,6 +86,24 @@ class Fetcher:
             self.storage.fetch(pod, fetched)
         if not names:
             fetched.complete = mark
+
+    def _board(self) -> None:
+        """Keep what is on a board that is a ConfigMap; one that is files has come with them.
+
+        Raises:
+            PermanentError: it is no board that this version reads.
+        """
+        folder = self.run_dir / "board"
+        try:
+            address = elsewhere(folder)
+            if address is None:
+                return
+            kept = self.storage.api.get(CONFIG_MAP, *parse_address(address))
+            state = ((kept or {}).get("data") or {}).get("state")
+            if isinstance(state, str):
+                keep_copy(folder, state.encode(), address)
+        except ValueError as error:
+            raise PermanentError(f"the board of the run cannot be read: {error}") from error
 
     def _logs(self, pods: Sequence[Object], fetched: Fetched) -> None:
         """Bring what pods have printed: for what goes wrong before anything is on the storage."""

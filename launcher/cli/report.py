@@ -14,7 +14,10 @@ from launcher.cli.common import (
     print_json,
 )
 from launcher.errors import UserError
+from launcher.ops.fetching import fetched
 from launcher.ops.report_files import current_summary, write_report
+from launcher.ops.runs import Run, current_job, read_submitted
+from launcher.targets import target_named
 
 EPILOG = """\b
 Examples:
@@ -36,6 +39,7 @@ def report(*, run_dir: Path, output: Path | None, as_json: bool) -> int:
     summary is printed and nothing is drawn but what -o asks for.
     """
     try:
+        _bring(run_dir.absolute())
         summary, data = current_summary(run_dir.absolute())
         path = output or (None if as_json else run_dir / "report.html")
         if path is not None:
@@ -47,3 +51,13 @@ def report(*, run_dir: Path, output: Path | None, as_json: bool) -> int:
     else:
         click.echo(path)
     return EXIT_DONE
+
+
+def _bring(run_dir: Path) -> None:
+    """Fetch what is new of a run that was submitted to where storage is not shared."""
+    submission = read_submitted(run_dir)
+    if submission is None:
+        return
+    run = Run(path=run_dir, submission=submission, shown=str(run_dir))
+    if trouble := fetched(target_named(submission.target).load_backend(), current_job(run)):
+        click.echo(trouble, err=True)
