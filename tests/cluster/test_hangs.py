@@ -57,10 +57,9 @@ def test_a_stopped_worker_is_found_named_and_replaced(run: LiveRun) -> None:
     assert "State T (stopped)" in texts["rank1.txt"]
     for rank in (0, 2):
         assert "trainer.py" in texts[f"rank{rank}.txt"]
-        flight = json.loads(
-            (run.path / "stacks" / str(epoch) / f"rank{rank}.flight.json").read_text()
-        )
-        assert flight["entries"]
+        flight = run.path / "stacks" / str(epoch) / f"rank{rank}.flight.json"
+        run.until(flight.exists, f"no flight record of rank {rank}")
+        assert json.loads(flight.read_text())["entries"]
     for dumped in run.events("stacks.dumped", epoch):
         assert dumped.fields["seconds"] < 1.5
 
