@@ -225,6 +225,7 @@ def _signal_masks(pid: int) -> Mapping[str, int]:
     """Return what a process catches, and what all of its threads block.
 
     A thread that was there before and blocks less would take the signal, and the process die of it.
+    Who waits for the signal is left out: the kernel shows it as not blocked meanwhile.
     """
     status = _fields(_read(Path(f"/proc/{pid}/status")))
     masks: dict[str, int] = {
@@ -232,7 +233,7 @@ def _signal_masks(pid: int) -> Mapping[str, int]:
     }
     for task in _listed(Path(f"/proc/{pid}/task")):
         found = _fields(_read(task / "status")).get("SigBlk")
-        if found is not None:
+        if found is not None and b"sigtimedwait" not in _read(task / "wchan"):
             masks["SigBlk"] = masks.get("SigBlk", 0) & int(found, 16)
     return masks
 
