@@ -356,6 +356,8 @@ class Cluster:
                 if node.paused:
                     self.at(self.now + 0.1, say)
                     return
+                if isinstance(report, WorkersEnded):
+                    node.working = None  # they have exited
                 self.report(node, report)
 
         self.at(self.now + delay, say)

@@ -39,6 +39,7 @@ FAULTS = (
     "stall",
     "board_cut",
     "leave",
+    "go",
     "slow",
 )
 fault_scripts = st.lists(
@@ -178,9 +179,7 @@ def test_all_living_agents_agree_once_the_faults_end(nodes, slack, seed, script)
     check_heals(nodes, slack, seed, script)
 
 
-@pytest.mark.xfail(strict=True, reason="what is left below the last rung keeps its workers")
 def test_a_member_drained_from_the_last_rung_leaves_a_job_that_parks():
-    # Once this passes, "go" belongs among the random faults above.
     check_heals(2, 0, 4, [(0.0, "go", 1), (2.0, "kill", 0)])
 
 
