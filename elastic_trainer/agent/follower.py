@@ -211,7 +211,9 @@ class Follower(Role):
     def _lost(self, reason: str, *, sure: bool = False) -> Turn:
         ctx = self.ctx
         coordinator = ctx.coordinator_member
-        ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
+        if coordinator is None or coordinator.agent_id not in ctx.leaving:
+            ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
+        # Else it was asked to go, and has put that on record itself: no failure of anybody's.
         if coordinator is not None and ctx.me in ctx.everyone:
             return Stand(sure)
         return Seek()
