@@ -40,8 +40,8 @@ class NotSentError(ConnectionError):
     """The API server was not reached: it has carried out nothing."""
 
 
-class NotInPodError(OSError):
-    """There is no way from here to the API server."""
+class NotInPodError(FileNotFoundError):
+    """There is no way from here to the API server, nor will there be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,24 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from elastic_trainer.agent.board import BoardState, Lease
 from elastic_trainer.agent.open_board import BOARD_VARIABLE, read_board
+from launcher.node.say import say
 
 State = BoardState
 """What is on a board."""
 LEASE_BEATS_S = 12.0
 """A live coordinator raises its beat within 5 s (agent/effects.py, lease_renew_s)."""
+PATIENCE_S: Final = 60.0
+"""So long a pod asks a board that does not answer: longer than API servers take to restart."""
+AGAIN_S: Final = 1.0
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def read(run_dir: Path) -> BoardState:
@@ -27,6 +37,43 @@ def read(run_dir: Path) -> BoardState:
     if not folder.is_dir() and not os.environ.get(BOARD_VARIABLE):
         return BoardState()
     return read_board(folder) or BoardState()
+
+
+def read_patiently(
+    run_dir: Path,
+    *,
+    for_s: float = PATIENCE_S,
+    mono: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], bool] = _sleep,
+) -> BoardState:
+    """Return what `read` does; a board that does not answer is asked again.
+
+    An API server that restarts, or that all pods of a large job ask at once, is no reason to end
+    a pod: what cannot be had after `for_s` is the error.
+
+    Args:
+        run_dir: the run.
+        for_s: seconds after which it is not asked again.
+        mono: monotonic seconds.
+        wait: waits so many seconds; returns whether to give up now.
+
+    Raises:
+        OSError: it cannot be read: at once where trying again is of no use.
+        ValueError: as `read`.
+    """
+    deadline = mono() + for_s
+    told = False
+    while True:
+        try:
+            return read(run_dir)
+        except (PermissionError, FileNotFoundError):
+            raise
+        except OSError as error:
+            if mono() >= deadline or wait(AGAIN_S):
+                raise
+            if not told:
+                say(f"the board does not answer and is asked again: {error}")
+            told = True
 
 
 def newest_step(state: BoardState) -> int:

@@ -94,10 +94,19 @@ class Pod:
         say(f"{self._who.pod} ends with {code}")
         return code
 
+    def _board(self) -> board.State:
+        return board.read_patiently(self._run_dir, mono=self._mono, wait=self._told)
+
+    def _told(self, seconds: float) -> bool:
+        """Wait; return whether this pod was told to go meanwhile."""
+        told = self._wait(seconds) in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        self._told_to_go |= told
+        return told
+
     # -- before -----------------------------------------------------------------------------
 
     def _attempt(self) -> Attempt:
-        state = board.read(self._run_dir)
+        state = self._board()
         number = generation(
             self._who.job,
             lease_job=None if state.lease is None else state.lease.job,
@@ -110,7 +119,7 @@ class Pod:
 
         A pod that comes back to a job that goes on is not asked: budgets are for starts.
         """
-        config, state = read_config(self._run_dir), board.read(self._run_dir)
+        config, state = read_config(self._run_dir), self._board()
         self._note_end(attempt.restart - 1)
         live = state.lease is not None and state.lease.job == attempt.name
         if not live or state.finished:
@@ -215,7 +224,7 @@ class Pod:
         end = self._note_end(attempt.restart)
         if end.code is None and agent_code == EXIT_DO_NOT_RESTART and not end.finished:
             nodes = read_config(self._run_dir).ladder.rungs[0].num_nodes
-            lease = board.read(self._run_dir).lease
+            lease = self._board().lease
             live = lease is not None and lease.job == attempt.name
             if all_refuse(attempt.exits(), nodes, live):
                 say(f"the agents of all {nodes} pods say that it would fail again")
@@ -225,7 +234,7 @@ class Pod:
     def _note_end(self, number: int) -> JobEnd:
         """Return how a generation has ended, and write it down where nobody has."""
         attempt = Attempt(self._run_dir, self._who.job, number)
-        state = board.read(self._run_dir)
+        state = self._board()
         ended = state.ended if state.ended is not None and state.ended.job == attempt.name else None
         if ended is not None and attempt.dir.is_dir():
             found = verdict(
@@ -255,7 +264,7 @@ class Pod:
             count = failures(self._run_dir / "pods" / name, lived=lived)
         until = self._mono() + pause_s(count)
         while (left := until - self._mono()) > 0:
-            if self._wait(min(left, TURN_S)) in {signal.SIGTERM, signal.SIGINT}:
+            if self._told(min(left, TURN_S)):
                 return
 
 

@@ -134,7 +134,9 @@ class Saving:
         """Return 0: saved, or there was nothing to save; 1: not in time."""
         end_at = self._mono() + self._who.save_wait_s
         whole = stop_request.asked(self._run_dir)
-        self._seen = _newest(board.read(self._run_dir))
+        self._seen = _newest(
+            board.read_patiently(self._run_dir, for_s=self._who.save_wait_s / 2, mono=self._mono)
+        )
         if not self._ask(whole=whole):
             say("preStop: no agent runs here, so there is nothing to save")
             return 0

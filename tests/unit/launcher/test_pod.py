@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +20,6 @@ from elastic_trainer.agent.board import Ended, Lease, update
 from elastic_trainer.agent.file_board import FileBoard
 from launcher import stop_request
 from launcher.node.attempt import NodeError, pasts
-from launcher.node.pod_dir import failures, moved, prepare, publish
 from launcher.node.pod_env import PodEnv
 from launcher.planning.search import plan
 from launcher.render.local import render_local
@@ -183,83 +184,6 @@ def until(condition) -> None:
         time.sleep(0.01)
 
 
-# --- the run directory ----------------------------------------------------------------------------
-
-
-def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
-    config = tmp_path / "etc"
-    (config / "..data").mkdir(parents=True)
-    (config / "job.json").write_text(job_json)
-    (config / "spec.yaml").write_text("name: x\n")
-    made, errors = [], []
-
-    def come() -> None:
-        try:
-            made.extend(prepare(tmp_path / "claim" / "llama", config))
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    pods = [threading.Thread(target=come) for _ in range(16)]
-    for one in pods:
-        one.start()
-    for one in pods:
-        one.join(20)
-    assert errors == []
-    assert sorted(made) == ["job.json", "spec.yaml"], "each by one pod"
-    run = tmp_path / "claim" / "llama"
-    assert (run / "job.json").read_text() == job_json
-    assert sorted(path.name for path in run.iterdir()) == ["job.json", "spec.yaml"]
-
-
-def test_what_submit_has_put_there_stays(tmp_path, job_json):
-    config, run = tmp_path / "etc", tmp_path / "run"
-    config.mkdir()
-    run.mkdir()
-    (config / "job.json").write_text(job_json)
-    frozen = json.dumps({**json.loads(job_json), "command_dir": "/frozen"})
-    (run / "job.json").write_text(frozen)
-    assert prepare(run, config) == []
-    assert (run / "job.json").read_text() == frozen
-    assert prepare(run, tmp_path / "none") == [], "without a ConfigMap"
-
-
-def test_another_run_s_directory_is_left_alone(tmp_path, job_json):
-    config, run = tmp_path / "etc", tmp_path / "run"
-    config.mkdir()
-    run.mkdir()
-    (config / "job.json").write_text(job_json)
-    (run / "job.json").write_text(json.dumps({**json.loads(job_json), "run_id": "other"}))
-    with pytest.raises(NodeError, match=r"HF675 .*of run other, this pod is of run llama"):
-        prepare(run, config)
-    with pytest.raises(NodeError, match="HF502"):
-        prepare(tmp_path / "empty", tmp_path / "none")
-
-
-def test_a_file_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
-    def broken(*_: object) -> None:
-        raise OSError("disk")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", broken)
-        with pytest.raises(OSError, match="disk"):
-            publish(tmp_path / "x", b"1")
-    assert list(tmp_path.iterdir()) == []
-    assert publish(tmp_path / "x", b"1")
-    assert not publish(tmp_path / "x", b"2")
-    assert (tmp_path / "x").read_bytes() == b"1"
-
-
-def test_small_notes_of_a_pod(tmp_path):
-    path = tmp_path / "pods" / "a"
-    assert [failures(path, lived=False) for _ in range(3)] == [1, 2, 3]
-    assert failures(path, lived=True) == 1
-    path.write_text("?")
-    assert failures(path, lived=False) == 1
-    assert not moved(tmp_path / "hosts" / "a", "m1")
-    assert not moved(tmp_path / "hosts" / "a", "m1")
-    assert moved(tmp_path / "hosts" / "a", "m2")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -275,6 +199,68 @@ def test_outside_a_pod_it_says_so(tmp_path, changes):
     env = {"HOLDFAST_KIND": "jobset", "HOLDFAST_JOB": "a", "POD_NAME": "p", **changes}
     with pytest.raises(NodeError, match="HF674"):
         PodEnv.of(env)
+
+
+# --- a board that does not answer -----------------------------------------------------------------
+
+
+class NoConfigMap(http.server.BaseHTTPRequestHandler):
+    """An API server that has no board yet."""
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def lines_of(process: subprocess.Popen[str], found: str) -> list[str]:
+    """Read lines until one has `found` in it."""
+    lines: list[str] = []
+    while not lines or found not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], lines
+    return lines
+
+
+@pytest.fixture
+def far_board(world):
+    """Return the address of an API server that does not listen yet, known to the world's pods."""
+    (world.tmp_path / "token").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    world.env |= {
+        "HOLDFAST_BOARD": "kubernetes://default/llama",
+        "HOLDFAST_API_SERVER": f"http://127.0.0.1:{port}",
+        "HOLDFAST_SERVICE_ACCOUNT_DIR": str(world.tmp_path),
+    }
+    return "127.0.0.1", port
+
+
+def test_an_api_server_that_does_not_answer_is_asked_again(world, far_board):
+    process = world.start(until=signal.SIGTERM)
+    lines = lines_of(process, "asked again")
+    assert "cannot be reached" in lines[-1]
+    with http.server.ThreadingHTTPServer(far_board, NoConfigMap) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        serving.start()
+        try:
+            world.agent()
+            process.send_signal(signal.SIGTERM)
+            world.end(process)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert world.heard() == [signal.SIGTERM]
+
+
+def test_a_pod_that_is_told_to_go_waits_for_no_board(world, far_board):
+    process = world.start()
+    lines_of(process, "asked again")
+    process.send_signal(signal.SIGTERM)
+    code, output = world.end(process)
+    assert (code, "cannot be reached" in output) == (143, True)
 
 
 # --- how it ends ----------------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""The run directory of a pod, which many make at once, and its small notes there."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+
+from launcher.node.attempt import NodeError
+from launcher.node.pod_dir import failures, moved, prepare, publish
+from launcher.planning.search import plan
+from launcher.render.local import render_local
+
+
+@pytest.fixture
+def job_json(make_spec, tmp_path):
+    """Return job.json of four nodes, as rendered."""
+    spec = make_spec()
+    places = {"run_id": "llama", "run_dir": tmp_path / "run", "base_dir": tmp_path}
+    return render_local(spec, plan(spec), **places)["job.json"]
+
+
+def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
+    config = tmp_path / "etc"
+    (config / "..data").mkdir(parents=True)
+    (config / "job.json").write_text(job_json)
+    (config / "spec.yaml").write_text("name: x\n")
+    made, errors = [], []
+
+    def come() -> None:
+        try:
+            made.extend(prepare(tmp_path / "claim" / "llama", config))
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    pods = [threading.Thread(target=come) for _ in range(16)]
+    for one in pods:
+        one.start()
+    for one in pods:
+        one.join(20)
+    assert errors == []
+    assert sorted(made) == ["job.json", "spec.yaml"], "each by one pod"
+    run = tmp_path / "claim" / "llama"
+    assert (run / "job.json").read_text() == job_json
+    assert sorted(path.name for path in run.iterdir()) == ["job.json", "spec.yaml"]
+
+
+def test_what_submit_has_put_there_stays(tmp_path, job_json):
+    config, run = tmp_path / "etc", tmp_path / "run"
+    config.mkdir()
+    run.mkdir()
+    (config / "job.json").write_text(job_json)
+    frozen = json.dumps({**json.loads(job_json), "command_dir": "/frozen"})
+    (run / "job.json").write_text(frozen)
+    assert prepare(run, config) == []
+    assert (run / "job.json").read_text() == frozen
+    assert prepare(run, tmp_path / "none") == [], "without a ConfigMap"
+
+
+def test_another_run_s_directory_is_left_alone(tmp_path, job_json):
+    config, run = tmp_path / "etc", tmp_path / "run"
+    config.mkdir()
+    run.mkdir()
+    (config / "job.json").write_text(job_json)
+    (run / "job.json").write_text(json.dumps({**json.loads(job_json), "run_id": "other"}))
+    with pytest.raises(NodeError, match=r"HF675 .*of run other, this pod is of run llama"):
+        prepare(run, config)
+    with pytest.raises(NodeError, match="HF502"):
+        prepare(tmp_path / "empty", tmp_path / "none")
+
+
+def test_a_file_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
+    def broken(*_: object) -> None:
+        raise OSError("disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(OSError, match="disk"):
+            publish(tmp_path / "x", b"1")
+    assert list(tmp_path.iterdir()) == []
+    assert publish(tmp_path / "x", b"1")
+    assert not publish(tmp_path / "x", b"2")
+    assert (tmp_path / "x").read_bytes() == b"1"
+
+
+def test_small_notes_of_a_pod(tmp_path):
+    path = tmp_path / "pods" / "a"
+    assert [failures(path, lived=False) for _ in range(3)] == [1, 2, 3]
+    assert failures(path, lived=True) == 1
+    path.write_text("?")
+    assert failures(path, lived=False) == 1
+    assert not moved(tmp_path / "hosts" / "a", "m1")
+    assert not moved(tmp_path / "hosts" / "a", "m1")
+    assert moved(tmp_path / "hosts" / "a", "m2")
