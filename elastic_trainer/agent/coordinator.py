@@ -52,7 +52,7 @@ class Coordinator(Departures):
     """
 
     def __init__(self, ctx: Context, lead: Lead) -> None:
-        super().__init__(ctx, lead.state, lead.token, lead.expected)
+        super().__init__(ctx, lead)
         self.absent.update(lead.gone)
         self._unheard = set(lead.unheard)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
@@ -243,16 +243,6 @@ class Coordinator(Departures):
             case NodeLeaving(reason=reason):
                 self.evict(peer.member.node, reason)
         return self.advance()
-
-    def stop_asked(self, reason: str) -> Turn | None:
-        """Have all save and leave; then the job ends with 91."""
-        if self.stopping is not None:
-            return None
-        self.stopping = reason
-        if self.phase in BUSY:
-            self.ask_all(Request.STOP)
-            return None
-        return self.stop(EXIT_SAVED, f"{reason}; no step was running")
 
     def _all_ended(self) -> Turn | None:
         if len(self._ended) < len(self.members) or self.phase not in BUSY:

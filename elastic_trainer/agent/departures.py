@@ -10,13 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Final
 
-from elastic_trainer.agent.board import BoardState, Token
-from elastic_trainer.agent.effects import Conn, Context
+from elastic_trainer.agent.effects import Context
 from elastic_trainer.agent.endings import Endings
 from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.messages import Leaves, Stop
 from elastic_trainer.agent.peers import Peer
-from elastic_trainer.agent.roles import End, Turn
+from elastic_trainer.agent.roles import End, Lead, Turn
 from elastic_trainer.failures import EXIT_SAVED
 from elastic_trainer.heartbeat import Request
 
@@ -31,15 +30,11 @@ class Departures(Endings, ABC):
 
     Args:
         ctx: shared with the roles before.
-        state: the board as it was won, with this agent's lease.
-        token: of that content.
-        expected: see Watch.
+        lead: the board as it was won, with this agent's lease, and who is to come.
     """
 
-    def __init__(
-        self, ctx: Context, state: BoardState, token: Token, expected: dict[Conn, str] | None
-    ) -> None:
-        super().__init__(ctx, state, token, expected)
+    def __init__(self, ctx: Context, lead: Lead) -> None:
+        super().__init__(ctx, lead)
         self._why: dict[str, str] = {}
         """Agent id -> why it goes."""
         self.stopping: str | None = None
@@ -49,9 +44,15 @@ class Departures(Endings, ABC):
     def ask_all(self, request: Request) -> None:
         """Have the workers of the epoch leave at the next boundary."""
 
-    @abstractmethod
     def stop_asked(self, reason: str) -> Turn | None:
-        """Have the whole job save and end."""
+        """Have all save and leave; then the job ends with 91."""
+        if self.stopping is not None:
+            return None
+        self.stopping = reason
+        if self.phase in BUSY:
+            self.ask_all(Request.STOP)
+            return None
+        return self.stop(EXIT_SAVED, f"{reason}; no step was running")
 
     def leave_asked(self, peer: Peer, reason: str) -> Turn | None:
         """Take the wish of an agent; what follows is decided in a moment."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from elastic_trainer.agent.board import BoardState, Token
-from elastic_trainer.agent.effects import Conn, Context
+from elastic_trainer.agent.effects import Context
 from elastic_trainer.agent.inquiry import Inquiry
 from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.lease import LeaseKeeper
 from elastic_trainer.agent.messages import Abort, Stop
 from elastic_trainer.agent.notices import EpochAborted
 from elastic_trainer.agent.peers import Peer
-from elastic_trainer.agent.roles import End, Turn
+from elastic_trainer.agent.roles import End, Lead, Turn
 from elastic_trainer.failures import EXIT_TOO_FEW_NODES
 
 FINAL_SWAP_S = 10.0
@@ -24,18 +23,14 @@ class Endings(Inquiry, ABC):
 
     Args:
         ctx: shared with the roles before.
-        state: the board as it was won, with this agent's lease.
-        token: of that content.
-        expected: see Watch.
+        lead: the board as it was won, with this agent's lease, and who is to come.
     """
 
-    def __init__(
-        self, ctx: Context, state: BoardState, token: Token, expected: dict[Conn, str] | None
-    ) -> None:
-        super().__init__(ctx, expected)
-        assert state.lease is not None
-        ctx.term = state.lease.term
-        self.lease = LeaseKeeper(ctx, state, token)
+    def __init__(self, ctx: Context, lead: Lead) -> None:
+        super().__init__(ctx, lead.expected)
+        assert lead.state.lease is not None
+        ctx.term = lead.state.lease.term
+        self.lease = LeaseKeeper(ctx, lead.state, lead.token)
         self.final: End | None = None
         """How the job ends, once that is decided."""
 
