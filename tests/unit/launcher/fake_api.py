@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+import pytest
+
 CREATED = "2026-01-01T00:00:00Z"
 
 
@@ -127,6 +129,19 @@ def fake_api() -> Iterator[FakeApi]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.fixture
+def server():
+    """Yield one for a test."""
+    with fake_api() as fake:
+        yield fake
+
+
+@pytest.fixture
+def waits():
+    """Return a list for the pauses that a client makes."""
+    return []
 
 
 def _carried_out(fake: FakeApi, method: str, target: str, body: Any) -> Reply:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from launcher.errors import UserError
 from launcher.planning.search import plan
 from launcher.render.kubernetes_yaml import parse_yaml
 from launcher.spec import JobSpec
@@ -19,6 +22,12 @@ JOB = {
     "elastic": {"min_nodes": 1, "max_restarts": 7},
     "kubernetes": {"image": "registry.local/holdfast:1.0", "claim": "runs"},
 }
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """Return each kind of job in turn."""
+    return request.param
 
 
 def job_with(values):
@@ -48,6 +57,13 @@ def bundle_of(values, kind, *, run_id="a-job-1", run_dir=None, base_dir="/jobs")
         base_dir=base_dir,
         python="/launcher/python",
     )
+
+
+def refused(values, kind="pytorchjob", **places):
+    """Return the lines that the job with some values set is refused with."""
+    with pytest.raises(UserError) as caught:
+        bundle_of(values, kind, **places)
+    return [str(problem) for problem in caught.value.problems]
 
 
 def documents_of(values, kind, **places):

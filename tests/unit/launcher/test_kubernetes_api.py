@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_api import Reply, fake_api, kubeconfig, status_object
+from fake_api import Reply, kubeconfig, server, status_object, waits
 
 from launcher.backends.kubernetes_api import Patience
 from launcher.backends.kubernetes_config import connect
@@ -23,22 +23,13 @@ from launcher.backends.kubernetes_errors import (
 from launcher.backends.kubernetes_watch import Watcher, wait_until
 from launcher.errors import PermanentError, TemporaryError, UserError
 
+__all__ = ["server", "waits"]  # fixtures
+
 PYTORCHJOB = RESOURCES["PyTorchJob"]
 CALL = Call(
     verb="create", resource=PYTORCHJOB, namespace="train", name="tiny", server="https://k8s:6443"
 )
 MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
-
-
-@pytest.fixture
-def server():
-    with fake_api() as fake:
-        yield fake
-
-
-@pytest.fixture
-def waits():
-    return []
 
 
 @pytest.fixture

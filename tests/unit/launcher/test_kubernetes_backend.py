@@ -1,4 +1,4 @@
-"""Submitting all or nothing, asking, ending: the backend against a small server."""
+"""Submitting all or nothing: the backend against a small server."""
 
 from __future__ import annotations
 
@@ -8,134 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_api import CREATED, Reply, fake_api, kubeconfig, status_object
+from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, submit
+from fake_api import CREATED, Reply, server, status_object, waits
 
-from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState, Notices, Reach
-from launcher.backends.kubernetes import KubernetesBackend
-from launcher.backends.kubernetes_api import KubernetesApi, Patience
-from launcher.backends.kubernetes_config import connect
+from launcher.backends.base import JobId, JobRef, Notices, Reach
+from launcher.backends.kubernetes_api import KubernetesApi
 from launcher.backends.kubernetes_documents import read_bundle, storage_pod
-from launcher.backends.kubernetes_storage import StoragePatience
 from launcher.errors import PermanentError, TemporaryError, UserError
 
-ROOT = "/apis/kubeflow.org/v1/namespaces/train/pytorchjobs"
-MAPS = "/api/v1/namespaces/train/configmaps"
-BUDGETS = "/apis/policy/v1/namespaces/train/poddisruptionbudgets"
-PODS = "/api/v1/namespaces/train/pods"
-NOW = 1_767_229_200.0
-
-
-def documents(run_dir, *, board=False):
-    labels = {
-        "holdfast.dev/run": "tiny-1",
-        "holdfast.dev/attempt": "0",
-        "app.kubernetes.io/managed-by": "holdfast",
-    }
-
-    def head(name, **annotations):
-        return {"name": name, "namespace": "train", "labels": labels, "annotations": annotations}
-
-    container = {
-        "name": "pytorch",
-        "image": "holdfast:1",
-        "command": ["/usr/bin/python$$3", "-P", "-m", "launcher.node", "pod", str(run_dir)],
-        "env": [{"name": "A", "value": "b"}, {"name": "POD_NAME", "valueFrom": {}}],
-        "resources": {"limits": {"nvidia.com/gpu": "8"}},
-        "securityContext": {"capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]}},
-        "volumeMounts": [
-            {"name": "holdfast-runs", "mountPath": "/holdfast"},
-            {"name": "holdfast-shm", "mountPath": "/dev/shm"},
-        ],
-    }
-    template = {
-        "metadata": {"labels": labels},
-        "spec": {
-            "containers": [container],
-            "nodeSelector": {"gpu": "yes"},
-            "securityContext": {"runAsUser": 7},
-            "volumes": [
-                {"name": "holdfast-shm", "emptyDir": {"medium": "Memory"}},
-                {"name": "holdfast-runs", "persistentVolumeClaim": {"claimName": "runs"}},
-            ],
-        },
-    }
-    kept = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": head("tiny-1-board", **{"holdfast.dev/keep": "true"}),
-    }
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": head("tiny-1-job"), "data": {}},
-        *([kept] if board else []),
-        {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": head("tiny-1")},
-        {
-            "apiVersion": "kubeflow.org/v1",
-            "kind": "PyTorchJob",
-            "metadata": head("tiny-1", **{"holdfast.dev/run-dir": str(run_dir)}),
-            "spec": {"pytorchReplicaSpecs": {"Worker": {"replicas": 2, "template": template}}},
-        },
-    ]
-
-
-def bundle(run_dir, **kwargs):
-    text = "---\n".join(json.dumps(one) + "\n" for one in documents(run_dir, **kwargs))
-    return {"job.yaml": text, "job.json": "{}", "spec.yaml": "kubernetes: {context: here}\n"}
-
-
-@pytest.fixture
-def server():
-    with fake_api() as fake:
-        yield fake
-
-
-@pytest.fixture
-def waits():
-    return []
-
-
-@pytest.fixture
-def backend(server, tmp_path, waits):
-    path = tmp_path / "kubeconfig"
-    path.write_text(kubeconfig(server.url, namespace="other"))
-    made: list[KubernetesApi] = []
-
-    def connected(context):
-        patience = Patience(connect_s=2.0, read_s=5.0, retry_s=0.0)
-        env = {"KUBECONFIG": str(path)}
-        made.append(connect(context, env=env, patience=patience, sleep=waits.append))
-        return made[-1]
-
-    patience = StoragePatience(start_s=1.0, copy_s=5.0, fetch_s=5.0)
-    yield KubernetesBackend(connected, patience=patience, sleep=waits.append, wall=lambda: NOW)
-    for api in made:
-        api.client.rest_client.pool_manager.clear()
-
-
-@pytest.fixture
-def run(tmp_path):
-    found = tmp_path / "run"
-    found.mkdir()
-    return found
-
-
-def submit(backend, run, **kwargs):
-    files = bundle(run, **kwargs)
-    for name, text in files.items():
-        (run / name).write_text(text)
-    extra = run / "submitted.json"
-    if extra.exists():
-        files["submitted.json"] = extra.read_text()
-    return backend.submit(run, files)
+__all__ = ["backend", "run", "server", "waits"]  # fixtures
 
 
 def made(server):
     return [path.rpartition("/")[2] for path in server.objects]
-
-
-def end(server, kind="Succeeded"):
-    job = server.objects[f"{ROOT}/tiny-1"]
-    job["status"] = {"conditions": [{"type": kind, "status": "True"}]}
 
 
 def test_it_is_a_backend_that_reaches_its_nodes(backend):
@@ -257,118 +142,6 @@ def test_no_crd(backend, server, run):
     with pytest.raises(UserError, match=r"HF754 .*pytorchjobs.kubeflow.org"):
         submit(backend, run)
     assert server.objects == {}
-
-
-def pod(index, run="tiny-1", **status):
-    return {
-        "metadata": {"name": f"{run}-worker-{index}", "labels": {"holdfast.dev/run": run}},
-        "spec": {"nodeName": f"n{index}", "containers": [{"name": "pytorch"}]},
-        "status": status
-        or {
-            "phase": "Running",
-            "conditions": [{"type": "Ready", "status": "True"}],
-            "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}],
-        },
-    }
-
-
-def running(server, count=2):
-    for index in range(count):
-        server.put(f"{PODS}/tiny-1-worker-{index}", pod(index))
-
-
-def test_status_asks_once_for_all_jobs_of_a_namespace(backend, server, run, tmp_path):
-    job = submit(backend, run)
-    running(server)
-    other = tmp_path / "other"
-    other.mkdir()
-    for name, text in bundle(other).items():
-        (other / name).write_text(text.replace("tiny-1", "tiny-2"))
-    jobs = [job, JobRef(id=JobId("tiny-2"), run_dir=str(other), cluster="here/train")]
-    server.calls.clear()
-    answers = backend.status(jobs)
-    assert [answers[each].state for each in jobs] == [JobState.RUNNING, JobState.UNKNOWN]
-    assert answers[job].nodes == ("tiny-1-worker-0", "tiny-1-worker-1")
-    assert [call.partition("?")[0] for call in server.calls] == [f"GET {ROOT}", f"GET {PODS}"]
-    assert "tiny-1%2Ctiny-2" in server.calls[0]
-
-
-def test_a_cluster_that_is_away_makes_jobs_unknown_never_failed(backend, server, run):
-    job = submit(backend, run)
-    server.says("GET", Reply(503, "down"))
-    answer = backend.status([job])[job]
-    assert answer.state is JobState.UNKNOWN
-    assert "busy or away" in answer.reason
-    gone = JobRef(id=job.id, run_dir=job.run_dir, cluster="nowhere/train")
-    assert "HF751" in backend.status([gone])[gone].reason
-
-
-def test_a_later_submission_of_the_same_name_is_not_ours(backend, server, run):
-    job = submit(backend, run)
-    former = JobRef(id=job.id, submit_time=job.submit_time - 60, run_dir=job.run_dir,
-                    cluster=job.cluster)  # fmt: skip
-    assert backend.status([former])[former].reason == "no such job"
-
-
-def test_why_a_lost_node_keeps_a_pod(backend, server, run):
-    job = submit(backend, run)
-    running(server)
-    stuck = pod(1)
-    stuck["metadata"] |= {"deletionTimestamp": CREATED, "namespace": "train"}
-    server.put(f"{PODS}/tiny-1-worker-1", stuck)
-    node = {"metadata": {"name": "n1"}, "status": {"conditions": []}}
-    server.put("/api/v1/nodes/n1", node)
-    answer = backend.status([job])[job]
-    assert "node n1 is NotReady" in answer.reason
-    assert "kubectl delete pod tiny-1-worker-1" in answer.words
-    server.says("/nodes/", Reply(403, status_object(403, "Forbidden", "no")))
-    assert "does not say that it has ended" in backend.status([job])[job].words
-
-
-def test_saving_and_cancelling_delete_the_job_after_its_pods(backend, server, run):
-    job = submit(backend, run)
-    assert not backend.ask_to_save(job)  # nothing runs
-    running(server)
-    stop_request.ask(run, why="test", t_unix=0.0)
-    assert backend.ask_to_save(job)
-    assert f"{ROOT}/tiny-1" not in server.objects
-    assert backend.status([job])[job].reason == "Terminating"
-    backend.cancel(job)
-    assert backend.status([job])[job].state is JobState.CANCELLED
-    backend.cancel(job)
-
-
-def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
-    job = submit(backend, run)
-    end(server)
-    server.calls.clear()
-    backend.cancel(job)
-    assert not backend.ask_to_save(job)
-    assert not server.asked("DELETE")
-    assert backend.status([job])[job].state is JobState.DONE
-
-
-def test_description_events_and_output(backend, server, run):
-    job = submit(backend, run)
-    running(server, 1)
-    event = {
-        "involvedObject": {"kind": "Pod", "name": "tiny-1-worker-0"},
-        "reason": "Pulled",
-        "message": "fine",
-        "lastTimestamp": CREATED,
-        "metadata": {"name": "e"},
-    }
-    server.put("/api/v1/namespaces/train/events/e", event)
-    told = backend.describe(job)
-    assert (told["Context"], told["Pods"]) == ("here", "1 Running")
-    assert [each.text for each in backend.events(job)] == ["Pod tiny-1-worker-0: Pulled: fine"]
-    server.logs["tiny-1-worker-0"] = "2026-01-01T00:00:00.5Z hello\n"
-    backend.fetch(job)
-    server.logs["tiny-1-worker-0"] += "2026-01-01T00:00:01Z again\n"
-    backend.fetch(job)
-    [path] = backend.output_files(job)
-    assert path == run / "logs/pods/tiny-1-worker-0.log"
-    assert path.read_text() == "hello\nagain\n"
 
 
 def test_the_pod_for_the_storage_has_the_claim_and_no_gpu():

@@ -1,0 +1,105 @@
+"""What is asked of a job on a cluster once it is submitted, and ending it."""
+
+from __future__ import annotations
+
+from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, submit
+from fake_api import CREATED, Reply, server, status_object, waits
+
+from launcher import stop_request
+from launcher.backends.base import JobId, JobRef, JobState
+
+__all__ = ["backend", "run", "server", "waits"]  # fixtures
+
+
+def test_status_asks_once_for_all_jobs_of_a_namespace(backend, server, run, tmp_path):
+    job = submit(backend, run)
+    running(server)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, text in bundle(other).items():
+        (other / name).write_text(text.replace("tiny-1", "tiny-2"))
+    jobs = [job, JobRef(id=JobId("tiny-2"), run_dir=str(other), cluster="here/train")]
+    server.calls.clear()
+    answers = backend.status(jobs)
+    assert [answers[each].state for each in jobs] == [JobState.RUNNING, JobState.UNKNOWN]
+    assert answers[job].nodes == ("tiny-1-worker-0", "tiny-1-worker-1")
+    assert [call.partition("?")[0] for call in server.calls] == [f"GET {ROOT}", f"GET {PODS}"]
+    assert "tiny-1%2Ctiny-2" in server.calls[0]
+
+
+def test_a_cluster_that_is_away_makes_jobs_unknown_never_failed(backend, server, run):
+    job = submit(backend, run)
+    server.says("GET", Reply(503, "down"))
+    answer = backend.status([job])[job]
+    assert answer.state is JobState.UNKNOWN
+    assert "busy or away" in answer.reason
+    gone = JobRef(id=job.id, run_dir=job.run_dir, cluster="nowhere/train")
+    assert "HF751" in backend.status([gone])[gone].reason
+
+
+def test_a_later_submission_of_the_same_name_is_not_ours(backend, server, run):
+    job = submit(backend, run)
+    former = JobRef(id=job.id, submit_time=job.submit_time - 60, run_dir=job.run_dir,
+                    cluster=job.cluster)  # fmt: skip
+    assert backend.status([former])[former].reason == "no such job"
+
+
+def test_why_a_lost_node_keeps_a_pod(backend, server, run):
+    job = submit(backend, run)
+    running(server)
+    stuck = pod(1)
+    stuck["metadata"] |= {"deletionTimestamp": CREATED, "namespace": "train"}
+    server.put(f"{PODS}/tiny-1-worker-1", stuck)
+    node = {"metadata": {"name": "n1"}, "status": {"conditions": []}}
+    server.put("/api/v1/nodes/n1", node)
+    answer = backend.status([job])[job]
+    assert "node n1 is NotReady" in answer.reason
+    assert "kubectl delete pod tiny-1-worker-1" in answer.words
+    server.says("/nodes/", Reply(403, status_object(403, "Forbidden", "no")))
+    assert "does not say that it has ended" in backend.status([job])[job].words
+
+
+def test_saving_and_cancelling_delete_the_job_after_its_pods(backend, server, run):
+    job = submit(backend, run)
+    assert not backend.ask_to_save(job)  # nothing runs
+    running(server)
+    stop_request.ask(run, why="test", t_unix=0.0)
+    assert backend.ask_to_save(job)
+    assert f"{ROOT}/tiny-1" not in server.objects
+    assert backend.status([job])[job].reason == "Terminating"
+    backend.cancel(job)
+    assert backend.status([job])[job].state is JobState.CANCELLED
+    backend.cancel(job)
+
+
+def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
+    job = submit(backend, run)
+    end(server)
+    server.calls.clear()
+    backend.cancel(job)
+    assert not backend.ask_to_save(job)
+    assert not server.asked("DELETE")
+    assert backend.status([job])[job].state is JobState.DONE
+
+
+def test_description_events_and_output(backend, server, run):
+    job = submit(backend, run)
+    running(server, 1)
+    event = {
+        "involvedObject": {"kind": "Pod", "name": "tiny-1-worker-0"},
+        "reason": "Pulled",
+        "message": "fine",
+        "lastTimestamp": CREATED,
+        "metadata": {"name": "e"},
+    }
+    server.put("/api/v1/namespaces/train/events/e", event)
+    told = backend.describe(job)
+    assert (told["Context"], told["Pods"]) == ("here", "1 Running")
+    assert [each.text for each in backend.events(job)] == ["Pod tiny-1-worker-0: Pulled: fine"]
+    server.logs["tiny-1-worker-0"] = "2026-01-01T00:00:00.5Z hello\n"
+    backend.fetch(job)
+    server.logs["tiny-1-worker-0"] += "2026-01-01T00:00:01Z again\n"
+    backend.fetch(job)
+    [path] = backend.output_files(job)
+    assert path == run / "logs/pods/tiny-1-worker-0.log"
+    assert path.read_text() == "hello\nagain\n"
