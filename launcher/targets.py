@@ -26,6 +26,8 @@ class Target:
     """None: it has no arrays."""
     sees_other_paths: bool = False
     """Its nodes see other paths than this machine, so paths cannot be looked at here."""
+    exclude: str | None = None
+    """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
 
     def load_renderer(self) -> Callable[..., dict[str, str]]:
         """Return the function (spec, plan, *, run_id, run_dir, base_dir, python) -> Bundle.
@@ -53,7 +55,7 @@ class Target:
 
 def _on_kubernetes(renderer: str) -> Target:
     backend = "launcher.backends.kubernetes:KubernetesBackend"
-    return Target(renderer, backend, sees_other_paths=True)
+    return Target(renderer, backend, sees_other_paths=True, exclude="kubernetes.exclude")
 
 
 TARGETS: Final[dict[str, Target]] = {
@@ -64,6 +66,7 @@ TARGETS: Final[dict[str, Target]] = {
         "launcher.render.sbatch:render_slurm",
         "launcher.backends.slurm:SlurmBackend",
         "launcher.render.sbatch:render_sweep",
+        exclude="slurm.exclude",
     ),
     "pytorchjob": _on_kubernetes("launcher.render.pytorchjob:render_pytorchjob"),
     "jobset": _on_kubernetes("launcher.render.jobset:render_jobset"),

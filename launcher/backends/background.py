@@ -91,7 +91,12 @@ class BackgroundBackend:
         return []
 
     def submit(
-        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
     ) -> JobRef:
         """Start a launcher for `run_dir` that outlives this process.
 
@@ -99,6 +104,7 @@ class BackgroundBackend:
             UserError: HF205 the job needs GPUs; it is an array.
             PermanentError: it ended at once; with what it said.
         """
+        del without  # all nodes are this machine
         _refuse_what_cannot_run(files)
         assert tasks is None, "there are no arrays here"
         log = run_dir / "logs" / LOG

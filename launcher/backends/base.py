@@ -114,7 +114,12 @@ class Backend(Protocol):
         """
 
     def submit(
-        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
     ) -> JobRef:
         """Submit the bundle that lies in `run_dir`; when this raises, nothing was submitted.
 
@@ -122,6 +127,7 @@ class Backend(Protocol):
             run_dir: absolute, on storage the nodes share; `files` have been written into it.
             files: file name, relative to `run_dir` -> text.
             tasks: of an array only these; None: all there are, or it is none.
+            without: names of nodes that are not to be used, besides those of the bundle.
         """
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:

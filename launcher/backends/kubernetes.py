@@ -94,11 +94,11 @@ class KubernetesBackend:
             UserError: HF750 to HF757 why it would not take them.
             PlatformError: it is away.
         """
-        bundle = read_bundle(files)
-        api, namespace = self._place(bundle)
-        self._creation(api, namespace, bundle, files).dry_run()
-        where = f"context {api.context}" if api.context else "this cluster"
-        return [f"Kubernetes would take it, in namespace {namespace} of {where}"]
+        creation = self._creation(read_bundle(files), files)
+        creation.dry_run()
+        context = creation.api.context
+        where = f"context {context}" if context else "this cluster"
+        return [f"Kubernetes would take it, in namespace {creation.namespace} of {where}"]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""
@@ -106,7 +106,12 @@ class KubernetesBackend:
         return read_bundle(files).run_dir
 
     def submit(
-        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
     ) -> JobRef:
         """Check and make the documents; when this raises, nothing of them is left.
 
@@ -116,21 +121,19 @@ class KubernetesBackend:
         """
         assert tasks is None, "there are no arrays here"
         bundle = read_bundle(files)
-        api, namespace = self._place(bundle)
-        creation = self._creation(api, namespace, bundle, files)
+        creation = self._creation(bundle, files, without)
         creation.dry_run()
         creation.clear()
         if bundle.run_dir == str(run_dir):
             made = creation.make()
         else:
-            storage = self._storage(api, namespace, bundle)
+            storage = self._storage(creation.api, creation.namespace, bundle)
             made = self._submit_elsewhere(run_dir, creation, storage, fresh=not attempt_of(files))
-        metadata = made.get("metadata") or {}
         return JobRef(
             id=JobId(bundle.name),
-            submit_time=time_of(metadata.get("creationTimestamp")),
+            submit_time=time_of((made.get("metadata") or {}).get("creationTimestamp")),
             run_dir=str(run_dir),
-            cluster=f"{api.context}/{namespace}",
+            cluster=f"{creation.api.context}/{creation.namespace}",
         )
 
     def _submit_elsewhere(
@@ -361,13 +364,15 @@ class KubernetesBackend:
         return self._apis[context]
 
     def _creation(
-        self, api: KubernetesApi, namespace: str, bundle: Bundle, files: Mapping[str, str]
+        self, bundle: Bundle, files: Mapping[str, str], without: Sequence[str] = ()
     ) -> Creation:
+        api, namespace = self._place(bundle)
         documents = stamped(
             bundle,
             namespace=namespace,
             attempt=attempt_of(files),
             submission=os.urandom(8).hex(),
+            without=without,
         )
         return Creation(api=api, namespace=namespace, documents=documents, sleep=self._sleep)
 

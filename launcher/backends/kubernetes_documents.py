@@ -18,6 +18,7 @@ from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
     RUN_LABEL,
 )
+from launcher.render.pod import without_nodes
 
 Object = dict[str, Any]
 """One object of the API, as plain JSON types."""
@@ -226,7 +227,14 @@ def num_pods(documents: Sequence[Mapping[str, Any]]) -> int:
     return int(found or 0)
 
 
-def stamped(bundle: Bundle, *, namespace: str, attempt: int, submission: str) -> list[Object]:
+def stamped(
+    bundle: Bundle,
+    *,
+    namespace: str,
+    attempt: int,
+    submission: str,
+    without: Sequence[str] = (),
+) -> list[Object]:
     """Return the documents as they are sent: with namespace, attempt and a mark of this call.
 
     Args:
@@ -234,8 +242,12 @@ def stamped(bundle: Bundle, *, namespace: str, attempt: int, submission: str) ->
         namespace: where they go, where they do not say so themselves.
         attempt: number of the submission, from 0.
         submission: what is made by this call and by no other.
+        without: nodes that its pods are kept off, besides those of `kubernetes.exclude`.
     """
     documents = copy.deepcopy(list(bundle.documents))
+    if without:
+        affinity = template_of(documents)["spec"].setdefault("affinity", {})
+        affinity["nodeAffinity"] = without_nodes(affinity.get("nodeAffinity"), tuple(without))
     for document in documents:
         metadata = document["metadata"]
         metadata.setdefault("namespace", namespace)

@@ -92,7 +92,12 @@ class SlurmBackend:
         return [f"Slurm would start it{when}" + (f" on {nodes}" if nodes else "")]
 
     def submit(
-        self, run_dir: Path, files: Mapping[str, str], *, tasks: Sequence[int] | None = None
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
     ) -> JobRef:
         """Submit RUN/job.sbatch; when this raises, no job of ours is in the queue.
 
@@ -104,6 +109,7 @@ class SlurmBackend:
         assert SCRIPT in files, f"the bundle has no {SCRIPT}"
         script, before = run_dir / SCRIPT, self._wall()
         only = [] if tasks is None else [f"--array={','.join(map(str, tasks))}"]
+        only += [f"--exclude={parse.excluded(files[SCRIPT], without)}"] if without else []
         try:
             answer = retried(
                 lambda: self._sbatch([*only, str(script)]),

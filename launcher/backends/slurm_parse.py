@@ -33,6 +33,7 @@ _ID = re.compile(r"[0-9]+(_[0-9]+)?")
 _SBATCH_ID = re.compile(r"([0-9]+)(?:;([\w.-]+))?")
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9_/:]*)=")
 _EXIT = re.compile(r"([0-9]+):([0-9]+)")
+_EXCLUDED = re.compile(r'^#SBATCH --exclude="?([^"\s]+)"?$', re.MULTILINE)
 _WILL_START = re.compile(r"to start at (\S+)(?: using .*? on (?:nodes? )?(\S+))?")
 
 
@@ -198,6 +199,15 @@ def parse_test_only(text: str) -> tuple[float | None, str] | None:
     """Read `sbatch --test-only`: when the job would start, and where; None: it does not say."""
     match = _WILL_START.search(text)
     return (parse_time(match[1]), match[2] or "") if match else None
+
+
+def excluded(script: str, more: Sequence[str]) -> str:
+    """Return a value of --exclude for the nodes that a script of ours leaves out and `more`.
+
+    An option of sbatch's command line replaces that of the script.
+    """
+    match = _EXCLUDED.search(script)
+    return ",".join([*([match[1]] if match else []), *more])
 
 
 def parse_time(text: str) -> float | None:

@@ -24,6 +24,7 @@ from launcher.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.backends.base import Backend
+    from launcher.ops.put_out import PutOut
     from launcher.ops.runs import Run
     from launcher.ops.submit import Prepared
 
@@ -66,6 +67,11 @@ Examples:
     help="Submit a run again, or what is not done of a sweep: it goes on where it has saved.",
 )
 @click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
+@click.option(
+    "--all-nodes",
+    is_flag=True,
+    help="With --resume: use nodes again that were put out since the last submission.",
+)
 @json_option
 def submit(  # noqa: PLR0917  click passes options by name
     job: str | None,
@@ -78,6 +84,7 @@ def submit(  # noqa: PLR0917  click passes options by name
     unseen: bool,
     resume: str | None,
     upgrade: bool,
+    all_nodes: bool,
     as_json: bool,
 ) -> int:
     """Render JOB, freeze its code, make the run directory and submit. All or nothing.
@@ -96,8 +103,10 @@ def submit(  # noqa: PLR0917  click passes options by name
                 "--to": target,
             }
             _refuse_with("--resume", given | {"--dry-run": dry_run})
-            return _resume(resume, upgrade=upgrade, watch=watch, as_json=as_json)
-        _refuse_with("a new run", {"--upgrade": upgrade})
+            return _resume(
+                resume, upgrade=upgrade, all_nodes=all_nodes, watch=watch, as_json=as_json
+            )
+        _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
         _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
         return _submit(
             _needed(job),
@@ -160,32 +169,48 @@ def _submit(
     return _watch(done.runs[0], backend) if watch and len(done.runs) == 1 else EXIT_DONE
 
 
-def _resume(name: str, *, upgrade: bool, watch: bool, as_json: bool) -> int:
+def _resume(name: str, *, upgrade: bool, all_nodes: bool, watch: bool, as_json: bool) -> int:
     from launcher.ops import resume as ops
     from launcher.ops.runs import find_run, find_sweep
     from launcher.ops.standing import make_backends, target_of
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
-        return _resume_sweep(sweep, upgrade=upgrade, as_json=as_json)
+        return _resume_sweep(sweep, upgrade=upgrade, all_nodes=all_nodes, as_json=as_json)
     run = find_run(name, Path("runs"))
     target = target_of(run)
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    done = ops.resume(run, backend, upgrade_code=upgrade)
+    done = ops.resume(run, backend, upgrade_code=upgrade, all_nodes=all_nodes)
     if as_json:
         job_id = None if done.job is None else done.job.id
-        print_json({"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded})
+        answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded}
+        print_json({**answer, "without": [each.to_json() for each in done.without]})
     elif done.job is None:
         click.echo(f"{name} has done its last step already: nothing to do")
     else:
         click.echo(f"{target} job {done.job.id}: {run.path} goes on")
         for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
             click.echo(line)
+        _say_without(done.without, target)
     return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
 
 
-def _resume_sweep(folder: Path, *, upgrade: bool, as_json: bool) -> int:
+def _say_without(nodes: Sequence[PutOut], target: str) -> None:
+    """Say which nodes a submission keeps off, why, and how they come back."""
+    from launcher.targets import target_named
+
+    for each in nodes:
+        who = "" if each.member == each.host else f" ({each.member})"
+        click.echo(f"keeps off {each.host}, which the run has put out{who}: {each.reason}")
+    if nodes:
+        click.echo(
+            "to use all nodes again: holdfast cancel RUN --save, submit --resume RUN --all-nodes; "
+            f"to keep off a node for good: {target_named(target).exclude} of the job file"
+        )
+
+
+def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool) -> int:
     from launcher.ops.resume import resume_sweep
     from launcher.ops.runs import runs_of_sweep
     from launcher.ops.standing import make_backends, target_of
@@ -196,7 +221,7 @@ def _resume_sweep(folder: Path, *, upgrade: bool, as_json: bool) -> int:
     target = target_of(runs[0])
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    found = resume_sweep(runs, backend, upgrade_code=upgrade)
+    found = resume_sweep(runs, backend, upgrade_code=upgrade, all_nodes=all_nodes)
     if as_json:
         print_json(
             {
@@ -206,6 +231,7 @@ def _resume_sweep(folder: Path, *, upgrade: bool, as_json: bool) -> int:
                 "live": [str(run.path) for run in found.live],
                 "done": [str(run.path) for run in found.done],
                 "upgraded": found.upgraded,
+                "without": [each.to_json() for each in found.without],
             }
         )
         return EXIT_DONE
@@ -219,6 +245,7 @@ def _resume_sweep(folder: Path, *, upgrade: bool, as_json: bool) -> int:
     for task, lines in (found.upgraded or {}).items():
         for line in lines or ["nothing has changed"]:
             click.echo(f"{task}: {line}")
+    _say_without(found.without, target)
     return EXIT_DONE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
 from launcher.ops.keeping import upgrade_run
 from launcher.ops.newest import read_news
+from launcher.ops.put_out import PutOut, read_put_out
 from launcher.ops.runs import Run, Submission, current_job
 from launcher.ops.submit import note_submitted
+from launcher.targets import target_named
 
 LIVE = (JobState.PENDING, JobState.RUNNING)
 
@@ -31,6 +33,8 @@ class Resumed:
     """None: it has done its last step."""
     upgraded: list[str] | None = None
     """With --upgrade: what has changed, a line each."""
+    without: tuple[PutOut, ...] = ()
+    """Nodes that were put out since its last submission: this one keeps off them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class ResumedSweep:
     """Those that have done their last step."""
     upgraded: dict[str, list[str]] | None = None
     """With --upgrade: what has changed, by task."""
+    without: tuple[PutOut, ...] = ()
+    """Nodes that any task has put out since its last submission: all of them keep off these."""
 
 
 def resume(
@@ -54,6 +60,7 @@ def resume(
     backend: Backend,
     *,
     upgrade_code: bool = False,
+    all_nodes: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> Resumed:
     """Submit a run again: it goes on from its newest checkpoint.
@@ -62,6 +69,7 @@ def resume(
         run: which; its newest submission must have ended.
         backend: its platform's.
         upgrade_code: freeze the working directory anew.
+        all_nodes: use nodes too that were put out.
         wall: the clock.
 
     Raises:
@@ -84,11 +92,12 @@ def resume(
     tasks = {int(index): run} if index else None
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
-        job = _submit_again([run], backend, tasks=tasks, wall=wall)
+        off = () if all_nodes else _put_out([run])
+        hosts = [each.host for each in off]
+        job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
         ref = backend.task_of(job, int(index), run.path) if index else job
-        return Resumed(
-            run=note_submitted(run.path, submission.target, ref), job=ref, upgraded=upgraded
-        )
+        noted = note_submitted(run.path, submission.target, ref, without=hosts)
+        return Resumed(run=noted, job=ref, upgraded=upgraded, without=off)
 
 
 def resume_sweep(
@@ -96,6 +105,7 @@ def resume_sweep(
     backend: Backend,
     *,
     upgrade_code: bool = False,
+    all_nodes: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> ResumedSweep:
     """Submit those runs of an array again that have ended before their last step, as one array.
@@ -104,6 +114,7 @@ def resume_sweep(
         runs: of all tasks, in the folders named like their indices.
         backend: the platform's.
         upgrade_code: freeze the working directory anew, for each of them.
+        all_nodes: use nodes too that were put out.
         wall: the clock.
 
     Raises:
@@ -124,13 +135,27 @@ def resume_sweep(
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
             for run in tasks.values()
         }
-        job = _submit_again(list(tasks.values()), backend, tasks=tasks, wall=wall)
-        again = [
-            note_submitted(run.path, targets[run.path], backend.task_of(job, index, run.path))
-            for index, run in tasks.items()
-        ]
+        off = () if all_nodes else _put_out(tasks.values())
+        hosts = [each.host for each in off]
+        job = _submit_again(list(tasks.values()), backend, tasks=tasks, without=hosts, wall=wall)
+        again = []
+        for index, run in tasks.items():
+            ref = backend.task_of(job, index, run.path)
+            again.append(note_submitted(run.path, targets[run.path], ref, without=hosts))
     said = upgraded if upgrade_code else None
-    return ResumedSweep(job=job, again=again, live=live, done=done, upgraded=said)
+    return ResumedSweep(job=job, again=again, live=live, done=done, upgraded=said, without=off)
+
+
+def _put_out(runs: Iterable[Run]) -> tuple[PutOut, ...]:
+    """Return the nodes that any of the runs has put out since its last submission."""
+    found: dict[str, PutOut] = {}
+    for run in runs:
+        submission = _submission(run)
+        if target_named(submission.target).exclude is None:
+            continue
+        since = submission.job.submit_time or 0.0
+        found |= {each.host: each for each in read_put_out(run.path, since_unix=since)}
+    return tuple(found[host] for host in sorted(found))
 
 
 def _submission(run: Run) -> Submission:
@@ -157,17 +182,20 @@ def _submit_again(
     backend: Backend,
     *,
     tasks: dict[int, Run] | None,
+    without: Sequence[str],
     wall: Callable[[], float],
 ) -> JobRef:
-    """Submit the bundle once more, of an array only `tasks`; else all stay as they are."""
+    """Submit the bundle once more, `without` nodes, of an array only `tasks`.
+
+    When that fails, all stay as they are.
+    """
     stopped = [run for run in runs if stop_request.asked(run.path)]
     for run in stopped:
         stop_request.withdraw(run.path)
     folder = runs[0].path if tasks is None else runs[0].path.parent
     try:
-        return backend.submit(
-            folder, _bundle(folder), tasks=None if tasks is None else sorted(tasks)
-        )
+        only = None if tasks is None else sorted(tasks)
+        return backend.submit(folder, _bundle(folder), tasks=only, without=without)
     except BaseException:
         for run in stopped:
             stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())

@@ -28,6 +28,8 @@ class Submission:
     job: JobRef
     run_id: str
     launcher_version: str
+    without: tuple[str, ...] = ()
+    """Nodes that it keeps off, because the run had put them out."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -40,6 +42,7 @@ class Submission:
             "run_dir": self.job.run_dir,
             "run_id": self.run_id,
             "launcher_version": self.launcher_version,
+            "without": list(self.without),
         }
 
     @classmethod
@@ -61,6 +64,7 @@ class Submission:
             job=job,
             run_id=str(raw["run_id"]),
             launcher_version=str(raw.get("launcher_version", "")),
+            without=tuple(str(host) for host in raw.get("without", ())),
         )
 
 

@@ -313,7 +313,7 @@ def _remove_if_empty(folder: Path) -> None:
         return  # not there, or it has something in it
 
 
-def note_submitted(run_dir: Path, target: str, job: JobRef) -> Run:
+def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()) -> Run:
     """Write down what was submitted.
 
     The job is in the queue now: that this cannot be written must not look like a failure to
@@ -325,7 +325,11 @@ def note_submitted(run_dir: Path, target: str, job: JobRef) -> Run:
     assert is_run(run_dir), run_dir
     config = run_dirs.load(run_dir)
     submission = Submission(
-        target=target, job=job, run_id=config.run_id, launcher_version=launcher_version()
+        target=target,
+        job=job,
+        run_id=config.run_id,
+        launcher_version=launcher_version(),
+        without=tuple(without),
     )
     try:
         write_submitted(run_dir, submission)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run_cli
+from launcher.ops.record import LauncherLog
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -168,6 +169,7 @@ def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corp
     pods = found["platform"]["nodes"]
     assert pods == [f"{job}-worker-0", f"{job}-worker-1"]
     assert found["training"]["nodes"] == pods
+    hosts = {name: cluster.pod(name).spec.node_name for name in pods}
     assert "running" in user("list")[0]
     assert user("why", "one")[0].startswith("nothing is wrong: running, step ")
     stacks = user.json("stacks", "one")
@@ -187,10 +189,14 @@ def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corp
     saved = found["training"]["saved_step"]
     assert (found["state"], saved >= 2) == ("saved", True)
     cluster.wait("all is gone", lambda: not cluster.pods(f"holdfast.dev/run={job}"))
-    user(*again)
+    log = LauncherLog(Path("runs/one"), "coordinator")
+    log.emit("member.evicted", node=pods[0], member=pods[1], reason="failed twice")
+    out, _ = user(*again)
+    assert f"keeps off {hosts[pods[1]]}, which the run has put out ({pods[1]}): failed twice" in out
     user.wait_step(saved + 1)
-    pod = cluster.pods(f"holdfast.dev/run={job}")[0]
-    assert pod.metadata.labels["holdfast.dev/attempt"] == "1"
+    found = cluster.pods(f"holdfast.dev/run={job}")
+    assert found[0].metadata.labels["holdfast.dev/attempt"] == "1"
+    assert hosts[pods[1]] not in {pod.spec.node_name for pod in found}
     user("cancel", "one")
     assert user.json("status", "one")["state"] in {"cancelled", "saved"}
 

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-READERS = {ROOT / "launcher/ops/checkpoints.py", ROOT / "launcher/node/board.py"}
+READERS = {
+    ROOT / "launcher/backends/kubernetes_fetch.py",
+    ROOT / "launcher/node/board.py",
+    ROOT / "launcher/ops/checkpoints.py",
+}
 PURE = {
     "layout",
     "models",

@@ -48,6 +48,13 @@ def test_all_is_checked_first_then_made_in_order(backend, server, run):
     assert template["metadata"]["labels"]["holdfast.dev/attempt"] == "0"
 
 
+def test_pods_are_kept_off_nodes(backend, server, run):
+    backend.submit(run, bundle(run), without=["n7"])
+    job = server.objects[f"{ROOT}/tiny-1"]
+    affinity = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["affinity"]
+    assert '"NotIn", "values": ["n7"]' in json.dumps(affinity)
+
+
 def test_check_makes_nothing(backend, server, run):
     [said] = backend.check(bundle(run))
     assert said == "Kubernetes would take it, in namespace train of context here"

@@ -222,6 +222,7 @@ def test_a_sweep_is_one_array_with_a_run_for_each_task(slurm, capsys):
         (["--sweep", "train.seed=" + ",".join(map(str, range(1001)))], "at most 1,000"),
         (["--sweep", "train.seed=1,2", "--watch"], "HF610"),
         (["--upgrade"], "HF610 --upgrade"),
+        (["--all-nodes"], "HF610 --all-nodes"),
     ],
 )
 def test_sweeps_that_cannot_be(slurm, capsys, options, told):
@@ -241,6 +242,41 @@ def test_a_run_is_submitted_again_when_its_job_has_ended(slurm, capsys):
     assert not stop_request.asked(Path("runs/one"))
     said = json.loads(Path("runs/one/submitted.json").read_text())
     assert (said["job_id"], [each["job_id"] for each in said["former"]]) == ("18", ["17"])
+
+
+def put_out(run, node, t):
+    log = LauncherLog(run, "agent.n1", wall=lambda: t)
+    log.emit("member.evicted", node="n1", member=node, reason="failed twice")
+
+
+def test_nodes_that_were_put_out_are_kept_off_when_a_run_is_submitted_again(slurm, capsys):
+    submit("--run-dir", "runs/one", "--set", "slurm.exclude=['bad[1-2]']")
+    run = Path("runs/one").absolute()
+    put_out(run, "n0", SUBMIT - 60)
+    put_out(run, "n3", SUBMIT + 60)
+    slurm.is_now("FAILED", ExitCode="92:0")
+    slurm.accepts("18")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    assert slurm.calls("sbatch")[-1] == (
+        f"sbatch --parsable --exclude=bad[1-2],n3 {run}/job.sbatch"
+    )
+    out = capsys.readouterr().out
+    assert "keeps off n3, which the run has put out: failed twice" in out
+    assert "submit --resume RUN --all-nodes" in out
+    assert "slurm.exclude" in out
+    assert json.loads((run / "submitted.json").read_text())["without"] == ["n3"]
+
+
+def test_nodes_that_were_put_out_may_be_used_again(slurm, capsys):
+    submit("--run-dir", "runs/one")
+    put_out(Path("runs/one"), "n3", SUBMIT + 60)
+    slurm.is_now("FAILED", ExitCode="92:0")
+    slurm.accepts("18")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "one", "--all-nodes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["without"] == []
+    assert "--exclude" not in slurm.calls("sbatch")[-1]
 
 
 def test_a_refused_resume_stays_stopped(slurm, capsys):

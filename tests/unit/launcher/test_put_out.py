@@ -1,0 +1,145 @@
+"""Which nodes the next submission keeps off, and that the platform is told so."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes_jobs import KINDS, bundle_of, template_of
+
+from elastic_trainer.events import Event
+from launcher.backends.kubernetes_documents import read_bundle, stamped
+from launcher.backends.slurm_parse import excluded
+from launcher.errors import UserError
+from launcher.ops.put_out import PutOut, put_out, read_put_out
+from launcher.render.kubernetes_lint import lint
+from launcher.render.pod import HOSTNAME
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def event(name, t=100.0, *, node="pod-0", **fields):
+    return Event(event=name, t_unix=t, t_mono=t, node=node, fields=fields)
+
+
+def started(node, host=None, t=50.0):
+    return event("agent.started", t, node=node, **({"host": host} if host else {}))
+
+
+def evicted(member, t=100.0, reason="two failures"):
+    return event("member.evicted", t, member=member, reason=reason)
+
+
+def readmitted(member, t=200.0):
+    return event("member.readmitted", t, member=member, reason="two failures")
+
+
+def hosts(*events, since=0.0):
+    ordered = sorted(events, key=lambda one: one.t_unix)
+    return [each.host for each in put_out(ordered, since_unix=since)]
+
+
+def test_the_node_of_a_pod_that_was_put_out():
+    [found] = put_out([started("pod-1", "n7"), evicted("pod-1")], since_unix=0.0)
+    assert found == PutOut(host="n7", member="pod-1", reason="two failures")
+
+
+def test_a_member_that_is_called_as_its_node():
+    assert hosts(started("node7"), evicted("node7")) == ["node7"]
+    assert hosts(evicted("node7")) == ["node7"], "its own events may be lost with it"
+
+
+def test_those_of_earlier_submissions_have_had_their_time():
+    events = [started("a", "n1"), evicted("a", 100.0), started("b", "n2"), evicted("b", 300.0)]
+    assert hosts(*events) == ["n1", "n2"]
+    assert hosts(*events, since=200.0) == ["n2"]
+    assert hosts(*events, since=300.5) == []
+
+
+def test_a_pod_that_moved_leaves_its_node_put_out():
+    moved = [started("a", "n1"), evicted("a"), started("a", "n2", t=150.0), readmitted("a")]
+    assert hosts(*moved) == ["n1"]
+    assert hosts(*moved, evicted("a", 300.0)) == ["n1", "n2"]
+
+
+def test_a_node_that_was_let_back_in_is_fine_until_it_is_put_out_again():
+    events = [started("a"), evicted("a"), started("a", t=150.0), readmitted("a")]
+    assert hosts(*events) == []
+    assert hosts(*events, evicted("a", 300.0)) == ["a"]
+
+
+MEMBERS = st.sampled_from(["a", "b", "c"])
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(started, MEMBERS, st.sampled_from(["n1", "n2", None]), st.floats(0, 1e3)),
+        st.builds(evicted, MEMBERS, st.floats(0, 1e3)),
+        st.builds(readmitted, MEMBERS, st.floats(0, 1e3)),
+        st.builds(event, st.just("epoch.formed"), st.floats(0, 1e3)),
+    )
+)
+
+
+@given(EVENTS, st.floats(0, 1e3), st.floats(0, 1e3))
+def test_later_submissions_keep_off_fewer_nodes_and_each_has_a_reason(events, one, other):
+    early, late = sorted((one, other))
+    assert set(hosts(*events, since=late)) <= set(hosts(*events, since=early))
+    evictions = [e for e in events if e.event == "member.evicted" and e.t_unix >= late]
+    assert len(hosts(*events, since=late)) <= len(evictions)
+
+
+def test_it_is_read_from_the_files_that_were_written_since(tmp_path):
+    folder = tmp_path / "events"
+    assert read_put_out(tmp_path, since_unix=0.0) == []
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(started("pod-0", "n1").encode() + '{"event":"member.evi')
+    (folder / "b.jsonl").write_text(evicted("pod-0").encode() + evicted("pod-1").encode())
+    (folder / "notes.txt").write_text(evicted("pod-9").encode())
+    for name in ("a.jsonl", "b.jsonl"):
+        os.utime(folder / name, (100.0, 100.0))
+    found = read_put_out(tmp_path, since_unix=90.0)
+    assert [each.host for each in found] == ["n1", "pod-1"]
+    assert read_put_out(tmp_path, since_unix=5000.0) == []
+
+
+def test_a_record_that_cannot_be_read(tmp_path):
+    (tmp_path / "events").write_text("")
+    with pytest.raises(UserError, match="HF613"):
+        read_put_out(tmp_path, since_unix=0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("listed", [[], ["n1"]])
+@pytest.mark.parametrize("topology", [None, "rack"])
+def test_pods_are_kept_off_besides_what_the_job_file_excludes(kind, listed, topology):
+    values = {"kubernetes.exclude": listed}
+    if topology:
+        values["kubernetes.topology"] = {"preferred": topology}
+    bundle = read_bundle(bundle_of(values, kind))
+    before = json.dumps(bundle.documents)
+    documents = stamped(bundle, namespace="train", attempt=1, submission="x", without=["n7", "n2"])
+    affinity = template_of(documents)["spec"]["affinity"]
+    off = {"key": HOSTNAME, "operator": "NotIn", "values": sorted([*listed, "n2", "n7"])}
+    assert affinity["nodeAffinity"] == {
+        REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [off]}]}
+    }
+    assert ("podAffinity" in affinity) == bool(topology)
+    assert lint(documents) == []
+    assert json.dumps(bundle.documents) == before, "what was rendered stays as it was"
+    again = stamped(bundle, namespace="train", attempt=2, submission="x")
+    assert "n7" not in json.dumps(again)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("", "n2,n7"),
+        ('#SBATCH --exclude="node[07,19],x"\n', "node[07,19],x,n2,n7"),
+        ("#SBATCH --exclude=n1\n", "n1,n2,n7"),
+        ("echo '#SBATCH --exclude=n1'\n", "n2,n7"),
+    ],
+)
+def test_nodes_that_a_script_leaves_out_already(line, wanted):
+    assert excluded(f"#!/bin/bash\n#SBATCH --nodes=2\n{line}srun x\n", ["n2", "n7"]) == wanted
