@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -179,11 +180,15 @@ def _agent(
     free_snapshots: Callable[[int], None],
 ) -> HoldfastAgent:
     follower = _follower(options)
-    # Late: torch takes a second or two, and the zygote and the peers need not wait for it.
+    # Late: torch takes a second or two, and the zygote and the peers need not wait for it. What is
+    # imported stays: the collector looks at none of it, now or later.
+    gc.disable()
     from elastic_trainer.agent.agent import HoldfastAgent
     from elastic_trainer.agent.ends import worker_spec
     from elastic_trainer.agent.scripts import Scripts
 
+    gc.freeze()
+    gc.enable()
     return HoldfastAgent(
         config,
         worker_spec(

@@ -108,6 +108,9 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     # Input empty, output in the log, stacks, and none of the zygote's own descriptors.
     assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
     assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
+    # Its own garbage is collected; what it shares with the zygote is left alone.
+    assert report["collects"]
+    assert report["frozen"] > 1000
     header, said = log.read_text().splitlines()
     assert header == f"--- epoch 3 rank 0 local_rank 0 pid {started.pid} forked ---"
     assert said == "child does exit 0"

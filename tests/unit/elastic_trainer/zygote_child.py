@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ def main() -> int:
                     "fds": sorted(_open_files()),
                     "pgid": os.getpgid(0),
                     "signals": signals,
+                    "collects": gc.isenabled(),
+                    "frozen": gc.get_freeze_count(),
                     "env": dict(os.environ),
                 }
             )
