@@ -1,3 +1,5 @@
+"""The agent: epochs from start to end, failures of workers, zygotes and of its own."""
+
 from __future__ import annotations
 
 import os
@@ -16,10 +18,8 @@ from elastic_trainer.agent.notices import (
     AskWorkers,
     EpochAborted,
     JobStopped,
-    LeaveAsked,
     NodeLeaving,
     ShowWorkers,
-    StopAsked,
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
@@ -29,7 +29,7 @@ from elastic_trainer.agent.procfs import state_of
 from elastic_trainer.agent.tasks import Task, WorkerExited
 from elastic_trainer.agent.workers import Workers
 from elastic_trainer.failures import Action, Kind
-from elastic_trainer.heartbeat import Heartbeat, Request
+from elastic_trainer.heartbeat import Request
 
 __all__ = ["bench"]  # the fixture
 
@@ -318,80 +318,6 @@ def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
     (ended,) = named(bench.events(), "agent.exit")
     assert ended.fields == {"code": 1, "reason": "error: RuntimeError: out of order"}
     assert len(named(bench.events(), "worker.exit")) == 2
-
-
-def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
-    bench.env["CHILD_ACT"] = "train"
-
-    def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert m.expect(StopAsked) == StopAsked(reason="SIGTERM")
-        os.kill(os.getpid(), signal.SIGINT)
-        assert m.closing.wait(t.DEADLINE_S)
-
-    before = signal.getsignal(signal.SIGTERM)
-    result, agent, events = bench.run(script)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert agent.exit_code == 1
-    assert events[-1].event == "agent.exit"
-    assert events[-1].fields == {"code": 1, "reason": "SIGINT, again: left without saving"}
-    assert result.is_failed()
-
-
-def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> None:
-    bench.env["CHILD_ACT"] = "train"
-    bench.config = {"leaves_alone": True, "host": "machine-7"}
-
-    def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert m.expect(LeaveAsked) == LeaveAsked(reason="SIGTERM")
-        os.kill(os.getpid(), signal.SIGUSR2)  # the whole job after all
-        assert m.expect(StopAsked) == StopAsked(reason="SIGUSR2")
-        m.say(JobStopped(code=91, reason="left on request: SIGTERM"))
-        assert m.closing.wait(t.DEADLINE_S)
-
-    _, agent, events = bench.run(script)
-    assert agent.exit_code == 91
-    assert named(events, "agent.started")[0].fields["host"] == "machine-7"
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + t.DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Bench) -> None:
-    bench.env["CHILD_ACT"] = "train"
-    asked: list[Request] = []
-
-    def script(m: ScriptedMembership) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)  # none run yet
-        until(lambda: len(named(bench.events(), "save.asked")) == 1)
-        m.say(formed(0, ME))
-        m.expect(WorkersRunning)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        until(lambda: len(named(bench.events(), "save.asked")) == 2)
-        (workers,) = bench.zygotes
-        for worker in workers._epoch.workers.values():
-            beat = Heartbeat(worker.launch.heartbeat)
-            asked.append(beat.asked())
-            beat.close()
-        m.say(AskWorkers(epoch=0, request=Request.STOP))
-        m.expect(WorkersEnded)
-
-    _, _, events = bench.run(script)
-    first, second = named(events, "save.asked")
-    assert first.step is None
-    assert second.step is not None
-    assert second.step >= 1
-    assert all(Request.SAVE in request for request in asked)
-    assert len(asked) == 2
 
 
 def test_scripts_without_heartbeats_run_as_soon_as_they_have_started(bench: Bench) -> None:

@@ -1,23 +1,19 @@
-"""The board as a ConfigMap, against a small real server; what must hold of both kinds of board."""
+"""The board as a ConfigMap, against a small real server."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
-import shutil
-import threading
 import time
-from pathlib import Path
 
 import pytest
+from board_bench import account, board_of, certificate, server
 from config_map_server import (
     AFTER,
     BEFORE,
     FIRST_TOKEN,
     SECOND_TOKEN,
     Fault,
-    Server,
     authority,
     serving,
 )
@@ -26,164 +22,17 @@ from hypothesis import strategies as st
 from test_file_board import replaced
 
 from elastic_trainer.agent.api_server import ApiServer, NotInPodError, NotSentError
-from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.board import BoardState, update
 from elastic_trainer.agent.kubernetes_board import SWAP, BoardDeniedError, KubernetesBoard
 
+__all__ = ["account", "certificate", "server"]  # fixtures
+
 PATH = "/api/v1/namespaces/train/configmaps/llama-board"
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    return authority(tmp_path_factory.mktemp("authority"))
-
-
-@pytest.fixture
-def server(certificate):
-    with serving(certificate[1]) as running:
-        yield running
-
-
-@pytest.fixture
-def account(tmp_path, certificate) -> Path:
-    folder = tmp_path / "account"
-    folder.mkdir()
-    (folder / "token").write_text(FIRST_TOKEN)
-    (folder / "ca.crt").write_bytes(certificate[0].read_bytes())
-    return folder
-
-
-def env_of(server: Server, account: Path) -> dict[str, str]:
-    return {
-        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
-        "KUBERNETES_SERVICE_PORT": str(server.server_address[1]),
-        "HOLDFAST_SERVICE_ACCOUNT_DIR": str(account),
-    }
-
-
-def board_of(server: Server, account: Path, *, timeout_s: float = 5.0) -> KubernetesBoard:
-    api = ApiServer.of_pod(env_of(server, account), timeout_s=timeout_s)
-    return KubernetesBoard(api, "train", "llama-board", sleep=lambda _: None)
 
 
 @pytest.fixture
 def board(server, account) -> KubernetesBoard:
     return board_of(server, account)
-
-
-@pytest.fixture(params=["file", "kubernetes"])
-def boards(request, tmp_path):
-    """Return a function that opens the same board once more."""
-    if request.param == "file":
-        return lambda: FileBoard(tmp_path / "board")
-    server, account = (request.getfixturevalue(name) for name in ("server", "account"))
-    return lambda: board_of(server, account)
-
-
-# --- what holds of both -------------------------------------------------------------------------
-
-
-def test_empty_then_swapped(boards):
-    board = boards()
-    assert board.get_state() is None
-    content, first, won = board.set_state(b"one")
-    assert (content, won) == (b"one", True)
-    assert board.get_state() == (b"one", first)
-    assert board.set_state(b"late") == (b"one", first, False)
-    content, second, won = board.set_state(b"two", first)
-    assert (content, won) == (b"two", True)
-    assert second != first
-    assert board.set_state(b"late", first) == (b"two", second, False)
-
-
-def test_a_token_of_another_board_is_lost_on_an_empty_one(boards):
-    assert boards().set_state(b"x", 7) is None
-    assert boards().set_state(b"x", "7") is None
-
-
-def test_a_token_of_another_kind_is_lost(boards):
-    board = boards()
-    _, token, _ = board.set_state(b"one")
-    other = "1" if isinstance(token, int) else 1
-    assert board.set_state(b"late", other) == (b"one", token, False)
-
-
-def test_a_second_board_sees_what_the_first_wrote(boards):
-    one, two = boards(), boards()
-    _, token, _ = one.set_state(b"")
-    assert two.get_state() == (b"", token)
-    _, newer, won = two.set_state(b"next", token)
-    assert won
-    assert one.set_state(b"late", token) == (b"next", newer, False)
-
-
-def test_eight_writers_lose_no_update(boards):
-    errors = []
-
-    def write() -> None:
-        board = boards()
-        try:
-            for _ in range(8):
-                update(board, lambda s: dataclasses.replace(s, epoch=s.epoch + 1), 10_000)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    writers = [threading.Thread(target=write) for _ in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-    assert errors == []
-    assert BoardState.decode(boards().get_state()[0]).epoch == 64
-
-
-def test_update_gives_up_when_told_and_writes_nothing_unchanged(boards):
-    board = boards()
-    assert update(board, lambda _: None) is None
-    assert update(board, lambda state: state) == BoardState()
-    assert board.get_state() is None
-
-
-def test_update_applies_to_the_newest_state(boards):
-    board, other = boards(), boards()
-    lease = Lease(holder="a", node="n0", job="j", address="127.0.0.1", port=1, term=1)
-    commit = Commit(epoch=1, step=5, dir="d", manifest_sha256="0" * 64)
-    update(board, lambda state: dataclasses.replace(state, lease=lease))
-    tried = []
-
-    def change(state: BoardState) -> BoardState:
-        if not tried:
-            tried.append(1)
-            update(other, lambda s: dataclasses.replace(s, epoch=9))
-        return dataclasses.replace(state, commits=(commit,))
-
-    assert update(board, change) == BoardState(epoch=9, lease=lease, commits=(commit,))
-
-
-def test_update_ends_after_its_attempts(boards):
-    board, other = boards(), boards()
-
-    def change(state: BoardState) -> BoardState:
-        update(other, lambda s: dataclasses.replace(s, epoch=s.epoch + 1))
-        return dataclasses.replace(state, epoch=-1)
-
-    with pytest.raises(BoardBusyError, match="3 swaps"):
-        update(board, change, attempts=3)
-
-
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(contents=st.lists(st.binary(max_size=64), min_size=1, max_size=6))
-def test_any_bytes_come_back(boards, contents):
-    board = boards()
-    for content in contents:
-        current = board.get_state()
-        assert board.set_state(content, current[1] if current else None)[2]
-        assert boards().get_state()[0] == content
-
-
-# --- what is Kubernetes' own --------------------------------------------------------------------
 
 
 def test_what_is_written_is_readable_and_the_rest_of_the_object_is_kept(board, server):

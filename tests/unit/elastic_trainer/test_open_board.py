@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
+from at_once import at_once
+from board_bench import env_of
 from config_map_server import FIRST_TOKEN, authority, serving
-from test_kubernetes_board import env_of
 
 from elastic_trainer.agent.board import BoardState, Commit
 from elastic_trainer.agent.file_board import FileBoard
@@ -78,20 +77,12 @@ def test_outside_the_cluster_the_copy_that_was_fetched_is_read(tmp_path, env):
 
 
 def test_many_leave_the_same_word_at_once(tmp_path, env):
-    folder, errors = tmp_path / "board", []
+    folder = tmp_path / "board"
 
     def come() -> None:
-        try:
-            open_board(folder, ADDRESS, env=env)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
+        open_board(folder, ADDRESS, env=env)
 
-    many = [threading.Thread(target=come) for _ in range(16)]
-    for one in many:
-        one.start()
-    for one in many:
-        one.join(20)
-    assert errors == []
+    at_once(16, come)
     assert [path.name for path in folder.iterdir()] == ["elsewhere"]
 
 

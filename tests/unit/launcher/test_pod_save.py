@@ -8,11 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pod_world import until
 
 from elastic_trainer.agent.board import Commit, Ended, update
 from elastic_trainer.agent.file_board import FileBoard
@@ -117,19 +117,12 @@ def agent(tmp_path, who):
     log = tmp_path / "heard"
     command = [sys.executable, "-c", AGENT, "elastic_trainer.agent", str(log)]
     process = subprocess.Popen(command)
-    until(log.exists)
+    until(lambda: log.exists() and log.stat().st_size)
     who.agent_file.write_text(f"{process.pid}\n")
     yield process, log
     process.kill()
     process.wait()
     who.agent_file.unlink()
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Clock:

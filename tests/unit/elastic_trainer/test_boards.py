@@ -1,0 +1,113 @@
+"""What holds of both kinds of board: files, and a ConfigMap."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from at_once import at_once
+from board_bench import account, board_of, certificate, server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.agent.file_board import FileBoard
+
+__all__ = ["account", "certificate", "server"]  # fixtures
+
+
+@pytest.fixture(params=["file", "kubernetes"])
+def boards(request, tmp_path):
+    """Return a function that opens the same board once more."""
+    if request.param == "file":
+        return lambda: FileBoard(tmp_path / "board")
+    server, account = (request.getfixturevalue(name) for name in ("server", "account"))
+    return lambda: board_of(server, account)
+
+
+def test_empty_then_swapped(boards):
+    board = boards()
+    assert board.get_state() is None
+    content, first, won = board.set_state(b"one")
+    assert (content, won) == (b"one", True)
+    assert board.get_state() == (b"one", first)
+    assert board.set_state(b"late") == (b"one", first, False)
+    content, second, won = board.set_state(b"two", first)
+    assert (content, won) == (b"two", True)
+    assert second != first
+    assert board.set_state(b"late", first) == (b"two", second, False)
+
+
+def test_a_token_of_another_board_is_lost_on_an_empty_one(boards):
+    assert boards().set_state(b"x", 7) is None
+    assert boards().set_state(b"x", "7") is None
+
+
+def test_a_token_of_another_kind_is_lost(boards):
+    board = boards()
+    _, token, _ = board.set_state(b"one")
+    other = "1" if isinstance(token, int) else 1
+    assert board.set_state(b"late", other) == (b"one", token, False)
+
+
+def test_a_second_board_sees_what_the_first_wrote(boards):
+    one, two = boards(), boards()
+    _, token, _ = one.set_state(b"")
+    assert two.get_state() == (b"", token)
+    _, newer, won = two.set_state(b"next", token)
+    assert won
+    assert one.set_state(b"late", token) == (b"next", newer, False)
+
+
+def test_eight_writers_lose_no_update(boards):
+    def write() -> None:
+        board = boards()
+        for _ in range(8):
+            update(board, lambda s: dataclasses.replace(s, epoch=s.epoch + 1), 10_000)
+
+    at_once(8, write)
+    assert BoardState.decode(boards().get_state()[0]).epoch == 64
+
+
+def test_update_gives_up_when_told_and_writes_nothing_unchanged(boards):
+    board = boards()
+    assert update(board, lambda _: None) is None
+    assert update(board, lambda state: state) == BoardState()
+    assert board.get_state() is None
+
+
+def test_update_applies_to_the_newest_state(boards):
+    board, other = boards(), boards()
+    lease = Lease(holder="a", node="n0", job="j", address="127.0.0.1", port=1, term=1)
+    commit = Commit(epoch=1, step=5, dir="d", manifest_sha256="0" * 64)
+    update(board, lambda state: dataclasses.replace(state, lease=lease))
+    tried = []
+
+    def change(state: BoardState) -> BoardState:
+        if not tried:
+            tried.append(1)
+            update(other, lambda s: dataclasses.replace(s, epoch=9))
+        return dataclasses.replace(state, commits=(commit,))
+
+    assert update(board, change) == BoardState(epoch=9, lease=lease, commits=(commit,))
+
+
+def test_update_ends_after_its_attempts(boards):
+    board, other = boards(), boards()
+
+    def change(state: BoardState) -> BoardState:
+        update(other, lambda s: dataclasses.replace(s, epoch=s.epoch + 1))
+        return dataclasses.replace(state, epoch=-1)
+
+    with pytest.raises(BoardBusyError, match="3 swaps"):
+        update(board, change, attempts=3)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=st.lists(st.binary(max_size=64), min_size=1, max_size=6))
+def test_any_bytes_come_back(boards, contents):
+    board = boards()
+    for content in contents:
+        current = board.get_state()
+        assert board.set_state(content, current[1] if current else None)[2]
+        assert boards().get_state()[0] == content

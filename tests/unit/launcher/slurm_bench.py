@@ -1,0 +1,62 @@
+"""A submitted run on programs that stand in for Slurm's, and what its nodes write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm
+from test_submit import TINY, submit
+
+from launcher.cli.main import run_cli
+from launcher.ops.record import LauncherLog
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("corpus").write_text("some text\n" * 200)
+    Path("job.yaml").write_text(TINY)
+    fake = FakeSlurm(tmp_path / "slurm", monkeypatch)
+    submit("--run-dir", "runs/one")
+    return fake
+
+
+def cli(capsys, *words, code=0):
+    capsys.readouterr()
+    assert run_cli(list(words)) == code
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def as_json(capsys, *words, code=0):
+    return json.loads(cli(capsys, *words, "--json", code=code)[0])
+
+
+def trains(run="runs/one", *, attempt="17.0", steps=3, first=1, epoch=1, ends=None):
+    """Write the record of an attempt that trains a few steps."""
+    log = LauncherLog(Path(run), f"node-{attempt}")
+    log.emit("run.started", attempt=attempt, nodes=2)
+    members = [{"node": "n1"}, {"node": "n2"}]
+    log.emit("epoch.formed", node="n1", epoch=epoch, members=members, spares=[], rung=2)
+    log.emit("worker.started", node="n1", rank=0, epoch=epoch, pid=5, local_rank=0)
+    for step in range(first, first + steps):
+        log.emit(
+            "step.completed", node="n1", rank=0, epoch=epoch, step=step, loss=2.5 - step / 10,
+            tokens=3072, step_s=0.5,
+        )  # fmt: skip
+    log.emit("checkpoint.committed", node="n1", epoch=epoch, step=first + steps - 1, dir="x")
+    if ends is not None:
+        log.emit("job.stopped", node="n1", epoch=epoch, code=ends, reason="the test wants it")
+    return log
+
+
+def worker_fails(log, detail="RuntimeError: boom"):
+    log.emit(
+        "worker.exit", node="n2", epoch=1, worker_rank=1, local_rank=0, code=1, kind="crash",
+        action="stop", detail=detail,
+    )  # fmt: skip
+    log.emit("job.stopped", node="n1", epoch=1, code=93, reason="it would fail again")

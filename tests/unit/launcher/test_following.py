@@ -1,0 +1,178 @@
+"""Commands that follow a job, and end it: logs -f, --watch, cancel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fake_slurm import SUBMIT
+from slurm_bench import as_json, cli, slurm, trains, worker_fails
+from test_submit import submit
+
+from launcher import stop_request
+from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
+from launcher.ops import cancelling, watch
+from launcher.ops.follow_logs import LogReader, Selection
+from launcher.ops.runs import find_runs
+
+__all__ = ["slurm"]  # the fixture
+
+
+def later(*acts):
+    """Do things one after the other while a command runs."""
+
+    def run():
+        for act in acts:
+            time.sleep(0.3)
+            act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, "Watch", partial(watch.Watch, ask_s=0.1, look_s=0.05))
+    monkeypatch.setattr(cancelling, "_POLL_S", 0.05)
+
+
+def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
+    def first():
+        slurm.is_now("RUNNING")
+        trains(ends=91)
+
+    def second():
+        slurm.is_now("RUNNING")
+        trains(attempt="17.1", first=4, ends=0)
+
+    thread = later(
+        first,
+        lambda: slurm.is_now("PENDING", "BeginTime", nodes=""),
+        second,
+        lambda: slurm.is_now("COMPLETED"),
+    )
+    out, err = cli(capsys, "logs", "one", "-f")
+    thread.join()
+    steps = [line.split(",")[0] for line in out.splitlines() if "-- step" in line]
+    assert steps == [f"n1/0: -- step {step}" for step in range(1, 7)]
+    assert err.startswith("-- pending: jobs of higher priority are before it\n")
+    assert "-- running on 1 nodes\n" in err
+    assert err.endswith("-- done\n")
+
+
+class Answers:
+    """A platform whose answers are known beforehand; the last one is given again."""
+
+    name = "slurm"
+
+    def __init__(self, *statuses):
+        self.left = list(statuses)
+
+    def fetch(self, job):
+        pass
+
+    def status(self, jobs):
+        told = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        return dict.fromkeys(jobs, told)
+
+
+FORGOTTEN = JobStatus(state=JobState.UNKNOWN, reason=NO_SUCH_JOB)
+RUNNING, DONE = JobStatus(state=JobState.RUNNING), JobStatus(state=JobState.DONE, code=0)
+
+
+@pytest.mark.parametrize(
+    ("told", "end"),
+    [
+        ((RUNNING, FORGOTTEN, FORGOTTEN, RUNNING, FORGOTTEN, DONE), JobState.DONE),
+        ((RUNNING, FORGOTTEN), JobState.SAVED),
+    ],
+    ids=["for-a-moment", "for-good"],
+)
+def test_a_job_between_two_attempts_has_not_ended(slurm, told, end):
+    trains(ends=91)
+    [run] = find_runs(Path("runs"))
+    watched = watch.Watch(
+        run=run, backend=Answers(*told), say=lambda _: None, ask_s=0.0, look_s=0.0
+    )
+    assert watched.logs(LogReader(run.path, Selection()), lambda _: None).state is end
+
+
+def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):
+    def act():
+        while not Path("runs/two/submitted.json").exists():
+            time.sleep(0.05)
+        slurm.is_now("RUNNING")
+        worker_fails(trains("runs/two"))
+
+    thread = later(act, lambda: slurm.is_now("FAILED", ExitCode="93:0"))
+    capsys.readouterr()
+    submit("--run-dir", "runs/two", "--watch", code=1)
+    thread.join()
+    out, err = capsys.readouterr()
+    assert out.startswith("slurm job 17: ")
+    assert "attempt 17.0: 2 nodes started" in err
+    assert "it failed with code 93: it would fail again" in err
+
+
+def test_cancel_with_save_asks_waits_and_says_what_was_saved(slurm, capsys, quick):
+    slurm.is_now("RUNNING")
+    log = trains()
+
+    def saves():
+        assert stop_request.asked(Path("runs/one"))
+        log.emit("trainer.stopping", node="n1", epoch=1, step=4, why="stop")
+        log.emit("checkpoint.committed", node="n1", epoch=1, step=4, dir="y")
+        log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
+
+    thread = later(saves, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
+    out, err = cli(capsys, "cancel", "one", "--save")
+    thread.join()
+    assert "one is over: saved, saved: step 4\n" in out
+    assert "asking job 17 to save and to end" in err
+    assert [line for line in slurm.calls("scancel") if "USR2" not in line] == []
+    answer = as_json(capsys, "cancel", "one", "--save")
+    assert (answer["was_over"], answer["saved_step"]) == (True, 4)
+
+
+def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
+    slurm, capsys, quick, monkeypatch
+):
+    monkeypatch.setattr(cancelling, "_ENDING_S", 0.3)
+    script = Path("runs/one/job.sbatch")
+    script.write_text(script.read_text().replace("HOLDFAST_LEAD_S=", "HOLDFAST_LEAD_S=0 #"))
+    slurm.is_now("RUNNING")
+    slurm.says(
+        "scancel", then='case "$*" in *USR2*) ;; *) sed -i s/RUNNING/CANCELLED/ squeue.out;; esac'
+    )
+    trains()
+    out, err = cli(capsys, "cancel", "one", "--save", code=1)
+    assert "it has not ended in time; it is cancelled" in err
+    assert "one is over: cancelled, saved: step 3" in out
+    assert slurm.calls("scancel") == ["scancel --batch --signal=USR2 17", "scancel 17"]
+
+
+def test_cancel_of_a_pending_job_asks_nobody_to_save(slurm, capsys, quick):
+    slurm.says("scancel", then="sed -i s/PENDING/CANCELLED/ squeue.out")
+    out, _ = cli(capsys, "cancel", "one", "--save", code=1)
+    assert "one is over: cancelled, nothing is saved" in out
+    assert slurm.calls("scancel") == ["scancel 17"]
+    assert stop_request.asked(Path("runs/one"))
+
+
+def test_a_chain_is_followed_and_cancelled_as_one(slurm, capsys, quick):
+    folder = Path("runs/one/attempts/17.0")
+    folder.mkdir(parents=True)
+    (folder / "next").write_text("18\n")
+    row = (slurm.folder / "squeue.out").read_text()
+    ended = row.replace("PENDING", "FAILED")
+    waits = row.replace("17\x1f17", "18\x1f18").replace(str(SUBMIT), str(SUBMIT + 50))
+    slurm.says("squeue", out=ended + waits.rstrip("\n"))
+    answer = as_json(capsys, "status", "one")
+    assert (answer["job_id"], answer["state"]) == ("18", "pending")
+    slurm.says("scancel", then="sed -i s/PENDING/CANCELLED/ squeue.out")
+    cli(capsys, "cancel", "one")
+    assert slurm.calls("scancel") == ["scancel 18", "scancel 17"]
