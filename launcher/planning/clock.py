@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
-from launcher.errors import Problem, UserError
+from launcher.errors import UserError
 from launcher.planning.snapshots import BYTES_PER_PARAM, shortest_step_s
 from launcher.spec import JobSpec
 
@@ -104,57 +105,69 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
     """
     slurm = spec.slurm
     save_s = predicted_save_s(spec, ladder) if slurm.save_s is None else slurm.save_s
-    shutdown_s = _round(1.5 * save_s + 30) if slurm.shutdown_s is None else slurm.shutdown_s
-    lead_s = (
-        _round(shutdown_s + LATE_SIGNAL_S + REQUEUE_S)
-        if slurm.signal_lead_s is None
-        else slurm.signal_lead_s
-    )
+    shutdown_s = ample_shutdown_s(save_s) if slurm.shutdown_s is None else slurm.shutdown_s
+    lead_s = _ample_lead_s(shutdown_s) if slurm.signal_lead_s is None else slurm.signal_lead_s
     clock = Clock(
         save_s=math.ceil(save_s),
         shutdown_s=math.ceil(shutdown_s),
         lead_s=math.ceil(lead_s),
         limit_s=limit_seconds(slurm.time),
     )
-    problems = _misfits(spec, clock)
-    if problems:
-        raise UserError.many(problems)
+    misfits = [
+        *save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s),
+        *_misfits(spec, clock),
+    ]
+    if misfits:
+        raise UserError.many(
+            [
+                spec.problem("HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})")
+                for key, message in misfits
+            ]
+        )
     return clock
 
 
-def _round(seconds: float) -> int:
+def rounded_up(seconds: float) -> int:
+    """Return the time as the next ten seconds."""
     return math.ceil(seconds / 10) * 10
 
 
-def _misfits(spec: JobSpec, clock: Clock) -> list[Problem]:
-    """Return every link of the chain that does not hold."""
-    found = []
+def ample_shutdown_s(save_s: float) -> int:
+    """Return a shut-down into which a save of `save_s` seconds fits well."""
+    return rounded_up(1.5 * save_s + 30)
 
-    def misfit(key: str, message: str) -> None:
-        found.append(spec.problem("HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})"))
 
-    if clock.save_s >= clock.shutdown_s:
-        message = f"a save takes {clock.save_s} s, workers are killed after {clock.shutdown_s} s"
-        misfit("shutdown_s", f"{message}: use shutdown_s {_round(1.5 * clock.save_s + 30)} or so")
+def _ample_lead_s(shutdown_s: float) -> int:
+    return rounded_up(shutdown_s + LATE_SIGNAL_S + REQUEUE_S)
+
+
+def save_misfits(spec: JobSpec, *, save_s: int, shutdown_s: int) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) where a save does not fit: what holds of every platform."""
+    if save_s >= shutdown_s:
+        message = f"a save takes {save_s} s, workers are killed after {shutdown_s} s"
+        yield "shutdown_s", f"{message}: use shutdown_s {ample_shutdown_s(save_s)} or so"
     grace_s = spec.elastic.stop_grace_s
-    if spec.command is not None and clock.save_s > math.ceil(grace_s):
-        message = f"a save takes {clock.save_s} s, a script that takes no requests is killed after"
-        misfit("save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {clock.save_s}")
+    if spec.command is not None and save_s > math.ceil(grace_s):
+        message = f"a save takes {save_s} s, a script that takes no requests is killed after"
+        yield "save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {save_s}"
+
+
+def _misfits(spec: JobSpec, clock: Clock) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for the links of the chain that Slurm adds and that do not hold."""
     if clock.shutdown_s >= clock.lead_s:
         message = f"the signal comes {clock.lead_s} s before the limit, a shut-down may take"
-        way_out = f"use signal_lead_s {_round(clock.shutdown_s + LATE_SIGNAL_S + REQUEUE_S)} or so"
-        misfit("signal_lead_s", f"{message} {clock.shutdown_s} s: {way_out}")
+        way_out = f"use signal_lead_s {_ample_lead_s(clock.shutdown_s)} or so"
+        yield "signal_lead_s", f"{message} {clock.shutdown_s} s: {way_out}"
     if clock.lead_s > MAX_LEAD_S:
         message = f"sbatch takes at most {MAX_LEAD_S} s, {clock.lead_s} s are needed"
-        misfit("signal_lead_s", f"{message}: lower save_s, if storage is faster than predicted")
+        yield "signal_lead_s", f"{message}: lower save_s, if storage is faster than predicted"
     if clock.limit_s is not None and clock.lead_s >= clock.limit_s:
         message = f"the limit is {clock.limit_s} s, but {clock.lead_s} s before it the job must"
         least = math.ceil((clock.lead_s + 60) / 60)
         way_out = f"use {least} minutes or more"
         if spec.slurm.save_s is None:
             way_out += ", or say in slurm.save_s how long a save really takes"
-        misfit("time", f"{message} save already: {way_out}")
-    return found
+        yield "time", f"{message} save already: {way_out}"
 
 
 def _origin(spec: JobSpec, clock: Clock) -> str:

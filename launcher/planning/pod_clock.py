@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.ladder import Ladder
-from launcher.errors import Problem, UserError
-from launcher.planning.clock import predicted_save_s
+from launcher.errors import UserError
+from launcher.planning.clock import ample_shutdown_s, predicted_save_s, rounded_up, save_misfits
 from launcher.spec import JobSpec
 
 END_S: Final = 30.0
@@ -50,37 +50,21 @@ def pod_clock(spec: JobSpec, ladder: Ladder) -> PodClock:
     """
     wish = spec.kubernetes
     save_s = predicted_save_s(spec, ladder) if wish.save_s is None else wish.save_s
-    shutdown_s = _round(1.5 * save_s + 30) if wish.shutdown_s is None else wish.shutdown_s
-    grace_s = _round(save_s + shutdown_s + END_S) if wish.grace_s is None else wish.grace_s
+    shutdown_s = ample_shutdown_s(save_s) if wish.shutdown_s is None else wish.shutdown_s
+    grace_s = rounded_up(save_s + shutdown_s + END_S) if wish.grace_s is None else wish.grace_s
     clock = PodClock(
         save_s=math.ceil(save_s), shutdown_s=math.ceil(shutdown_s), grace_s=math.ceil(grace_s)
     )
-    problems = _misfits(spec, clock)
-    if problems:
-        raise UserError.many(problems)
-    return clock
-
-
-def _round(seconds: float) -> int:
-    return math.ceil(seconds / 10) * 10
-
-
-def _misfits(spec: JobSpec, clock: PodClock) -> list[Problem]:
-    """Return every link of the chain that does not hold."""
-    found = []
-
-    def misfit(key: str, message: str) -> None:
-        found.append(spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})"))
-
-    if clock.save_s >= clock.shutdown_s:
-        message = f"a save takes {clock.save_s} s, workers are killed after {clock.shutdown_s} s"
-        misfit("shutdown_s", f"{message}: use shutdown_s {_round(1.5 * clock.save_s + 30)} or so")
+    misfits = list(save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s))
     if clock.shutdown_s >= clock.grace_s:
-        least = _round(clock.save_s + clock.shutdown_s + END_S)
+        least = rounded_up(clock.save_s + clock.shutdown_s + END_S)
         message = f"the pod is killed after {clock.grace_s} s, a shut-down may take"
-        misfit("grace_s", f"{message} {clock.shutdown_s} s: use grace_s {least} or so")
-    grace_s = spec.elastic.stop_grace_s
-    if spec.command is not None and clock.save_s > math.ceil(grace_s):
-        message = f"a save takes {clock.save_s} s, a script that takes no requests is killed after"
-        misfit("save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {clock.save_s}")
-    return found
+        misfits.append(("grace_s", f"{message} {clock.shutdown_s} s: use grace_s {least} or so"))
+    if misfits:
+        raise UserError.many(
+            [
+                spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})")
+                for key, message in misfits
+            ]
+        )
+    return clock
