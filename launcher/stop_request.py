@@ -8,9 +8,9 @@ take it away. Whether it is there is all that counts; what it says is for people
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
+
+from launcher.whole_file import write_json
 
 STOP_JSON = "stop.json"
 """Its name in the run directory."""
@@ -27,9 +27,7 @@ def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
     Raises:
         OSError: the run directory cannot be written.
     """
-    fresh = run_dir / f".{STOP_JSON}.{os.getpid()}"
-    fresh.write_text(json.dumps({"v": 1, "t_unix": t_unix, "why": why}) + "\n", encoding="utf-8")
-    fresh.replace(run_dir / STOP_JSON)
+    write_json(run_dir / STOP_JSON, {"v": 1, "t_unix": t_unix, "why": why})
 
 
 def asked(run_dir: Path) -> bool:

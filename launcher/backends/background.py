@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.processes import start_ticks
 from launcher.errors import PermanentError, UserError
+from launcher.whole_file import read_json
 
 MARK: Final = "launcher.json"
 """Of a launcher that lives: its job, process and machine."""
@@ -57,7 +58,7 @@ class Mark:
 
 def read_mark(run_dir: Path) -> Mark | None:
     """Return the mark of `run_dir`; None: there is none that can be read."""
-    raw = _json(run_dir / MARK)
+    raw = read_json(run_dir / MARK)
     try:
         return Mark(str(raw["job"]), int(raw["pid"]), raw["started"], str(raw["host"]))
     except (KeyError, TypeError, ValueError):
@@ -169,7 +170,7 @@ class BackgroundBackend:
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return the launcher's mark."""
-        return {key: str(value) for key, value in _json(Path(job.run_dir) / MARK).items()}
+        return {key: str(value) for key, value in read_json(Path(job.run_dir) / MARK).items()}
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
         """Return nothing: all there is to tell is in the run's own events."""
@@ -220,7 +221,7 @@ def _status(run_dir: Path) -> JobStatus:
         )
     if mark is not None and mark.lives:
         return JobStatus(state=JobState.RUNNING, nodes=(mark.host,), source="process table")
-    code = _json(run_dir / SUMMARY).get("code")
+    code = read_json(run_dir / SUMMARY).get("code")
     if mark is None and isinstance(code, int):
         state = _STATES.get(code, JobState.FAILED)
         return JobStatus(state=state, code=code, source=SUMMARY)
@@ -251,14 +252,6 @@ def _interrupt(run_dir: Path) -> bool:
     except PermissionError as error:
         raise PermanentError(f"process {mark.pid} of {run_dir} is another user's") from error
     return True
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _python_path() -> str:

@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 from launcher.backends.kubernetes_documents import moved
 from launcher.errors import PermanentError
 from launcher.run_files import END, FETCHED, GROWING, INODE, MTIME, OFFSET, frame, safe_parts
+from launcher.whole_file import write_json
 
 STATE: Final = ".fetched.json"
 STOP_JSON: Final = "stop.json"
@@ -59,9 +60,7 @@ class Fetched:
             OSError: the run directory cannot be written.
         """
         raw = {"v": 1, "files": self.files, "pods": self.pods, "complete": self.complete}
-        fresh = self.run_dir / f"{STATE}.{os.getpid()}"
-        fresh.write_text(json.dumps(raw), encoding="utf-8")
-        fresh.replace(self.run_dir / STATE)
+        write_json(self.run_dir / STATE, raw)
 
     def request(self) -> bytes:
         """Return what `launcher.node.files get` is asked."""

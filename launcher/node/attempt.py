@@ -11,13 +11,12 @@ next            id of the job that goes on (restart: chain), by the script
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from launcher.whole_file import read_json
 
 _SLURM_NAME = re.compile(r"\d+\.\d+")
 _NAME = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.\d+")
@@ -126,17 +125,6 @@ class Attempt:
         return None
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file, complete or not at all.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    fresh = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    fresh.write_text(json.dumps(value) + "\n", encoding="utf-8")
-    fresh.replace(path)
-
-
 def lineage(run_dir: Path, job_id: str) -> frozenset[str]:
     """Return the ids of the jobs that led to `job_id`, itself included: each named the next."""
     named: dict[str, set[str]] = {}
@@ -161,7 +149,7 @@ def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
     for folder in _folders(run_dir):
         if folder.name.partition(".")[0] not in jobs:
             continue
-        begin, end = _json(folder / "begin.json"), _json(folder / "end.json")
+        begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
         with contextlib.suppress(KeyError, ValueError, TypeError):
             found.append(
                 Past(
@@ -180,11 +168,3 @@ def _folders(run_dir: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return [path for path in (run_dir / "attempts").iterdir() if _NAME.fullmatch(path.name)]
     return []
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

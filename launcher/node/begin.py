@@ -8,10 +8,11 @@ from pathlib import Path
 from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.node import board
-from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
+from launcher.node.attempt import Attempt, NodeError, lineage, pasts
 from launcher.node.decide import Budget, Decision, may_begin
 from launcher.node.say import note, say
 from launcher.ops.environment import warn_if_changed
+from launcher.whole_file import write_json
 
 
 def begin(attempt: Attempt) -> int:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from launcher import stop_request
 from launcher.node import board
-from launcher.node.attempt import Attempt, write_json
+from launcher.node.attempt import Attempt
 from launcher.node.decide import Verdict, near_limit, verdict, what_now, within_restarts
 from launcher.node.say import note, say
 from launcher.node.slurm import carry_out
+from launcher.whole_file import write_json
 
 KILLED_SOON_S = 300.0
 """A requeue ends the job's processes within this time."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from launcher.node.attempt import NodeError
+from launcher.whole_file import read_json
 
 CONFIG_DIR: Final = Path("/etc/holdfast")
 """Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""
@@ -65,11 +66,7 @@ def _same_run(here: Path, rendered: Path) -> None:
 
 def _run_id(path: Path) -> str | None:
     """Return the run that a job.json is of; None where it cannot be read: the agent says why."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = value.get("run_id") if isinstance(value, dict) else None
+    found = read_json(path).get("run_id")
     return found if isinstance(found, str) else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from launcher.ops import run_dir as run_dirs
 from launcher.ops.freeze import load_frozen
 from launcher.ops.runs import Run
 from launcher.ops.standing import Standing, detail_lines, make_backends, standings, target_of
+from launcher.whole_file import read_json
 
 Sections = dict[str, dict[str, Any] | list[str]]
 
@@ -82,7 +82,7 @@ def _attempts(run_dir: Path) -> list[str]:
     """Return a line for each start of the batch script."""
     found = []
     for folder in (run_dir / "attempts").glob("*"):
-        begin, end = _json(folder / "begin.json"), _json(folder / "end.json")
+        begin, end = read_json(folder / "begin.json"), read_json(folder / "end.json")
         t_unix = begin.get("t_unix")
         if not isinstance(t_unix, int | float):
             continue
@@ -105,14 +105,6 @@ def _platform(standing: Standing, backend: Backend) -> Sections:
         "platform events": [f"{_local(event.t_unix)}  {event.text}" for event in events],
         "output": [str(path) for path in files],
     }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _local(t_unix: float) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from launcher.errors import UserError
+from launcher.whole_file import write_json
 
 ARCHIVE_JSON: Final = "env/archive.json"
 
@@ -65,9 +66,7 @@ def pack(venv: Path, run_dir: Path, *, stage: str) -> Archive:
         folder.mkdir(exist_ok=True)
         archive = _linked(run_dir, tree) or _packed(venv, folder, names, tree, unpacked)
         archive = _with(archive, stage=stage)
-        fresh = folder / f".archive.json.{os.getpid()}"
-        fresh.write_text(json.dumps(_raw(archive), indent=1) + "\n", encoding="utf-8")
-        fresh.replace(run_dir / ARCHIVE_JSON)
+        write_json(run_dir / ARCHIVE_JSON, _raw(archive), indent=1)
     except OSError as error:
         raise UserError(
             "HF612", f"{folder} cannot be written: {error.strerror or error}; make room"

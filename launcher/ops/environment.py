@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from launcher.errors import UserError
 from launcher.ops.record import LauncherLog
+from launcher.whole_file import write_json
 
 ENVIRONMENT_JSON: Final = "environment.json"
 MAX_CHANGES: Final = 20
@@ -118,11 +119,8 @@ def record_environment(
         UserError: HF612 the run directory cannot be written.
     """
     path = run_dir / ENVIRONMENT_JSON
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        text = json.dumps(dataclasses.asdict(environment), indent=1)
-        fresh.write_text(text + "\n", encoding="utf-8")
-        fresh.replace(path)
+        write_json(path, dataclasses.asdict(environment), indent=1)
     except OSError as error:
         raise UserError("HF612", f"{path} cannot be written: {error.strerror or error}") from error
     _log(run_dir, wall).emit(

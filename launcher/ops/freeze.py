@@ -31,6 +31,7 @@ from launcher.ops.record import LauncherLog
 from launcher.ops.run_dir import JOB_JSON, RENDERED
 from launcher.render.local import checkpoint_dir, resolve
 from launcher.spec import JobSpec
+from launcher.whole_file import write_whole
 
 CODE_JSON: Final = "code.json"
 CODE_DIR: Final = "code"
@@ -380,10 +381,8 @@ def _job(path: Path) -> TrainConfig | None:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file, whole or not at all: agents may read it at any time."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise UserError("HF612", f"{path} cannot be written: {error.strerror or error}") from error
 

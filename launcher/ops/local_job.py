@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from launcher.ops.verdict import CLI_DONE, Verdict, judge
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 from launcher.spec import load_spec
+from launcher.whole_file import write_json
 
 SUMMARY = "summary.json"
 MAX_NODES = 64
@@ -230,9 +230,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json, complete or not at all."""
-    fresh = run_dir / f".{SUMMARY}.{os.getpid()}"
-    fresh.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(run_dir / SUMMARY)
+    write_json(run_dir / SUMMARY, summary, indent=1)
 
 
 def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:

@@ -15,6 +15,7 @@ from elastic_trainer.ladder import Ladder
 from launcher.backends.background import MARK as _LIVE
 from launcher.backends.processes import start_ticks
 from launcher.errors import UserError
+from launcher.whole_file import write_whole
 
 JOB_JSON = "job.json"
 RENDERED = "job.rendered.json"
@@ -120,10 +121,7 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
     """
     try:
         (run_dir / RENDERED).write_text(rendered.to_json(), encoding="utf-8")
-        # Complete or not at all: agents of a later attempt may read at any time.
-        fresh = run_dir / f".{JOB_JSON}.{os.getpid()}"
-        fresh.write_text(narrowed.to_json(), encoding="utf-8")
-        fresh.replace(run_dir / JOB_JSON)
+        write_whole(run_dir / JOB_JSON, narrowed.to_json())
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         attempts = [int(path.name) for path in logs.iterdir() if path.name.isdigit()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
 from launcher.ops.run_dir import JOB_JSON
+from launcher.whole_file import write_json
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -88,10 +88,7 @@ def write_submitted(run_dir: Path, submission: Submission) -> None:
         OSError: the run directory cannot be written.
     """
     former = _former(run_dir / SUBMITTED)
-    raw = {**submission.to_json(), "former": former}
-    fresh = run_dir / f".{SUBMITTED}.{os.getpid()}"
-    fresh.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(run_dir / SUBMITTED)
+    write_json(run_dir / SUBMITTED, {**submission.to_json(), "former": former}, indent=1)
 
 
 def read_submitted(run_dir: Path) -> Submission | None:

@@ -15,10 +15,11 @@ from elastic_trainer.agent.board import BoardState, Ended, Lease
 from elastic_trainer.agent.file_board import FileBoard
 from launcher.node import beat, board, care
 from launcher.node.agent import NodeAgent
-from launcher.node.attempt import Attempt, NodeError, lineage, pasts, write_json
+from launcher.node.attempt import Attempt, NodeError, lineage, pasts
 from launcher.node.care import Caretaker
 from launcher.node.end import end
 from launcher.node.slurm import carry_out, parse_job
+from launcher.whole_file import write_json
 
 ROOT = Path(__file__).parents[3]
 
