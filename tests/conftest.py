@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
+import pytest
 from hypothesis import HealthCheck, settings
+from order import dealt
 
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("holdfast")
+
+gc.disable()  # what is imported stays, and is a million objects to look at
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # after those that leave tests out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal the tests out to the workers of `-n`; without, their order is that of the files."""
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_workers > 1:
+        items[:] = dealt([(item.nodeid, item) for item in items], num_workers)
