@@ -38,7 +38,9 @@ def blame(views: Sequence[tuple[str, WorkerView]], *, complete: bool = True) -> 
     What counts, in this order: a stopped process; a worker that is behind others of its
     lane and does not wait for peers; one that does not wait; one that is behind. Among
     several, the one that is furthest behind, then a process that is held or busy, then
-    the one that stands for longest.
+    the one that stands for longest. Where nobody among them stands out, one that alone is
+    held or busy does, though it says that it waits: a collective has brought it what it
+    waited for, and it got no further.
 
     Args:
         views: (node, worker) of the workers of the epoch; not empty.
@@ -66,10 +68,12 @@ def blame(views: Sequence[tuple[str, WorkerView]], *, complete: bool = True) -> 
 
     suspects.sort(key=lambda item: (*guilt(item[1]), -item[1].idle_s, item[1].rank))
     node, view = suspects[0]
+    nobody = len({name for name, other in suspects if guilt(other) == guilt(view)}) > 1
+    awake = [item for item in views if item[1].state in _STATES]
+    if nobody and complete and len(awake) == 1:
+        (node, view), nobody = awake[0], False
     if view.idle_s <= view.limit_s:
         return None
-    alike = {name for name, other in suspects if guilt(other) == guilt(view)}
-    nobody = len(alike) > 1
     return Blamed(None if nobody else node, view, _in_words(node, view, nobody=nobody))
 
 

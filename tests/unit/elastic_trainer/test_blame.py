@@ -99,6 +99,21 @@ def test_a_busy_process_stands_out_among_those_that_sleep() -> None:
     assert blamed.view.rank == 3
 
 
+def test_who_alone_is_busy_stands_out_though_it_says_that_it_waits() -> None:
+    """It hangs right after a gather; the others have begun to compute, and wait inside."""
+    views = [view(rank, part="forward", place=7) for rank in range(8)]
+    views[3] = view(3, part="gather", place=6, state="R")
+    blamed = blame(views)
+    assert blamed is not None
+    assert blamed.view.rank == 3
+    views[3] = view(3, part="gather", place=6, state="R", idle_s=1.9)
+    assert blame(views) is None, "not yet"
+    views[4] = view(4, part="gather", place=6, state="R")
+    blamed = blame(views)
+    assert blamed is not None
+    assert blamed.node is None, "with two, it may be either"
+
+
 def test_those_who_wait_are_not_blamed_for_one_who_is_not_seen() -> None:
     waiting = [view(rank) for rank in range(6)]
     assert blame(waiting, complete=False) is None
