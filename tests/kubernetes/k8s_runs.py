@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 from elastic_trainer.agent.board import BoardState
 from elastic_trainer.config import TrainConfig
+from elastic_trainer.events import EVENTS
 from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.ops.local_job import audit_ledger
 from launcher.planning.search import plan
@@ -36,6 +37,8 @@ kubernetes: {{namespace: {namespace}, image: {image!r}, claim: {claim}, mount: /
 env: {{variables: {{OMP_NUM_THREADS: '1'}}}}
 """
 PLURALS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
+TOLD = ("agent.started", "agent.exit", "coordinator.elected", "save.asked", "worker.exit")
+_PLAIN = {"v", "t_unix", "t_mono", "node", "rank", "event"}
 WAIT_S = 240.0
 """For what takes seconds: a busy machine is no failure."""
 
@@ -184,9 +187,19 @@ class K8sRun:
 
     def story(self) -> str:
         """Return what there is to read of the run."""
-        rows = [f"pods {self.pods()}"]
+        rows = [f"pods {self.pods()}", *self._told()]
         for pod in self.cluster.pods(f"{RUN_LABEL}={self.name}"):
             rows += [f"--- {pod.metadata.name}", *self.cluster.events(pod.metadata.name)]
         logs = [path for path in (self.path / "logs").rglob("*.log") if path.is_file()]
         rows += [f"--- {p}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(logs)]
         return "\n".join(rows)
+
+    def _told(self) -> list[str]:
+        """Return the events of membership and workers, in the order of time."""
+        names = {*TOLD, *(name for name in EVENTS if name.startswith(("member.", "epoch.")))}
+        found = [event for name in names for event in self.events(name)]
+        return [
+            f"{event['t_unix']:.3f} {event['node']} {event['event']} "
+            + " ".join(f"{key}={value}" for key, value in event.items() if key not in _PLAIN)
+            for event in sorted(found, key=lambda event: event["t_unix"])
+        ]
