@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic_trainer.code_path import frozen_path
+from elastic_trainer.no_threads import no_threads
 from elastic_trainer.stack_signal import answer_with_stacks
 
 DEFAULT_PRELOAD = "elastic_trainer.train"
@@ -111,7 +112,8 @@ class Zygote:
         gc.disable()  # what is imported stays: looking for garbage in it is a fifth of the time
         try:
             if self._preload:
-                importlib.import_module(self._preload)
+                with no_threads(os.environ):
+                    importlib.import_module(self._preload)
         except BaseException as error:  # noqa: BLE001  a fresh worker will say it in its own log
             self._why_fresh = f"{self._preload}: {type(error).__name__}: {error}"
         # The kernel's count: threads of native libraries are not in threading.enumerate().

@@ -116,6 +116,26 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert said == "child does exit 0"
 
 
+@pytest.mark.parametrize("threads", [{}, {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "4"}])
+def test_libraries_that_start_threads_do_not_keep_it_from_forking(
+    tmp_path: Path, threads: dict[str, str]
+) -> None:
+    """numpy's OpenBLAS starts a thread for each core, where the machine has several."""
+    env = {**base_env(), "CHILD_IMPORTS": "numpy"} | threads
+    if not threads:
+        del env["OMP_NUM_THREADS"]
+    group = Workers(Task(kind="main", target=CHILD, cwd=str(tmp_path)), env=env)
+    try:
+        group.launch(1, [launch(tmp_path, CHILD_REPORT=str(tmp_path / "report"))])
+        started, _ = run_one(group)
+    finally:
+        group.close()
+    assert (started.how, started.why) == ("zygote", None)
+    found = json.loads((tmp_path / "report.0").read_text())["env"]
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    assert {name: found[name] for name in names if name in found} == threads
+
+
 @pytest.mark.parametrize(
     ("act", "code", "number"),
     [

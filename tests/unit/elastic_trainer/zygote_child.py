@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 
 PRELOADED_IN = os.getpid()
+if name := os.environ.get("CHILD_IMPORTS"):
+    importlib.import_module(name)
 
 
 def main() -> int:
