@@ -25,4 +25,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Deal the tests out to the workers of `-n`; without, their order is that of the files."""
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:
-        items[:] = dealt([(item.nodeid, item) for item in items], num_workers)
+        items[:] = dealt([(item.nodeid.partition("::")[0], item) for item in items], num_workers)
