@@ -20,6 +20,7 @@ from elastic_trainer.checkpoint.manifest import (
     directory_name,
     superseded,
 )
+from elastic_trainer.checkpoint.staging import fsync
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""
@@ -94,7 +95,7 @@ class CheckpointStorage:
             file.flush()
             os.fsync(file.fileno())
         for directory in (path.parent, self.root):
-            _fsync_dir(directory)
+            fsync(directory)
         return hashlib.sha256(raw).hexdigest()
 
     def read_manifest(self, commit: Commit) -> Manifest:
@@ -184,11 +185,3 @@ def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileE
             size_bytes += num_read
             on_read(num_read)
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def _fsync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -14,14 +14,8 @@ from typing import Any, Final
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
-from launcher.render.kubernetes_names import (
-    API_VERSIONS,
-    CONTAINERS,
-    KINDS,
-    QUEUE_LABEL,
-    REPLICATED_JOB,
-)
-from launcher.render.kubernetes_objects import kubernetes_bundle, metadata
+from launcher.render.kubernetes_names import CONTAINERS, REPLICATED_JOB
+from launcher.render.kubernetes_objects import job_document, kubernetes_bundle
 from launcher.render.pod import pod_template
 from launcher.spec import JobSpec
 from launcher.spec_kubernetes import MAX_INT32
@@ -42,18 +36,10 @@ def render_jobset(
     """Return the bundle of a JobSet; arguments and errors are those of `render_pytorchjob`."""
     del python
     job = pod_job(spec, plan, kind="jobset", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    head = metadata(job, job.name)
     body = jobset_spec(job)
     if job.spec.kubernetes.queue is not None:
-        head["labels"] = {**head["labels"], QUEUE_LABEL: job.spec.kubernetes.queue}
         body["suspend"] = True
-    document = {
-        "apiVersion": API_VERSIONS[job.kind],
-        "kind": KINDS[job.kind],
-        "metadata": head,
-        "spec": body,
-    }
-    return kubernetes_bundle(job, [document])
+    return kubernetes_bundle(job, [job_document(job, body)])
 
 
 def jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> dict[str, Any]:

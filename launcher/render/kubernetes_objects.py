@@ -7,7 +7,15 @@ from typing import Any, Final
 from launcher.errors import UserError
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import PodJob
-from launcher.render.kubernetes_names import RUN_LABEL, board_name, config_map_name, own_account
+from launcher.render.kubernetes_names import (
+    API_VERSIONS,
+    KINDS,
+    QUEUE_LABEL,
+    RUN_LABEL,
+    board_name,
+    config_map_name,
+    own_account,
+)
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.local import render_local
 
@@ -50,6 +58,24 @@ def metadata(job: PodJob, name: str, **annotations: str) -> Object:
         "namespace": job.spec.kubernetes.namespace,
         "labels": job.labels,
         "annotations": {**job.annotations, **annotations},
+    }
+
+
+def job_document(job: PodJob, body: Object) -> Object:
+    """Return the job itself, for its queue if it has one.
+
+    Args:
+        job: the job.
+        body: its spec; a kind says in its own place that a queue starts it.
+    """
+    head, queue = metadata(job, job.name), job.spec.kubernetes.queue
+    if queue is not None:
+        head["labels"] = {**head["labels"], QUEUE_LABEL: queue}
+    return {
+        "apiVersion": API_VERSIONS[job.kind],
+        "kind": KINDS[job.kind],
+        "metadata": head,
+        "spec": body,
     }
 
 

@@ -18,8 +18,7 @@ from typing import Any
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import PodJob, pod_job
-from launcher.render.kubernetes_names import API_VERSIONS, KINDS, QUEUE_LABEL
-from launcher.render.kubernetes_objects import kubernetes_bundle, metadata
+from launcher.render.kubernetes_objects import job_document, kubernetes_bundle
 from launcher.render.pod import pod_template
 from launcher.spec import JobSpec
 from launcher.spec_kubernetes import MAX_INT32
@@ -49,35 +48,23 @@ def render_pytorchjob(
     """
     del python
     job = pod_job(spec, plan, kind="pytorchjob", run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    return kubernetes_bundle(job, [_job(job)])
-
-
-def _job(job: PodJob) -> dict[str, Any]:
-    wish, ladder = job.spec.kubernetes, job.plan.ladder
-    head = metadata(job, job.name)
-    if wish.queue is not None:
-        head["labels"] = {**head["labels"], QUEUE_LABEL: wish.queue}
-    return {
-        "apiVersion": API_VERSIONS[job.kind],
-        "kind": KINDS[job.kind],
-        "metadata": head,
-        "spec": {
-            "nprocPerNode": str(job.spec.cluster.gpus_per_node),
-            "runPolicy": _run_policy(job),
-            "elasticPolicy": {
-                "rdzvBackend": "c10d",
-                "minReplicas": ladder.min_nodes,
-                "maxReplicas": job.num_pods,
-            },
-            "pytorchReplicaSpecs": {
-                "Worker": {
-                    "replicas": job.num_pods,
-                    "restartPolicy": "ExitCode",
-                    "template": pod_template(job),
-                }
-            },
+    body = {
+        "nprocPerNode": str(spec.cluster.gpus_per_node),
+        "runPolicy": _run_policy(job),
+        "elasticPolicy": {
+            "rdzvBackend": "c10d",
+            "minReplicas": plan.ladder.min_nodes,
+            "maxReplicas": job.num_pods,
+        },
+        "pytorchReplicaSpecs": {
+            "Worker": {
+                "replicas": job.num_pods,
+                "restartPolicy": "ExitCode",
+                "template": pod_template(job),
+            }
         },
     }
+    return kubernetes_bundle(job, [job_document(job, body)])
 
 
 def _run_policy(job: PodJob) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
 from launcher.render.jobset import jobset_spec
 from launcher.render.kubernetes_facts import PodJob, pod_job
-from launcher.render.kubernetes_names import API_VERSIONS, KINDS, QUEUE_LABEL
-from launcher.render.kubernetes_objects import kubernetes_bundle, metadata
+from launcher.render.kubernetes_names import API_VERSIONS
+from launcher.render.kubernetes_objects import job_document, kubernetes_bundle, metadata
 from launcher.spec import JobSpec
 
 ANCESTOR: Final = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -61,7 +61,6 @@ def _runtime(job: PodJob) -> dict[str, Any]:
 
 
 def _job(job: PodJob) -> dict[str, Any]:
-    head = metadata(job, job.name)
     body: dict[str, Any] = {
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
@@ -71,11 +70,5 @@ def _job(job: PodJob) -> dict[str, Any]:
         "trainer": {"numNodes": job.num_pods},
     }
     if job.spec.kubernetes.queue is not None:
-        head["labels"] = {**head["labels"], QUEUE_LABEL: job.spec.kubernetes.queue}
         body["suspend"] = True
-    return {
-        "apiVersion": API_VERSIONS[job.kind],
-        "kind": KINDS[job.kind],
-        "metadata": head,
-        "spec": body,
-    }
+    return job_document(job, body)
