@@ -50,6 +50,28 @@ class Patience:
     """Between two tries, where the server does not say how long."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One HTTP request."""
+
+    method: str
+    call: Call
+    """What it is for."""
+    path: str = ""
+    """Empty: of the call's object, or of all of its kind."""
+    query: _Query = ()
+    body: Object | None = None
+    kind: str = "application/json"
+    read_s: float | None = None
+    """Longest silence; None: as for all."""
+
+    @property
+    def target(self) -> str:
+        """The path on the server."""
+        name = "" if self.method == "POST" else self.call.name
+        return self.path or self.call.resource.path(self.call.namespace, name)
+
+
 class KubernetesApi:
     """Calls of one cluster, as one user.
 
@@ -82,7 +104,7 @@ class KubernetesApi:
         """Return an object; None: there is none of that name."""
         call = self._call("get", resource, namespace, name)
         try:
-            return self._retried(lambda: self._object("GET", call))
+            return self._retried(lambda: self._object(_Request(method="GET", call=call)))
         except NotThereError:
             return None
 
@@ -119,9 +141,8 @@ class KubernetesApi:
         name = str(document["metadata"].get("name", ""))
         call = self._call("create", resource, namespace, name)
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
-        return self._retried(
-            lambda: self._object("POST", call, query=query, body=document), unsure=dry_run
-        )
+        request = _Request(method="POST", call=call, query=query, body=document)
+        return self._retried(lambda: self._object(request), unsure=dry_run)
 
     def delete(
         self,
@@ -149,8 +170,9 @@ class KubernetesApi:
             options["preconditions"] = {"uid": uid}
         if grace_s is not None:
             options["gracePeriodSeconds"] = int(grace_s)
+        request = _Request(method="DELETE", call=call, body=options)
         try:
-            self._retried(lambda: self._object("DELETE", call, body=options))
+            self._retried(lambda: self._object(request))
         except NotThereError:
             return False
         return True
@@ -158,17 +180,18 @@ class KubernetesApi:
     def patch(self, resource: Resource, namespace: str, name: str, change: Object) -> Object:
         """Change an object by a merge patch."""
         call = self._call("patch", resource, namespace, name)
-        return self._retried(
-            lambda: self._object("PATCH", call, body=change, kind="application/merge-patch+json")
-        )
+        kind = "application/merge-patch+json"
+        request = _Request(method="PATCH", call=call, body=change, kind=kind)
+        return self._retried(lambda: self._object(request))
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
         """Return what a container has written; empty where it has not started."""
         resource = Resource("v1", "pods")
         call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
         path = f"{resource.path(namespace, pod)}/log"
+        request = _Request(method="GET", call=call, path=path, query=query)
         try:
-            return self._retried(lambda: self._text("GET", call, path, query=query))
+            return self._retried(lambda: self._text(request))
         except NotThereError:
             return ""
 
@@ -185,13 +208,8 @@ class KubernetesApi:
             read_s: longest silence.
         """
         call = self._call("watch", resource, namespace)
-        answer = self._send(
-            "GET",
-            call,
-            resource.path(namespace),
-            query=[*query, ("watch", "true")],
-            read_s=read_s,
-        )
+        query = [*query, ("watch", "true")]
+        answer = self._send(_Request(method="GET", call=call, query=query, read_s=read_s))
         try:
             yield self._lines(answer)
         finally:
@@ -207,31 +225,16 @@ class KubernetesApi:
         items: list[Object] = []
         more: list[tuple[str, str]] = []
         while True:
-            asked = [*query, *more]
-            page = self._retried(partial(self._object, "GET", call, query=asked))
+            request = _Request(method="GET", call=call, query=[*query, *more])
+            page = self._retried(partial(self._object, request))
             items += page.get("items") or []
             about = page.get("metadata") or {}
             if not about.get("continue"):
                 return items, str(about.get("resourceVersion") or "")
             more = [("continue", str(about["continue"]))]
 
-    def _object(
-        self,
-        method: str,
-        call: Call,
-        *,
-        query: _Query = (),
-        body: Object | None = None,
-        kind: str = "application/json",
-    ) -> Object:
-        text = self._text(
-            method,
-            call,
-            call.resource.path(call.namespace, "" if method == "POST" else call.name),
-            query=query,
-            body=body,
-            kind=kind,
-        )
+    def _object(self, request: _Request) -> Object:
+        text = self._text(request)
         try:
             found = json.loads(text)
         except ValueError:
@@ -241,17 +244,8 @@ class KubernetesApi:
             raise BusyError(f"{self.server} gave an answer that cannot be read: {shown}")
         return found
 
-    def _text(
-        self,
-        method: str,
-        call: Call,
-        path: str,
-        *,
-        query: _Query = (),
-        body: Object | None = None,
-        kind: str = "application/json",
-    ) -> str:
-        answer = self._send(method, call, path, query=query, body=body, kind=kind)
+    def _text(self, request: _Request) -> str:
+        answer = self._send(request)
         try:
             data: bytes = answer.read()
         except _broken_types() as error:
@@ -260,39 +254,31 @@ class KubernetesApi:
             answer.release_conn()
         return data.decode("utf-8", errors="replace")
 
-    def _send(
-        self,
-        method: str,
-        call: Call,
-        path: str,
-        *,
-        query: _Query = (),
-        body: Object | None = None,
-        kind: str = "application/json",
-        read_s: float | None = None,
-    ) -> Any:
+    def _send(self, request: _Request) -> Any:
         """Send one request; every failure becomes an error of ours."""
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config.config_exception import ConfigException
 
+        patience = self._patience
         try:
             return self.client.call_api(
-                path,
-                method,
-                query_params=list(query),
-                header_params={"Accept": "application/json", "Content-Type": kind},
-                body=body,
+                request.target,
+                request.method,
+                query_params=list(request.query),
+                header_params={"Accept": "application/json", "Content-Type": request.kind},
+                body=request.body,
                 auth_settings=["BearerToken"],
                 _preload_content=False,
                 _return_http_data_only=True,
-                _request_timeout=(self._patience.connect_s, read_s or self._patience.read_s),
+                _request_timeout=(patience.connect_s, request.read_s or patience.read_s),
             )
         except ApiException as error:
             if not error.status:
                 raise _broken(error, self.server) from error
             text = error.body or ""
             said = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else str(text)
-            raise refusal(call, int(error.status), said, dict(error.headers or {})) from error
+            headers = dict(error.headers or {})
+            raise refusal(request.call, int(error.status), said, headers) from error
         except ConfigException as error:  # a command that gives new credentials
             raise UserError(
                 "HF752", f"the kubeconfig gives no credentials: {_flat(error)}; log in again"
