@@ -239,15 +239,21 @@ def _check_equal(model: nn.Module, device: torch.device) -> None:
             head = value.detach().flatten()[: _LOOK_BYTES // value.element_size()].cpu()
             names.append(name)
             sums.append(zlib.crc32(head.contiguous().view(torch.uint8).numpy().tobytes()))
-    low = torch.tensor([len(sums), *sums], dtype=torch.int64, device=device)
-    count = low[:1].clone()
-    dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    if int(count) != len(sums):
-        raise ApiError("HF532 ranks differ in how many parameters are plain: see api.Run.restore")
+    bounds = torch.tensor([len(sums), -len(sums)], dtype=torch.int64, device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if most != least:  # seen by all ranks alike, so that none waits for the others
+        raise ApiError(
+            f"HF532 ranks have {least} to {most} plain parameters: build the same model on every "
+            "rank, and shard it alike on all"
+        )
+    if not sums:
+        return
+    low = torch.tensor(sums, dtype=torch.int64, device=device)
     high = low.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    differs = (low != high)[1:].tolist()
+    differs = (low != high).tolist()
     if any(differs):
         raise ApiError(
             f"HF532 parameter {names[differs.index(True)]} is plain and differs between ranks: "
