@@ -55,12 +55,13 @@ def workers_per_node(text: str) -> int:
         found = len(list(gpus.iterdir())) if gpus.is_dir() else 0
         if found or text == "gpu":
             if not found:
-                raise FlagError("HF501", "--nproc-per-node gpu: no NVIDIA GPU on this node")
+                message = "--nproc-per-node gpu: no NVIDIA GPU on this node; give a number, or cpu"
+                raise FlagError("HF501", message)
             return found
     if text in {"cpu", "auto"}:
         return os.cpu_count() or 1
     if not text.isdigit() or int(text) < 1:
-        raise FlagError("HF501", f"--nproc-per-node {text}: a number, gpu, cpu or auto")
+        raise FlagError("HF501", f"--nproc-per-node {text}: expected a number, gpu, cpu or auto")
     return int(text)
 
 

@@ -208,7 +208,8 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     try:
         config = TrainConfig.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OptionsError("HF502", f"{path}: {error.strerror}; is it a rendered run?") from error
+        message = f"{path} cannot be read: {error.strerror}; name a run that was rendered"
+        raise OptionsError("HF502", message) from error
     except (ValueError, KeyError, TypeError) as error:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
@@ -344,12 +345,21 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         raise OptionsError("HF511", explain(name))
     kind, target = command.kind, command.target
     if kind == "command" and shutil.which(str(cwd / target) if "/" in target else target) is None:
-        raise OptionsError("HF503", f"{target} is no executable on this node's PATH")
+        where = f"working directory {cwd}" if "/" in target else "looked for on the PATH"
+        raise OptionsError(
+            "HF503",
+            f"there is no executable {target} on this node ({where}); mend it, or install it on "
+            "every node",
+        )
     if kind == "module" and target == DEFAULT_PRELOAD:
         kind = "main"
     if kind == "script":
         if not (cwd / target).is_file():
-            raise OptionsError("HF503", f"there is no script {target} (working directory {cwd})")
+            raise OptionsError(
+                "HF503",
+                f"there is no script {target} on this node (working directory {cwd}); mend the "
+                "path, every node needs it",
+            )
         target = str((cwd / target).resolve())
     return Task(
         kind=kind,

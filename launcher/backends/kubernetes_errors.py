@@ -157,7 +157,8 @@ def _forbidden(call: Call, message: str) -> UserError:
     if "being terminated" in message:
         return UserError(
             "HF755",
-            f"namespace {call.namespace} is being removed; mend kubernetes.namespace",
+            f"namespace {call.namespace} is being removed; name another in kubernetes.namespace, "
+            "or make it again once it is gone",
         )
     if "denied the request" in message or "violates PodSecurity" in message:
         return UserError(

@@ -34,6 +34,7 @@ _HOPELESS: Final = (
     "RunContainerError",
 )
 """What a pod says that will not start however long one waits."""
+_WAY_OUT: Final = "mend that, or give --run-dir on a host that mounts the claim"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +156,11 @@ class Storage:
         said = answer.complaint or f"exit code {answer.code}"
         if "No module named" in said:
             said += "; the image needs the same holdfast as this machine"
-        raise UserError("HF759", f"{self.bundle.run_dir} on the claim cannot be {what}: {said}")
+        raise UserError(
+            "HF759",
+            f"{self.bundle.run_dir} on the claim cannot be {what}: {said}; the pods' user "
+            "(kubernetes.security) needs the right to",
+        )
 
     def _wait(self, name: str) -> None:
         watcher = Watcher(
@@ -168,7 +173,8 @@ class Storage:
             last[:] = [pod] if pod is not None else []
             hopeless = self._hopeless(pod)
             if hopeless:
-                raise UserError("HF759", f"the pod that is to reach the storage {hopeless}")
+                message = f"the pod that is to reach the storage {hopeless}; {_WAY_OUT}"
+                raise UserError("HF759", message)
             return pod is not None and runs(pod)
 
         if not wait_until(watcher, good, for_s=self.patience.start_s):
@@ -177,7 +183,7 @@ class Storage:
             raise UserError(
                 "HF759",
                 f"the pod that is to reach the storage has not started in "
-                f"{self.patience.start_s:g} s{why}",
+                f"{self.patience.start_s:g} s{why}; {_WAY_OUT}",
             )
 
     def _hopeless(self, pod: Object | None) -> str:

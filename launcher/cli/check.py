@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 @click.option(
     "--live",
     is_flag=True,
-    help="Also ask the platform whether it would take the job (Slurm: sbatch --test-only).",
+    help="Also ask the platform whether it would take the job: sbatch --test-only, or a dry run "
+    "on Kubernetes.",
 )
 @json_option
 @click.pass_context

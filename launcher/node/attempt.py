@@ -67,7 +67,9 @@ class Attempt:
         job_id, restart = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
         if not _SLURM_NAME.fullmatch(f"{job_id}.{restart}"):
             raise NodeError(
-                "HF673", f"SLURM_JOB_ID={job_id!r}: this is for the inside of a Slurm job"
+                "HF673",
+                f"SLURM_JOB_ID={job_id!r} is no job: only the batch script of a Slurm job calls "
+                "this; submit it (holdfast submit, or sbatch)",
             )
         array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
         array_task = f"{array}_{task}" if array and task else ""

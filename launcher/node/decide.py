@@ -97,7 +97,8 @@ def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget)
         return Decision(
             code=EXIT_BUDGET_USED_UP,
             reason=f"HF671 {len(bad)} attempts have failed within {budget.window_s:g} s, "
-            f"elastic.max_restarts is {budget.max_restarts}",
+            f"elastic.max_restarts is {budget.max_restarts}; the last, {bad[-1].name}: "
+            f"{bad[-1].reason or 'no reason is known'}; mend that, then holdfast submit --resume",
         )
     idle, newest = 0, step
     for p in reversed(past):
@@ -108,7 +109,8 @@ def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget)
         return Decision(
             code=EXIT_DO_NOT_RESTART,
             reason=f"HF672 {idle} attempts in a row have failed without a new checkpoint; the "
-            f"last: {past[-1].reason}",
+            f"last, {past[-1].name}: {past[-1].reason or 'no reason is known'}; mend that, or save "
+            "more often (checkpoint.every_s), then holdfast submit --resume",
         )
     return GO
 

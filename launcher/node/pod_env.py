@@ -15,6 +15,8 @@ SHM: Final = Path("/dev/shm")  # noqa: S108  a memory volume of the pod's own
 SAVE_WAIT_S: Final = 60.0
 """Where nothing is said: `terminationGracePeriodSeconds` is 30 by default, so it is cut off."""
 
+_WAY_OUT: Final = "only the pods of a job call this; holdfast render writes their manifests"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodEnv:
@@ -52,11 +54,11 @@ class PodEnv:
             shutdown = env.get("HOLDFAST_SHUTDOWN_S")
             shutdown_s = float(shutdown) if shutdown else None
         except ValueError as error:
-            raise NodeError("HF674", f"{error}: this is for the pods of a job") from error
+            raise NodeError("HF674", f"{error}: {_WAY_OUT}") from error
         if kind not in KINDS or not pod or "/" in pod:
             raise NodeError(
                 "HF674",
-                f"HOLDFAST_KIND={kind!r}, POD_NAME={pod!r}: this is for the pods of a job",
+                f"HOLDFAST_KIND={kind!r}, POD_NAME={pod!r}: {_WAY_OUT}",
             )
         return cls(
             kind=kind,

@@ -130,7 +130,8 @@ class Canceller:
             raise UserError(
                 "HF612",
                 f"run directory {self.run.path} cannot be written: {error.strerror or error}; "
-                "without it the job would be put back into the queue",
+                "the job would be put back into the queue; make room, or grant the permission, and "
+                "cancel again",
             ) from error
 
     def _news(self, job: JobRef) -> News:

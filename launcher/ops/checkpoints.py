@@ -88,7 +88,8 @@ class RunCheckpoints:
         if not self.commits:
             raise UserError(
                 "HF630",
-                f"{self.run} has no checkpoint yet: none has been committed to its board",
+                f"{self.run} has no checkpoint yet: none has been committed to its board; wait for "
+                "the first (checkpoint.every_s)",
             )
         if step is None:
             return self.commits[-1]

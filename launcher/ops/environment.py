@@ -122,7 +122,11 @@ def record_environment(
     try:
         write_json(path, dataclasses.asdict(environment), indent=1)
     except OSError as error:
-        raise UserError("HF612", f"{path} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            "HF612",
+            f"{path} cannot be written: {error.strerror or error}; make room, or grant the "
+            "permission",
+        ) from error
     _log(run_dir, wall).emit(
         "environment.recorded",
         digest=environment.digest,

@@ -384,7 +384,11 @@ def _replace(path: Path, text: str) -> None:
     try:
         write_whole(path, text)
     except OSError as error:
-        raise UserError("HF612", f"{path} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            "HF612",
+            f"{path} cannot be written: {error.strerror or error}; make room, or grant the "
+            "permission",
+        ) from error
 
 
 def _log(run_dir: Path, wall: Callable[[], float]) -> LauncherLog:

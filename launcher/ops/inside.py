@@ -75,7 +75,11 @@ def place_of(run: Run) -> Place:
     status = backend.status([job])[job]
     if status.state is not JobState.RUNNING:
         why = f" ({status.reason})" if status.reason else ""
-        raise UserError("HF662", f"{run.shown} is {status.state}{why}: nothing of it runs now")
+        raise UserError(
+            "HF662",
+            f"{run.shown} is {status.state}{why}: nothing of it runs now; holdfast why "
+            f"{run.shown} says more",
+        )
     env = {
         **slurm_environment(os.environ),
         "PYTHONPATH": with_packages(os.environ.get("PYTHONPATH")),

@@ -52,7 +52,8 @@ def write_report(data: ReportData, path: Path) -> None:
         else:
             raise UserError("HF620", f"{path}: a report is .html or .png")
     except OSError as error:
-        raise UserError("HF612", f"{path} cannot be written: {error.strerror or error}") from error
+        message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
+        raise UserError("HF612", message) from error
 
 
 def _write_png(data: ReportData, path: Path) -> None:

@@ -57,10 +57,10 @@ def lint(documents: Sequence[Any], file: str = "", lines: Lines | None = None) -
         lines: where values were written; without it messages have no lines.
     """
     problems = []
-    parsed = [Document(index, each) for index, each in enumerate(documents) if _is_object(each)]
+    parsed = [Document(index, each) for index, each in enumerate(documents) if not _lacks(each)]
     for index, each in enumerate(documents):
-        if not _is_object(each):
-            message = "a document without apiVersion, kind and metadata.name is no object"
+        if lacks := _lacks(each):
+            message = f"a document without {', '.join(lacks)} is no object: write what it is"
             problems.append(_problem(Found("HF730", (), message), index, "", file, lines))
     for document in parsed:
         for found in _rules(document, parsed):
@@ -69,10 +69,10 @@ def lint(documents: Sequence[Any], file: str = "", lines: Lines | None = None) -
     return problems
 
 
-def _is_object(document: Any) -> bool:
-    return isinstance(document, dict) and bool(
-        document.get("apiVersion") and document.get("kind") and at(document, ("metadata", "name"))
-    )
+def _lacks(document: Any) -> list[str]:
+    """Return the keys that make an object and that are missing."""
+    keys = (("apiVersion",), ("kind",), ("metadata", "name"))
+    return [".".join(key) for key in keys if not at(document, key)]
 
 
 def _problem(found: Found, index: int, name: str, file: str, lines: Lines | None) -> Problem:
@@ -111,13 +111,14 @@ def _name(document: Document) -> Iterator[Found]:
     longest = 63 - _SUFFIX.get(document.kind, 0)
     if not _DNS_1035.fullmatch(document.name):
         message = (
-            f"{document.name} is no name of a job: lower-case letters, digits and -, a letter first"
+            f"{document.name} is no name of a job: use lower-case letters, digits and -, a letter "
+            "first"
         )
         yield Found("HF745", ("metadata", "name"), message)
     elif len(document.name) > longest:
         message = (
-            f"{len(document.name)} characters are too many: with what is added for pods at most "
-            f"{longest}"
+            f"{len(document.name)} characters are too many, for the names of its pods are longer: "
+            f"use at most {longest}"
         )
         yield Found("HF745", ("metadata", "name"), message)
 
@@ -142,7 +143,11 @@ def _shared_memory(pod: PodSpec) -> Iterator[Found]:
         path: Path = (*pod.path, "volumes", index)
         empty = at(volume, ("emptyDir",))
         if not isinstance(empty, dict) or empty.get("medium") != "Memory":
-            yield Found("HF746", path, "what is mounted at /dev/shm is no memory (medium: Memory)")
+            message = (
+                "what is mounted at /dev/shm is no memory: make it an emptyDir with medium: Memory "
+                "and a sizeLimit"
+            )
+            yield Found("HF746", path, message)
             continue
         size = _bytes(empty.get("sizeLimit"))
         limit = _bytes(at(pod.main, ("resources", "limits", "memory")))
@@ -187,9 +192,10 @@ def _grace(pod: PodSpec) -> Iterator[Found]:
         message = f"{shown} seconds are too few to save in; give what a save takes, and more"
         yield Found("HF747", path, message)
     elif shutdown is not None and grace < shutdown + (wait or 0):
+        needs = shutdown + (wait or 0)
         message = (
             f"{grace} s are fewer than preStop's {wait or 0} s and the {shutdown} s of the "
-            "shut-down: the pod is killed before it has saved"
+            f"shut-down: the pod is killed before it has saved; use {needs} or more"
         )
         yield Found("HF747", path, message)
 
@@ -204,7 +210,11 @@ def _claims(pod: PodSpec, others: Sequence[Document]) -> Iterator[Found]:
             continue
         modes = as_list(claim.get("spec", "accessModes"))
         if not {"ReadWriteMany", "ReadOnlyMany"} & {str(mode) for mode in modes}:
-            message = f"claim {name} has {', '.join(map(str, modes))}: use ReadWriteMany"
+            shown = ", ".join(map(str, modes)) or "none"
+            message = (
+                f"claim {name} has access mode {shown}, so one node alone can mount it: use "
+                "ReadWriteMany"
+            )
             yield Found("HF749", (*pod.path, "volumes", index), message)
 
 
@@ -214,7 +224,7 @@ def _budget(document: Document) -> Iterator[Found]:
         key = "maxUnavailable" if "maxUnavailable" in spec else "minAvailable"
         message = (
             "for pods of a Job or an operator only a whole minAvailable is understood; with "
-            "anything else no pod may be drained at all"
+            "anything else no pod may be drained at all: use the number of all pods but one"
         )
         yield Found("HF712", ("spec", key), message)
 
@@ -222,7 +232,10 @@ def _budget(document: Document) -> Iterator[Found]:
 def _config_map(document: Document) -> Iterator[Found]:
     size = sum(len(str(text).encode()) for text in document.mapping("data").values())
     if size > 1 << 20:
-        yield Found("HF726", ("data",), f"{size:,} bytes are more than the 1 MiB of a ConfigMap")
+        message = (
+            f"{size:,} bytes are more than the 1 MiB of a ConfigMap: put large files on a volume"
+        )
+        yield Found("HF726", ("data",), message)
 
 
 def _bytes(value: Any) -> int | None:

@@ -101,12 +101,17 @@ def _one_lost_pod(document: Document, path: Path, job: dict[str, Any]) -> Iterat
         )
         yield Found("HF744", (*spec, "podFailurePolicy"), message)
     if rules and at(body, ("template", "spec", "restartPolicy")) != "Never":
-        message = "podFailurePolicy is taken only with Never; JobSet's default is OnFailure"
+        message = (
+            "podFailurePolicy is taken only with Never, JobSet's default is OnFailure: use Never"
+        )
         yield Found("HF744", (*spec, "template", "spec", "restartPolicy"), message)
     codes = [rule for rule in rules if at(rule, ("onExitCodes",)) is not None]
     for pod in pods_of(document):
         if codes and pod.path[: len(path)] == path and pod.is_torchrun():
-            message = "torchrun ends with 1 whatever happened: a rule on exit codes tells nothing"
+            message = (
+                "torchrun ends with 1 whatever happened, so a rule on exit codes tells nothing: "
+                "leave it out, or use holdfast's agent, which maps its codes"
+            )
             yield Found("HF733", (*spec, "podFailurePolicy"), message)
 
 
@@ -115,7 +120,11 @@ def _ancestor(path: Path, job: dict[str, Any]) -> Iterator[Found]:
         return
     containers = as_list(at(job, ("template", "spec", "template", "spec", "containers")))
     if not any(at(each, ("name",)) == "node" for each in containers):
-        message = "the webhook wants a container called node in the step labelled trainer"
+        found = ", ".join(str(at(each, ("name",))) for each in containers) or "none"
+        message = (
+            "the webhook wants a container called node in the step labelled trainer, found "
+            f"{found}: rename the one that trains"
+        )
         yield Found("HF741", (*path, "template", "spec", "template", "spec", "containers"), message)
 
 
@@ -129,7 +138,10 @@ def _names(document: Document) -> Iterator[Found]:
         last_pod = (number(body.get("completions")) or number(body.get("parallelism")) or 1) - 1
         pod = f"{document.name}-{job.get('name', '')}-{last_job}-{last_pod}-abcde"
         if len(pod) > 63:
-            message = f"its pods' names would have {len(pod)} characters, as {pod}; 63 are taken"
+            message = (
+                f"its pods' names would have {len(pod)} characters, as {pod}; 63 are taken: "
+                f"shorten it by {len(pod) - 63}"
+            )
             yield Found("HF745", ("metadata", "name"), message)
 
 

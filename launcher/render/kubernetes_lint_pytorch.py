@@ -85,19 +85,23 @@ def _replicas(document: Document) -> Iterator[Found]:
     high = number(document.get(*_ELASTIC, "maxReplicas"))
     workers = _num_workers(document)
     if low is not None and high is not None and low > high:
-        message = f"{low} is more than maxReplicas, {high}: no number of pods is both"
+        message = (
+            f"{low} is more than maxReplicas, {high}: no number of pods is both; use {high} or less"
+        )
         yield Found("HF732", (*_ELASTIC, "minReplicas"), message)
     if workers is None:
         return
     path = (*_ROLES, "Worker", "replicas")
     if high is not None and workers > high:
         message = (
-            f"{workers} pods are more than maxReplicas, {high}: torchrun takes no more than that"
+            f"{workers} pods are more than maxReplicas, {high}: torchrun takes no more than that; "
+            f"use {high}, or raise maxReplicas"
         )
         yield Found("HF732", path, message)
     if low is not None and workers < low:
         message = (
-            f"{workers} pods are fewer than minReplicas, {low}: the rendezvous never completes"
+            f"{workers} pods are fewer than minReplicas, {low}: the rendezvous never completes; "
+            f"use {low} or more, or lower minReplicas"
         )
         yield Found("HF732", path, message)
 
@@ -119,12 +123,15 @@ def _rendezvous(document: Document) -> Iterator[Found]:
                 "use Worker replicas and an elasticPolicy"
             )
         else:
-            message = "with neither Master nor elasticPolicy no pod is told where to meet"
+            message = (
+                "with neither Master nor elasticPolicy no pod is told where to meet; add an "
+                "elasticPolicy"
+            )
         yield Found("HF735", ("spec", "elasticPolicy"), message)
     if has_master and "Worker" in roles:
         message = (
             "workers get an init container, alpine:3.10, that looks the master up; where nodes "
-            "cannot pull it, nothing starts"
+            "cannot pull it, nothing starts; use Worker replicas alone"
         )
         yield Found("HF158", (*_ROLES, "Master"), message)
     if document.get(*_ELASTIC, "metrics") is not None:
@@ -186,12 +193,17 @@ def _webhook(pod: PodSpec) -> Iterator[Found]:
         yield Found("HF741", pod.path[:3], f"{role} is no role; use Master and Worker")
     if pod.main.get("name") != "pytorch":
         found = pod.main.get("name") or "none"
-        message = f"the webhook wants a container called pytorch, found {found}"
+        message = (
+            f"the webhook wants a container called pytorch, found {found}: rename the one that "
+            "trains"
+        )
         yield Found("HF741", (*pod.path, "containers"), message)
     if not pod.main.get("image"):
-        yield Found("HF741", pod.main_path, "has no image; the webhook refuses it")
-    if role == "Master" and document.get(*_ROLES, role, "replicas", default=1) != 1:
-        yield Found("HF741", (*_ROLES, role, "replicas"), "there is one master or none")
+        yield Found("HF741", pod.main_path, "has no image, so the webhook refuses it; name one")
+    masters = document.get(*_ROLES, role, "replicas", default=1)
+    if role == "Master" and masters != 1:
+        message = f"{masters} masters: the webhook wants one or no Master at all; use 1"
+        yield Found("HF741", (*_ROLES, role, "replicas"), message)
 
 
 def _num_workers(document: Document) -> int | None:

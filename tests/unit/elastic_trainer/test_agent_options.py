@@ -87,7 +87,7 @@ def test_what_to_run(tmp_path: Path, argv: list[str], kind: str, target: str) ->
     ("argv", "says"),
     [
         ([], "HF501 which script? Give one after the flags, or --run-dir RUN"),
-        (["--run-dir", "nowhere", "--job", "1"], "nowhere/job.json: No such file"),
+        (["--run-dir", "nowhere", "--job", "1"], "nowhere/job.json cannot be read: No such"),
         (["--run-dir", "nowhere", "--nnodes", "2"], "HF501 --nnodes: job.json in --run-dir"),
         (["--rdzv-endpoint", "/tmp", "--nnodes", "4:2"], "HF501 --nnodes 4:2: expected MIN:MAX"),
         (["--rdzv-endpoint", "/tmp", "--nproc-per-node", "x"], "a number, gpu, cpu or auto"),
@@ -95,7 +95,10 @@ def test_what_to_run(tmp_path: Path, argv: list[str], kind: str, target: str) ->
         (["--rdzv-endpoint", "/tmp", "--rdzv-conf", "heartbeat_s=-1"], "a positive number"),
         (["--rdzv-endpoint", "/tmp", "--rdzv-conf", "ports=9-1"], "not a range like 29400-29499"),
         (["--rdzv-endpoint", "/tmp", "gone.py"], "HF503 there is no script gone.py"),
-        (["--rdzv-endpoint", "/tmp", "--no-python", "no-such-x"], "HF503 no-such-x is no exec"),
+        (
+            ["--rdzv-endpoint", "/tmp", "--no-python", "no-such-x"],
+            "HF503 there is no executable no-such",
+        ),
         (["--rdzv-endpoint", "/tmp", "--no-python", "-m", "x"], "exclude each other"),
         (
             ["--rdzv-endpoint", "/tmp", "--rdzv-conf", "interface=none0", "--no-python", "sh"],
