@@ -143,6 +143,9 @@ _USER_EXCEPTION_AT_START = re.compile(
 _CORRUPTION = re.compile(r"^(?:\w+\.)*(SilentCorruptionError|ReplicaMismatchError): ")
 """Of replicas.py: a majority names this rank; or there is none, and nobody can be named."""
 
+_AWAY = re.compile(r"^(?:\w+\.)*BoardAwayError: ")
+"""Of checkpoint/restore.py. Whatever storage or API server said in it: it is what all share."""
+
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
 _NAMES_AN_ERROR = re.compile(
@@ -217,8 +220,8 @@ def names_an_error(detail: str) -> bool:
 
 
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
-    if by_hardware := _by_hardware(message, text):
-        return by_hardware
+    if known := _board_is_away(message) or _by_hardware(message, text):
+        return known
     tail = _last_line(text)
     users = _USER_EXCEPTION.search(message) or _USER_EXCEPTION.search(tail)
     if users or (at_start and _USER_EXCEPTION_AT_START.search(message)):
@@ -237,6 +240,13 @@ def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
         detail = one_line(_line_around(said, found.start()))
         return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
     return None
+
+
+def _board_is_away(message: str) -> Failure | None:
+    if _AWAY.match(message) is None:
+        return None
+    detail = one_line(message)
+    return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
 
 
 def _by_hardware(message: str, text: str) -> Failure | None:

@@ -15,6 +15,13 @@ class CheckpointError(Exception):
         super().__init__(f"{code} {message}")
 
 
+class BoardAwayError(Exception):
+    """The board does not answer now: the next epoch asks again. No node is to blame.
+
+    `failures.py` knows it by its name.
+    """
+
+
 class DamagedError(Exception):
     """A checkpoint's data is not what its manifest says, or cannot be loaded."""
 

@@ -103,6 +103,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
+            BoardAwayError: the board does not answer.
         """
         self._unusable = 0
         step = self._restore_newest()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from elastic_trainer.agent.board import Board, BoardState, Commit
-from elastic_trainer.checkpoint.collective import Collective, StepFailedError
-from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
+from elastic_trainer.checkpoint.collective import Collective, StepFailedError, describe
+from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError, DamagedError
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_of
 from elastic_trainer.checkpoint.reader import CheckpointReader
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import StartFrom
+
+BOARD_WAIT_S: Final = 60.0
+"""So long a board that does not answer is asked again; the others' collectives wait longer."""
+_AGAIN_S: Final = 1.0
 
 
 def restore(
@@ -49,20 +55,33 @@ def restore(
     return None
 
 
-def agreed_board(board: Board, group: Collective) -> BoardState:
+def agreed_board(
+    board: Board,
+    group: Collective,
+    *,
+    mono: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> BoardState:
     """Return the board as rank 0 reads it, with the commits that may be used; collective.
 
+    An API server that restarts, or storage that fails over, is waited for: `BOARD_WAIT_S`.
+
     Raises:
-        CheckpointError: HF302, the board cannot be read.
+        CheckpointError: HF302, the board cannot be read, nor will it be.
+        BoardAwayError: it does not answer.
     """
     try:
-        return group.by_first(lambda: _read(board))
+        state, reason = group.by_first(partial(_read_patiently, board, mono, sleep))
     except StepFailedError as error:
         raise CheckpointError(
             "HF302",
             f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
             "the run directory readable and start again",
         ) from error
+    if state is None:
+        # The same words on every rank: it is no node's own failure.
+        raise BoardAwayError(f"the board did not answer for {BOARD_WAIT_S:.0f} s: {reason}")
+    return state
 
 
 def restore_from(
@@ -108,6 +127,27 @@ def _load_commit(
     manifest = _verified(commit, storage, group)
     _check_cursor(manifest, global_batch)
     group.together(partial(_load, commit, manifest, storage, state))
+
+
+def _read_patiently(
+    board: Board, mono: Callable[[], float], sleep: Callable[[float], None]
+) -> tuple[BoardState | None, str]:
+    """Return the board; None and why, when it does not answer for long.
+
+    Raises:
+        OSError: it may not be read, or is not there: asking again is of no use.
+        ValueError: it was written by another version.
+    """
+    deadline = mono() + BOARD_WAIT_S
+    while True:
+        try:
+            return _read(board), ""
+        except (PermissionError, FileNotFoundError):
+            raise
+        except OSError as error:
+            if mono() >= deadline:
+                return None, describe(error)
+        sleep(_AGAIN_S)
 
 
 def _read(board: Board) -> BoardState:

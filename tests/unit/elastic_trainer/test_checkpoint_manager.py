@@ -12,10 +12,12 @@ from torch.distributed import checkpoint as dcp
 
 from elastic_trainer.agent.board import BoardState, update
 from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.checkpoint import restore as restore_module
 from elastic_trainer.checkpoint import saver as saver_module
-from elastic_trainer.checkpoint.errors import CheckpointError
+from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.restore import agreed_board
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -295,10 +297,40 @@ def test_board_that_fails_during_the_commit(tmp_path, when, steps):
     assert [name[:14] for name in left] == [f"step-{s:09d}" for s in (*steps, 2)]
 
 
-def test_board_that_cannot_be_read_at_restore(tmp_path):
+def test_board_that_cannot_be_read_at_restore(tmp_path, monkeypatch):
+    monkeypatch.setattr(restore_module, "BOARD_WAIT_S", 0.0)
     board = FlakyBoard(FileBoard(tmp_path / "board"), "gone")
+    with pytest.raises(BoardAwayError, match=r"did not answer for 0 s: OSError: .*Input/output"):
+        Run(tmp_path, board=board).restore()
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), ValueError("version 9")])
+def test_board_that_can_never_be_read_at_restore(tmp_path, monkeypatch, error):
+    board = FileBoard(tmp_path / "board")
+
+    def refuses():
+        raise error
+
+    monkeypatch.setattr(board, "get_state", refuses)
     with pytest.raises(CheckpointError, match="HF302 the board cannot be read"):
         Run(tmp_path, board=board).restore()
+
+
+def test_board_that_is_away_for_a_moment_at_restore(tmp_path):
+    """An API server that restarts must not end a job for good."""
+    board = FlakyBoard(FileBoard(tmp_path / "board"), None)
+    run = Run(tmp_path, board=board)
+    run.step()
+    assert run.save(1)
+    board.when, now = "gone", [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        if now[0] > restore_module.BOARD_WAIT_S - 5:
+            board.when = None
+
+    state = agreed_board(board, run.manager._group, mono=lambda: now[0], sleep=sleep)
+    assert [commit.step for commit in state.commits] == [1]
 
 
 def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, monkeypatch):

@@ -62,6 +62,8 @@ SHARED = [
     "TimeoutError: the lock of /data/index was not free within 60 s",
     "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, unhandled system error",
     "torch.distributed.DistBackendError: NCCL error in: init.cc:1, ncclInternalError",
+    "BoardAwayError: the board did not answer for 60 s: OSError: [Errno 116] Stale file handle",
+    "BoardAwayError: the board did not answer for 60 s: NotSentError: Connection reset by peer",
 ]
 PROGRAMS = [
     "RuntimeError: shape '[4096, 1, 5, 179]' is invalid for input of size 3670016",
