@@ -19,11 +19,9 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from typing import Any
 
 import psutil
 from common import ROOT, environment, machine, median, say, table, write_out
-from peers import NotStartedError, PeerCluster, trains_whole
+from peers import PeerCluster, in_own_folder, trains_whole
 
 FAULTS = {
     "sigstop": ("pause-worker:1@25",),
@@ -129,18 +127,10 @@ def torchrun(name: str, folder: Path) -> Found:
     return None, None
 
 
-def measure(system: str, name: str, again: int = 1) -> Found:
-    """Run one system once, in a folder of its own; `again` more times if it does not start."""
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    try:
-        return (holdfast if system == "holdfast" else torchrun)(name, folder)
-    except NotStartedError as error:
-        say(f"{system} {name} did not start: {error}")
-        if again <= 0:
-            raise
-        return measure(system, name, again=again - 1)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def measure(system: str, name: str) -> Found:
+    """Run one system once."""
+    run = holdfast if system == "holdfast" else torchrun
+    return in_own_folder(f"{system} {name}", partial(run, name))
 
 
 def main() -> None:

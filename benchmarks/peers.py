@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
-from common import ROOT, environment
+from common import ROOT, environment, say
 
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 from launcher.spec import load_spec
+
+_Found = TypeVar("_Found")
 
 HERE = Path(__file__).parent
 FT_SITE = Path(os.environ.get("HOLDFAST_BENCH_NVRX", HERE / ".nvrx"))
@@ -175,6 +179,24 @@ class PeerCluster:
     def tail(self) -> str:
         """Return the end of the first agent's log."""
         return (self._folder / "agent0.log").read_text(encoding="utf-8")[-1000:]
+
+
+def in_own_folder(what: str, run: Callable[[Path], _Found], again: int = 1) -> _Found:
+    """Run one case in a folder of its own; `again` more times if it does not start.
+
+    Raises:
+        NotStartedError: it did not start the last time either.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    try:
+        return run(folder)
+    except NotStartedError as error:
+        say(f"{what} did not start: {error}")
+        if again <= 0:
+            raise
+        return in_own_folder(what, run, again=again - 1)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_tree(agent: psutil.Process) -> None:

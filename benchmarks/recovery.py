@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ from typing import Any
 
 import psutil
 from common import ROOT, environment, machine, median, say, table, write_out
-from peers import SYSTEMS, NotStartedError, PeerCluster, trains_whole, why_not
+from peers import SYSTEMS, PeerCluster, in_own_folder, trains_whole, why_not
 
 from launcher.ops.record import RunRecord
 
@@ -191,18 +189,10 @@ def peer(system: str, name: str, folder: Path) -> Run:
     return Run(None)
 
 
-def measure(system: str, name: str, again: int = 1) -> Run:
-    """Run one system once, in a folder of its own; `again` more times if it does not start."""
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
-    try:
-        return holdfast(name, folder) if system == "holdfast" else peer(system, name, folder)
-    except NotStartedError as error:
-        say(f"{system} {name} did not start: {error}")
-        if again <= 0:
-            raise
-        return measure(system, name, again=again - 1)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def measure(system: str, name: str) -> Run:
+    """Run one system once."""
+    run = partial(holdfast, name) if system == "holdfast" else partial(peer, system, name)
+    return in_own_folder(f"{system} {name}", run)
 
 
 def repeat(system: str, name: str, repeats: int) -> list[Run]:

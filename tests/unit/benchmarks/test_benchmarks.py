@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from elastic_trainer.model import Block, rope_table
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Import a benchmark as `python benchmarks/NAME.py` does, and forget it after."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    known = set(sys.modules)
-    yield importlib.import_module
-    for path in FOLDER.glob("*.py"):
-        if path.stem not in known:
-            sys.modules.pop(path.stem, None)
 
 
 def test_median_is_null_when_one_run_never_recovered(load):

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from launcher.ops.chaos import Chaos
-
-FOLDER = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    known = set(sys.modules)
-    yield importlib.import_module
-    for path in FOLDER.glob("*.py"):
-        if path.stem not in known:
-            sys.modules.pop(path.stem, None)
 
 
 def outcome(aims, program, result, text="the table"):
