@@ -1,4 +1,4 @@
-"""A submitted run on programs that stand in for Slurm's, and what its nodes write."""
+"""Programs that stand in for Slurm's, a run submitted to them, and what its nodes write."""
 
 from __future__ import annotations
 
@@ -6,23 +6,50 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_slurm import FakeSlurm
-from test_submit import TINY, submit
+from fake_slurm import FakeSlurm, tree
 
 from launcher.cli.main import run_cli
 from launcher.ops.record import LauncherLog
 
+TINY = """\
+name: a-job
+model: tiny
+layout: {dp: auto}
+cluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}
+train: {seq_len: 128, global_batch: 24, micro_batch: 2, steps: 60, precision: fp32}
+data: {path: corpus, format: text, tokenizer: bytes}
+slurm: {partition: main, time: "60", save_s: 5}
+"""
+
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def fresh(tmp_path, monkeypatch):
+    """Return a Slurm without jobs, in a folder with a job file."""
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path / "home")
     monkeypatch.setenv("COLUMNS", "200")
     Path("corpus").write_text("some text\n" * 200)
     Path("job.yaml").write_text(TINY)
-    fake = FakeSlurm(tmp_path / "slurm", monkeypatch)
+    return FakeSlurm(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def slurm(fresh):
+    """Return one with the job of runs/one."""
     submit("--run-dir", "runs/one")
-    return fake
+    return fresh
+
+
+def submit(*options, code=0):
+    assert run_cli(["submit", "job.yaml", "--to", "slurm", *options]) == code
+
+
+def refused(capsys, *options, code=2):
+    """Submit what leaves nothing behind; return what is said."""
+    before = tree(".")
+    submit(*options, code=code)
+    assert tree(".") == before, "something was left behind"
+    return capsys.readouterr().err
 
 
 def cli(capsys, *words, code=0):

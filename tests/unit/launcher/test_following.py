@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT
-from slurm_bench import as_json, cli, slurm, trains, worker_fails
-from test_submit import submit
+from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher import stop_request
 from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
@@ -18,7 +17,7 @@ from launcher.ops import cancelling, watch
 from launcher.ops.follow_logs import LogReader, Selection
 from launcher.ops.runs import find_runs
 
-__all__ = ["slurm"]  # the fixture
+__all__ = ["fresh", "slurm"]  # fixtures
 
 
 def later(*acts):

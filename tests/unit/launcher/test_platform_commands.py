@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from slurm_bench import as_json, cli, slurm, trains, worker_fails
-from test_submit import submit
+from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher.backends.slurm_queries import Patience
 
-__all__ = ["slurm"]  # the fixture
+__all__ = ["fresh", "slurm"]  # fixtures
 
 
 def test_status_of_a_pending_run(slurm, capsys):

@@ -1,0 +1,163 @@
+"""submit --resume: a run, or what is left of a sweep, goes on in another job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fake_slurm import SUBMIT
+from slurm_bench import fresh, submit
+
+from launcher import stop_request
+from launcher.cli.main import run_cli
+from launcher.ops.record import LauncherLog
+
+__all__ = ["fresh"]  # the fixture
+
+
+def test_a_run_is_submitted_again_when_its_job_has_ended(fresh, capsys):
+    submit("--run-dir", "runs/one")
+    assert run_cli(["submit", "--resume", "one"]) == 2
+    assert "HF615" in capsys.readouterr().err
+    fresh.is_now("FAILED", ExitCode="91:0")
+    stop_request.ask(Path("runs/one"), why="test", t_unix=0.0)
+    fresh.accepts("18")
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    assert "slurm job 18: " in capsys.readouterr().out
+    assert not stop_request.asked(Path("runs/one"))
+    said = json.loads(Path("runs/one/submitted.json").read_text())
+    assert (said["job_id"], [each["job_id"] for each in said["former"]]) == ("18", ["17"])
+
+
+def put_out(run, node, t):
+    log = LauncherLog(run, "agent.n1", wall=lambda: t)
+    log.emit("member.evicted", node="n1", member=node, reason="failed twice")
+
+
+def test_nodes_that_were_put_out_are_kept_off_when_a_run_is_submitted_again(fresh, capsys):
+    submit("--run-dir", "runs/one", "--set", "slurm.exclude=['bad[1-2]']")
+    run = Path("runs/one").absolute()
+    put_out(run, "n0", SUBMIT - 60)
+    put_out(run, "n3", SUBMIT + 60)
+    fresh.is_now("FAILED", ExitCode="92:0")
+    fresh.accepts("18")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    assert fresh.calls("sbatch")[-1] == (
+        f"sbatch --parsable --exclude=bad[1-2],n3 {run}/job.sbatch"
+    )
+    out = capsys.readouterr().out
+    assert "keeps off n3, which the run has put out: failed twice" in out
+    assert "submit --resume RUN --all-nodes" in out
+    assert "slurm.exclude" in out
+    assert json.loads((run / "submitted.json").read_text())["without"] == ["n3"]
+
+
+def test_nodes_that_were_put_out_may_be_used_again(fresh, capsys):
+    submit("--run-dir", "runs/one")
+    put_out(Path("runs/one"), "n3", SUBMIT + 60)
+    fresh.is_now("FAILED", ExitCode="92:0")
+    fresh.accepts("18")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "one", "--all-nodes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["without"] == []
+    assert "--exclude" not in fresh.calls("sbatch")[-1]
+
+
+def test_a_refused_resume_stays_stopped(fresh, capsys):
+    submit("--run-dir", "runs/one")
+    fresh.is_now("CANCELLED", ExitCode="0:15")
+    stop_request.ask(Path("runs/one"), why="test", t_unix=0.0)
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert run_cli(["submit", "--resume", "runs/one"]) == 2
+    assert stop_request.asked(Path("runs/one"))
+    assert json.loads(Path("runs/one/submitted.json").read_text())["job_id"] == "17"
+
+
+def test_one_task_of_a_sweep_is_submitted_again_alone(fresh, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    assert run_cli(["why", "runs/s"]) == 2
+    assert "HF651 runs/s is a sweep; name one of its runs, as runs/s/0" in capsys.readouterr().err
+    fresh.says("squeue", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    fresh.says("sbatch", out="20")
+    assert run_cli(["submit", "--resume", "runs/s/1"]) == 0
+    assert fresh.calls("sbatch")[-1].startswith("sbatch --parsable --array=1 ")
+    assert json.loads(Path("runs/s/1/submitted.json").read_text())["job_id"] == "20_1"
+
+
+def squeue_rows(*tasks):
+    """What squeue says of (job id of a task, its state)."""
+    rows = []
+    for task, state in tasks:
+        script = Path("runs/s/job.sbatch").absolute()
+        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "a-job", str(script)]
+        rows.append("\x1f".join(fields))
+    return "\n".join(rows)
+
+
+def test_a_whole_sweep_is_submitted_again_but_for_what_is_done_or_live(fresh, capsys):
+    submit("--sweep", "train.seed=1,2,3,4", "--run-dir", "runs/s")
+    capsys.readouterr()
+    assert run_cli(["submit", "--resume", "s", "--watch"]) == 2
+    assert "HF610 --resume of a sweep" in capsys.readouterr().err
+    states = ("COMPLETED", "RUNNING", "FAILED", "CANCELLED")
+    rows = squeue_rows(*((f"17_{i}", state) for i, state in enumerate(states)))
+    fresh.says("squeue", out=rows)
+    LauncherLog(Path("runs/s/0"), "n1").emit("job.stopped", node="n1", code=0, reason="done")
+    stop_request.ask(Path("runs/s/3"), why="test", t_unix=0.0)
+    fresh.says("sbatch", out="20")
+    assert run_cli(["submit", "--resume", "s"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        "slurm job 20: goes on: 2, 3 of runs/s",
+        "waiting or running, left alone: 1 of runs/s",
+        "done already: 0 of runs/s",
+    ]
+    assert fresh.calls("sbatch")[-1].startswith("sbatch --parsable --array=2,3 ")
+    ids = [json.loads(Path(f"runs/s/{i}/submitted.json").read_text())["job_id"] for i in range(4)]
+    assert ids == ["17_0", "17_1", "20_2", "20_3"]
+    assert not stop_request.asked(Path("runs/s/3"))
+
+
+def test_a_sweep_with_nothing_left_to_do_submits_nothing(fresh, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    capsys.readouterr()
+    fresh.says("squeue", out=squeue_rows(("17_0", "COMPLETED"), ("17_1", "COMPLETED")))
+    for task in ("0", "1"):
+        log = LauncherLog(Path("runs/s") / task, "n1")
+        log.emit("job.stopped", node="n1", code=0, reason="done")
+    assert run_cli(["submit", "--resume", "s", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["job_id"], answer["runs"], len(answer["done"])) == (None, [], 2)
+    assert len(fresh.calls("sbatch")) == 1
+
+
+def test_a_sweep_that_is_refused_stays_stopped(fresh, capsys):
+    submit("--sweep", "train.seed=1,2", "--run-dir", "runs/s")
+    fresh.says("squeue", out=squeue_rows(("17_0", "FAILED"), ("17_1", "FAILED")))
+    stop_request.ask(Path("runs/s/1"), why="test", t_unix=0.0)
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert run_cli(["submit", "--resume", "s"]) == 2
+    assert stop_request.asked(Path("runs/s/1"))
+    assert not stop_request.asked(Path("runs/s/0"))
+
+
+def test_a_resumed_run_keeps_its_code_until_it_is_upgraded(fresh, capsys):
+    Path("proj").mkdir()
+    Path("proj/tool.py").write_text("x = 1\n")
+    submit("--set", "code.dir=proj", "--run-dir", "one")
+    Path("proj/tool.py").write_text("x = 2\n")
+    capsys.readouterr()
+
+    def resumed(*options):
+        fresh.is_now("FAILED")
+        assert run_cli(["submit", "--resume", "one", "--json", *options]) == 0
+        answer = json.loads(capsys.readouterr().out)["upgraded"]
+        code = json.loads(Path("one/job.json").read_text())["code"]["dir"]
+        return answer, Path(code, "tool.py").read_text()
+
+    assert resumed() == (None, "x = 1\n")
+    (said,), text = resumed("--upgrade")
+    assert said.startswith("code ")
+    assert text == "x = 2\n"
+    assert resumed("--upgrade") == ([], "x = 2\n")
