@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -161,6 +162,7 @@ def events(run: Path, name: str) -> list[Event]:
 
 
 def _enter(rank: int, world: int, scratch: Path, job, args) -> None:
+    gc.freeze()  # the server's: looking through it would copy its pages
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(

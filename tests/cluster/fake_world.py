@@ -6,6 +6,7 @@ keep the groups of an earlier one.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 import warnings
@@ -50,6 +51,7 @@ def apart(function, *args):
 
 
 def _answer(pipe, function, args):
+    gc.freeze()  # the server's: looking through it would copy its pages
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)

@@ -7,6 +7,7 @@ the store, sets the workers' environment, asks for stops through their heartbeat
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -302,6 +303,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tens
 
 def _work(env: dict[str, str], log: Path) -> None:
     """Body of a forked worker: what the zygote's child does."""
+    gc.freeze()  # the server's: looking through it would copy its pages
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

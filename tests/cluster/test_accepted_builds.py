@@ -96,7 +96,7 @@ def run_examples(number, seconds):
 
 
 def test_what_is_accepted_runs():
-    seen = run_examples(150, seconds=15)
+    seen = run_examples(150, seconds=8)
     assert seen["accepted"] >= 5, seen
 
 

@@ -36,7 +36,7 @@ def test_a_run_trains_and_its_job_succeeds(cluster: Cluster, kind: str) -> None:
     assert [event["code"] for event in run.events("run.ended")] == [0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_KIND)  # a JobSet makes the coordinator anew, below
 def test_one_lost_pod_is_made_anew_alone_and_takes_part_again(cluster: Cluster, kind: str) -> None:
     run = K8sRun(cluster, kind)
     first = run.until_steps(2)
@@ -145,7 +145,7 @@ def _stepped(run: K8sRun, epoch: dict[str, Any]) -> bool:
     return any(e["epoch"] >= epoch["epoch"] for e in run.events("step.completed"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ONE_KIND)
 def test_a_job_that_would_fail_again_ends(cluster: Cluster, kind: str) -> None:
     run = K8sRun(cluster, kind, sets=("data.path=/holdfast/none.txt",))
     run.ended("Failed")

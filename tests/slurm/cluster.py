@@ -157,7 +157,7 @@ class SlurmCluster:
                 raise SlurmError(f"job {job_id} is {job}, not {states}\n{self.told()}")
             return None
 
-        return until(f"job {job_id} {'/'.join(states)}", look, timeout_s=timeout_s)
+        return until(f"job {job_id} {'/'.join(states)}", look, timeout_s=timeout_s, every_s=0.25)
 
     def wait_idle(self, timeout_s: float = _START_S) -> None:
         """Wait until all nodes are idle."""
@@ -167,7 +167,7 @@ class SlurmCluster:
             return done.stdout.split() == ["idle"] * len(self.names)
 
         try:
-            until("all nodes idle", idle, timeout_s=timeout_s)
+            until("all nodes idle", idle, timeout_s=timeout_s, every_s=0.25)
         except SlurmError as error:
             sinfo = self.run("sinfo", "-N", "-l", check=False).stdout
             raise SlurmError(f"{error}\n{sinfo}\n{self.told()}") from None

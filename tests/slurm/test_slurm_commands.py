@@ -176,7 +176,7 @@ def test_check_live_says_when_it_would_start(user):
 
 def test_why_a_job_waits_and_cancelling_it(user, slurm):
     user.submit(*ALWAYS, nodes=4, more=["--run-dir", "runs/first"])
-    user.wait_step("first", 1)
+    user.wait("first", "running")
     user.submit(*ALWAYS, nodes=3, more=["--run-dir", "runs/second"])
     answer = user.json("why", "second")
     assert answer["state"] == "pending"

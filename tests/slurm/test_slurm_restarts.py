@@ -23,6 +23,7 @@ def check_saved_where_it_stopped(run):
     assert resumed["resume_step"] == max(done), "saved at the step it was stopped at"
 
 
+@pytest.mark.slow  # as at the time limit, where Slurm sends the signal
 def test_asked_to_save_it_requeues_itself_and_finishes(slurm, plain, tmp_path):
     run = make_run(slurm, tmp_path, steps=STEPS, nodes=2)
     job = run.submit()

@@ -66,6 +66,7 @@ def test_a_job_whose_batch_host_is_lost_comes_back_by_itself(slurm, plain, tmp_p
     assert (run.path / "attempts" / f"{job}.0" / "caretaker.0").read_text().strip() != host
 
 
+@pytest.mark.slow  # what test_slurm_commands.py has `holdfast cancel --save` do, by hand
 def test_cancelled_with_save_it_leaves_a_checkpoint_and_stays_stopped(slurm, tmp_path):
     run = make_run(slurm, tmp_path, steps=10**6, nodes=2)
     job = run.submit()
@@ -89,7 +90,6 @@ def test_a_second_job_of_a_live_run_names_the_first_and_exits_with_93(slurm, tmp
     assert slurm.job(job).state == "RUNNING"
 
 
-@pytest.mark.slow
 def test_two_jobs_on_the_same_nodes_do_not_take_each_others_ports(slurm, plain, tmp_path):
     shared = ("slurm.exclusive=false", "slurm.mem=100M", "slurm.cpus=1")
     runs = [

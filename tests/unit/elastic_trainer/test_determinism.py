@@ -16,21 +16,18 @@ def in_a_process(code, **env):
 SETTING = "import os, torch, elastic_trainer.determinism as d; d.make_deterministic();"
 
 
-def test_it_sets_what_torch_cublas_and_nccl_read():
+def test_it_sets_what_torch_cublas_and_nccl_read_and_makes_no_cuda_context():
+    """Nor does importing the trainer: the zygote forks afterwards, which no context survives."""
     in_a_process(
         SETTING + "assert torch.are_deterministic_algorithms_enabled();"
         "assert not torch.is_deterministic_algorithms_warn_only_enabled();"
         "assert not torch.utils.deterministic.fill_uninitialized_memory;"
         "assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8';"
         "assert os.environ['NCCL_NVLS_ENABLE'] == '0';"
-        "import torch._inductor.config as c; assert c.deterministic"
+        "import torch._inductor.config as c; assert c.deterministic;"
+        "import elastic_trainer.train; assert not torch.cuda.is_initialized()"
     )
 
 
 def test_what_the_user_set_stays():
     in_a_process(SETTING + "assert os.environ['NCCL_NVLS_ENABLE'] == '1'", NCCL_NVLS_ENABLE="1")
-
-
-def test_importing_the_trainer_makes_no_cuda_context():
-    """The zygote forks after this import; a context would not survive the fork."""
-    in_a_process("import elastic_trainer.train, torch; assert not torch.cuda.is_initialized()")

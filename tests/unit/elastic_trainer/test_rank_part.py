@@ -91,7 +91,15 @@ def test_a_published_layout_builds_for_the_first_the_last_and_a_rank_between(row
         assert ("head.weight" in part.shapes) == (part.coordinate["pp"] == layout.pp - 1)
 
 
-@pytest.mark.parametrize("row", PAPER.values(), ids=PAPER)
+@pytest.mark.parametrize(
+    "row",
+    # All have the same tp and pp, on which a stage's parameters depend.
+    [
+        pytest.param(row, marks=[pytest.mark.slow] if i else [])
+        for i, row in enumerate(PAPER.values())
+    ],
+    ids=PAPER,
+)
 def test_the_stages_of_405b_hold_its_parameters_once(row):
     _, layout, _ = row
     shape = PRESETS["llama3-405b"]
