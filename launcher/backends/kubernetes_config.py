@@ -62,17 +62,10 @@ def connect(
     else:
         found, namespace = _chosen(config, ConfigException, os.pathsep.join(files), context)
         try:
-            config.load_kube_config(
-                config_file=os.pathsep.join(files),
-                context=found,
-                client_configuration=configuration,
-            )
+            config.load_kube_config(os.pathsep.join(files), found, configuration)
         except (ConfigException, OSError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                "HF752",
-                f"context {found} of {' and '.join(files)} gives no credentials: {_flat(error)}; "
-                "log in again",
-            ) from error
+            message = f"context {found} of {' and '.join(files)} gives no credentials"
+            raise UserError("HF752", f"{message}: {_flat(error)}; log in again") from error
     configuration.retries = False  # ours know what may be done twice
     made = client.ApiClient(configuration)
     made.user_agent = "holdfast"

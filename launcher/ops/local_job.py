@@ -110,10 +110,7 @@ def prepare_new(
         assert rendered.start_from is not None
         pin = corpus_pin(rendered.start_from)
         bundle = {**bundle, run_dirs.JOB_JSON: rendered.to_json(), **pin}
-    num_nodes = nodes or rendered.ladder.max_nodes
-    narrowed = _narrowed(rendered, num_nodes)
-    parsed = _faults(narrowed, num_nodes, faults)
-    rage = None if chaos is None else parse_chaos(chaos)
+    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     existed = directory.exists()
     refuse_foreign(rendered)
     run_dirs.create(directory, bundle)
@@ -123,14 +120,7 @@ def prepare_new(
         if not existed:
             shutil.rmtree(directory)  # it holds nothing but what was just rendered
         raise
-    return Prepared(
-        run_dir=directory,
-        rendered=rendered,
-        narrowed=narrowed,
-        num_nodes=num_nodes,
-        faults=parsed,
-        chaos=rage,
-    )
+    return prepared
 
 
 def prepare_resume(
@@ -147,18 +137,34 @@ def prepare_resume(
     record = RunRecord(directory)
     if any(_is_end(event) for event in record.poll()):
         return None
-    stop_request.withdraw(directory)
-    num_nodes = nodes or rendered.ladder.max_nodes
-    narrowed = _narrowed(rendered, num_nodes)
-    parsed = _faults(narrowed, num_nodes, faults)
+    prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     check_data(rendered)
     run_dirs.check_checkpoint_dir(rendered)
+    stop_request.withdraw(directory)
+    return prepared
+
+
+def _prepared(
+    directory: Path,
+    rendered: TrainConfig,
+    *,
+    nodes: int | None,
+    faults: Sequence[str],
+    chaos: str | None,
+) -> Prepared:
+    """Return the attempt that the options ask for; nothing is made.
+
+    Raises:
+        UserError: too few nodes, a wrong fault.
+    """
+    num_nodes = nodes or rendered.ladder.max_nodes
+    narrowed = _narrowed(rendered, num_nodes)
     return Prepared(
         run_dir=directory,
         rendered=rendered,
         narrowed=narrowed,
         num_nodes=num_nodes,
-        faults=parsed,
+        faults=_faults(narrowed, num_nodes, faults),
         chaos=None if chaos is None else parse_chaos(chaos),
     )
 

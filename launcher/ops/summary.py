@@ -49,8 +49,7 @@ def summarise(
     Args:
         events: the record, in order of time.
         config: the run's job.json, for the name and the number of steps asked for.
-        audit: the ledger's account of samples; None: there is no ledger, and both
-            numbers are null.
+        audit: the ledger's account of samples; None: there is no ledger, so both are null.
         code: exit code of the run; None while it is running.
     """
     spans = timeline.epochs(events, timeline.layouts_of(config))
@@ -63,6 +62,7 @@ def summarise(
     start = config.start_from if config else None
     first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
     origin = started.t_unix if started else (events[0].t_unix if events else 0.0)
+    tokens = sum(done.tokens for done in counted)
     summary = {
         "version": SUMMARY_VERSION,
         "name": config.name if config else None,
@@ -89,15 +89,19 @@ def summarise(
         "spares_at_end": list(spans[-1].spares) if spans else [],
         "checkpoints_committed": _steps_of(events, "checkpoint.committed"),
         "checkpoints_failed": sum(event.event == "checkpoint.failed" for event in events),
-        "tokens": sum(done.tokens for done in counted),
-        "tokens_per_s": _ratio(sum(done.tokens for done in counted), busy_s, 1),
+        "tokens": tokens,
+        "tokens_per_s": _ratio(tokens, busy_s, 1),
         "goodput": _ratio(busy_s, wall_s, 4),
         "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
         "wall_s": round(wall_s, 3),
     }
-    # A script shows its steps about once a second: what would count each of them is not known.
-    sparse = all(event.event != "step.completed" for event in events)
-    return summary | (_NOT_OF_SCRIPTS if config and config.command and sparse else {})
+    return summary | (_NOT_OF_SCRIPTS if _is_sparse(events, config) else {})
+
+
+def _is_sparse(events: Sequence[Event], config: TrainConfig | None) -> bool:
+    """Whether a script showed its steps about once a second: what counts each is not known."""
+    is_script = config is not None and bool(config.command)
+    return is_script and all(event.event != "step.completed" for event in events)
 
 
 _NOT_OF_SCRIPTS = dict.fromkeys(

@@ -94,13 +94,8 @@ def pod_job(
     """
     _check_text(run_dir, "run directory")
     _check_text(base_dir, "the job file's folder")
-    wish = spec.kubernetes
-    image, python, venv = pod_image(spec), "python3", None
-    if wish.python is not None:
-        python = wish.python
-    elif spec.env.venv is not None:
-        venv = resolve(spec.env.venv, base_dir)
-        python = f"{venv}/bin/python"
+    wish, image = spec.kubernetes, pod_image(spec)
+    python, venv = _interpreter(spec, base_dir)
     problems = [
         *_missing(spec, image),
         *_off_volumes(spec, base_dir=base_dir),
@@ -130,6 +125,16 @@ def pod_job(
         clock=clock,
         shm=shm,
     )
+
+
+def _interpreter(spec: JobSpec, base_dir: str | Path) -> tuple[str, str | None]:
+    """Return the pods' Python, and the environment that it belongs to."""
+    if spec.kubernetes.python is not None:
+        return spec.kubernetes.python, None
+    if spec.env.venv is None:
+        return "python3", None
+    venv = resolve(spec.env.venv, base_dir)
+    return f"{venv}/bin/python", venv
 
 
 def _check_text(path: str | Path, what: str) -> None:
