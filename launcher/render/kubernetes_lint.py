@@ -188,8 +188,8 @@ def _grace(pod: PodSpec) -> Iterator[Found]:
     shutdown = _seconds(variables.get("HOLDFAST_SHUTDOWN_S"))
     wait = _seconds(variables.get("HOLDFAST_SAVE_WAIT_S"))
     if grace is None or grace <= DEFAULT_GRACE_S:
-        shown = f"{DEFAULT_GRACE_S}, the default," if grace is None else str(grace)
-        message = f"{shown} seconds are too few to save in; give what a save takes, and more"
+        shown = f"{DEFAULT_GRACE_S} seconds, the default," if grace is None else f"{grace} seconds"
+        message = f"{shown} are too few to save in; give what a save takes, and more"
         yield Found("HF747", path, message)
     elif shutdown is not None and grace < shutdown + (wait or 0):
         needs = shutdown + (wait or 0)
@@ -224,7 +224,7 @@ def _budget(document: Document) -> Iterator[Found]:
         key = "maxUnavailable" if "maxUnavailable" in spec else "minAvailable"
         message = (
             "for pods of a Job or an operator only a whole minAvailable is understood; with "
-            "anything else no pod may be drained at all: use the number of all pods but one"
+            "anything else no pod may be drained at all: use minAvailable with all pods but one"
         )
         yield Found("HF712", ("spec", key), message)
 

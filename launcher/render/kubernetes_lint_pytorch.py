@@ -58,7 +58,7 @@ def _values(document: Document) -> Iterator[Found]:
     def one_of(path: tuple[str | int, ...], known: tuple[str, ...]) -> Iterator[Found]:
         value = document.get(*path)
         if value is not None and value not in known:
-            message = f"{value} is taken by the server and unknown to the operator; use "
+            message = f"{value} is taken by the server and unknown to the operator; use one of "
             yield Found("HF731", path, message + ", ".join(known))
 
     yield from one_of((*_RUN_POLICY, "cleanPodPolicy"), _CLEAN)
@@ -70,7 +70,8 @@ def _values(document: Document) -> Iterator[Found]:
     ours = any(pod.is_ours() for pod in pods_of(document))
     if per_pod in ("auto", "cpu", "gpu") or (per_pod is None and not ours):
         if document.get(*_ELASTIC, "nProcPerNode") is None:
-            message = "WORLD_SIZE counts one worker per pod then; give the number, as '8'"
+            shown = "left out" if per_pod is None else per_pod
+            message = f"{shown}, so WORLD_SIZE counts one worker per pod; give the number, as '8'"
             yield Found("HF718", path, message)
     elif per_pod is not None and not (isinstance(per_pod, str) and per_pod.isdigit()):
         message = f"{per_pod!r} is no number of workers in quotes, as '8'; torchrun would refuse it"
@@ -119,8 +120,8 @@ def _rendezvous(document: Document) -> Iterator[Found]:
     if elastic is None and not ours:
         if has_master:
             message = (
-                "torchrun's rendezvous is static then: peers of a restarted pod never come back; "
-                "use Worker replicas and an elasticPolicy"
+                "without one torchrun's rendezvous is static: peers of a restarted pod never come "
+                "back; use an elasticPolicy, and Worker replicas alone"
             )
         else:
             message = (
