@@ -286,6 +286,8 @@ def _phases(
     `detect` and `form_epoch` span several nodes, so no one of them can time them:
     unless an event says better they are the time from the fault to its first
     evidence, and from there to the new epoch, less what else is known of that time.
+    `fork` begins where the epoch is formed: until its last node has heard of it, and ended
+    the workers of the epoch before, no fork begins there.
     """
     slowest: dict[str, float] = {}
     for event in events:
@@ -297,6 +299,8 @@ def _phases(
             ending and failure.t <= event.t_unix <= recovered_t
         )
         if ours and isinstance(seconds, int | float):
+            if phase == "fork":
+                seconds = max(seconds, event.t_unix - after.formed_t)
             slowest[phase] = max(slowest.get(phase, 0.0), float(seconds))
     if failure.detected_s is not None:
         slowest.setdefault("detect", failure.detected_s)

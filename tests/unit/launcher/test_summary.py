@@ -84,6 +84,17 @@ def test_failures_of_the_storm():
     json.dumps(summary)
 
 
+def test_a_fork_counts_from_the_moment_the_epoch_was_formed():
+    """A node that ends its old workers late begins late to fork, and all wait for it."""
+    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream.kill_node("node2").form(NODES[:2], resume=5)
+    formed = next(e.t_unix for e in stream.events if e.event == "epoch.formed" and e.epoch == 2)
+    late = {"epoch": 2, "node": "node1", "phase": "fork", "seconds": 0.03}
+    stream.add("recovery.phase", at=formed + 0.2, **late)
+    (failure,) = summarise(stream.steps(8).end().events, code=0)["failures"]
+    assert failure["phases"]["fork"] == pytest.approx(0.2)
+
+
 def test_a_failure_nobody_injected_starts_its_clock_at_detection():
     stream = Stream().start().form(NODES, resume=0).steps(5)
     stream.t += 3.0
