@@ -187,12 +187,15 @@ def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
         if any(path.is_relative_to(place) for place in places):
             continue
         lost = "what is written there goes with its pod" if must_last else "pods do not have it"
-        way_out = f"use a path under {' or '.join(kept)}, or mount what it is on in "
+        said = str(path)
+        if not written.startswith("/"):
+            said = f"{written} ({path}, by the job file's folder)"
+        way_out = f"use an absolute path under {' or '.join(kept)}, or mount what it is on in "
         way_out += "kubernetes.volumes"
         if not must_last:
             way_out += ", or name its folder in kubernetes.image_paths if the image brings it"
         yield spec.problem(
-            "HF722", key, f"{path} is on none of the pods' volumes: {lost}; {way_out}"
+            "HF722", key, f"{said} is on none of the pods' volumes: {lost}; {way_out}"
         )
 
 

@@ -114,7 +114,10 @@ def test_the_run_lies_on_the_claim_and_job_json_says_so(kind):
             "env.image /images/a.sif is none that a registry has",
         ),
         ({"kubernetes.claim": None}, "HF721 kubernetes.claim: nothing says where"),
-        ({"data.path": "corpus"}, "HF722 data.path: /jobs/corpus is on none of the pods' volumes"),
+        (
+            {"data.path": "corpus"},
+            "HF722 data.path: corpus (/jobs/corpus, by the job file's folder) is on none of the",
+        ),
         ({"data.tokenizer": "/t.json"}, "HF722 data.tokenizer: /t.json is on none"),
         (
             {"checkpoint.dir": "/ckpt"},
