@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from test_run import (
+    HOLDFAST,
     arguments,
     holdfast,
     job,
@@ -39,13 +41,21 @@ def agents(run_dir):
     return {event["node"]: event["pid"] for event in events(run_dir, "agent.started")}
 
 
-def test_no_committed_step_is_redone(job, tmp_path):
+def test_a_node_and_the_coordinator_die_and_no_committed_step_is_redone(job, tmp_path):
     """Storage has only step 20 when the nodes die: memory has what they were at."""
     run_dir = tmp_path / "run"
     faults = ["kill-node:2@6", "kill-coordinator@12"]
     options = [option for fault in faults for option in ("--fault", fault)]
     args = [*arguments(job, run_dir), *options, "--set", "checkpoint.every_steps=20"]
     summary = summary_of(holdfast(*args))
+    assert (summary["state"], summary["steps"]) == ("finished", 24)
+    assert [f["injected"] for f in summary["failures"]] == ["kill-node", "kill-coordinator"]
+    assert all(f["recovered_s"] > 0 and f["detected_s"] >= 0 for f in summary["failures"])
+    assert len(summary["nodes_at_end"]) == 1
+    ranges = [(entry["from_step"], entry["to_step"]) for entry in summary["layouts"]]
+    assert (ranges[0][0], ranges[-1][1]) == (1, 24)
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
     assert summary["committed_steps_redone"] == 0
     # A step may be killed between its end and its copies' arrival.
     assert summary["steps_redone"] <= len(faults)
@@ -53,14 +63,17 @@ def test_no_committed_step_is_redone(job, tmp_path):
     restored = events(run_dir, "snapshot.restored")
     assert len(restored) == len(faults)
     assert all(event["step"] >= 5 for event in restored)
+    assert leftovers(run_dir) == []
+    report = holdfast(*HOLDFAST, "report", str(run_dir))
+    assert report.returncode == 0, report.stderr
+    assert "<svg" in (run_dir / "report.html").read_text()
     plain = tmp_path / "plain"
     summary_of(holdfast(*arguments(job, plain, "--nodes", "1")))
     for step, loss in losses(plain).items():
         assert losses(run_dir)[step] == pytest.approx(loss, rel=2e-5), step
-    assert leftovers(run_dir) == []
 
 
-def test_growth_goes_through_memory(job, tmp_path):
+def test_a_node_comes_back_and_growth_goes_through_memory(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=100000")
     args += ["--set", "checkpoint.every_steps=null"]
@@ -73,12 +86,16 @@ def test_growth_goes_through_memory(job, tmp_path):
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     summary = json.loads(out)
+    (growth,) = summary["growths"]
+    assert growth["joined"] == ["node1"]
+    assert growth["pause_s"] > 0
     assert summary["committed_steps_redone"] == 0
     (started,) = (e for e in events(run_dir, "trainer.started") if e["epoch"] == epoch)
     (stopping,) = (e for e in events(run_dir, "trainer.stopping") if e["why"] == "growth")
     assert started["restored_from"] == "memory"
     assert started["resume_step"] == stopping["step"]
     assert not any(e["epoch"] == 2 for e in events(run_dir, "checkpoint.committed"))
+    assert leftovers(run_dir) == []
 
 
 def test_a_node_lost_with_its_buddy_falls_back_to_storage_and_says_so(job, tmp_path):
@@ -106,24 +123,31 @@ def test_a_node_lost_with_its_buddy_falls_back_to_storage_and_says_so(job, tmp_p
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
 
 
-def test_memory_is_given_back(job, tmp_path):
+def test_a_worker_dies_and_memory_is_given_back(job, tmp_path):
     run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--set", "train.steps=40", "--fault", "kill-worker:1@8")
+    args = arguments(job, run_dir, "--set", "train.steps=40", "--nodes", "2")
+    args += ["--fault", "kill-worker:1@8"]
     with launched(args) as process:
         wait_for(run_dir, "snapshot.restored", lambda _: True, process)
         wait_for(run_dir, "step.committed", lambda e: e["epoch"] == 2, process)
         run_id = json.loads((run_dir / "job.json").read_text())["run_id"]
         kept = list(SHM.glob(f"holdfast-{run_id}-*/snapshots/*"))
-        process.communicate(timeout=50)
+        out, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    summary = json.loads(out)
+    (failure,) = summary["failures"]
+    assert (failure["kind"], failure["rank"]) == ("killed", 1)
+    assert [len(entry["nodes"]) for entry in summary["layouts"]] == [2, 2]
+    assert leftovers(run_dir) == []
     assert kept, "snapshots lie in /dev/shm"
     # Two own and two copies a worker, of one epoch; of the one before at most one each.
-    assert len(kept) <= 3 * 6
+    assert len(kept) <= 2 * 6
     assert list(SHM.glob(f"holdfast-{run_id}-*")) == []
 
 
 def test_without_memory_storage_does(job, tmp_path):
     run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--fault", "kill-node:2@8")
+    args = arguments(job, run_dir, "--nodes", "2", "--fault", "kill-node:1@8")
     summary = summary_of(holdfast(*args, "--set", "checkpoint.memory_every_steps=0"))
     assert events(run_dir, "snapshot.restored") == []
     (failure,) = summary["failures"]

@@ -30,18 +30,23 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp", "cp"])
-@pytest.mark.parametrize("interleave", [1, 2])
-def test_a_recovering_worker_imports_nothing_after_the_entry_point(axis, interleave, tmp_path):
-    """Rank 0 of two: restores, trains two steps, saves."""
-    if interleave > 1 and axis != "pp":
-        pytest.skip("only a pipeline is interleaved")
-    layout = ParallelLayout(**{axis: 2})
+@pytest.mark.parametrize(
+    ("layout", "interleave"),
+    [
+        (ParallelLayout(dp=2, tp=2), 1),
+        (ParallelLayout(cp=2, pp=2), 1),
+        (ParallelLayout(pp=2), 2),
+    ],
+    ids=str,
+)
+def test_a_recovering_worker_imports_nothing_after_the_entry_point(layout, interleave, tmp_path):
+    """Rank 0: restores, trains two steps, saves."""
+    world = layout.world_size
     options = {"recompute": "selective", "interleave": interleave, "model": SHAPE}
     run = Run(tmp_path, make_config(tmp_path, layout, steps=1, **options))
-    run.train(1, 2)
+    run.train(1, world)
     run.write(make_config(tmp_path, layout, steps=3, **options))
-    with run.epoch(2, 2, absent=(0,)) as group:
+    with run.epoch(2, world, absent=(0,)) as group:
         result = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             env={**os.environ, **group.environments[0]},
@@ -52,7 +57,7 @@ def test_a_recovering_worker_imports_nothing_after_the_entry_point(axis, interle
             check=False,
         )
         assert result.returncode == 0, result.stderr
-        assert group.wait() == [0]
+        assert group.wait() == [0] * (world - 1)
     report = json.loads(result.stdout)
     assert report["code"] == 0
     assert report["threads"] == 1  # who forks must have no other

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -159,58 +158,9 @@ def losses(run_dir):
     return {event["step"]: event["loss"] for event in done}
 
 
-def test_a_node_and_the_coordinator_die(job, tmp_path):
-    run_dir = tmp_path / "run"
-    faults = ["--fault", "kill-node:2@6", "--fault", "kill-coordinator@12"]
-    result = holdfast(*arguments(job, run_dir, *faults))
-    summary = summary_of(result)
-    assert summary["state"] == "finished"
-    assert summary["steps"] == 24
-    assert [f["injected"] for f in summary["failures"]] == ["kill-node", "kill-coordinator"]
-    assert all(f["recovered_s"] > 0 and f["detected_s"] >= 0 for f in summary["failures"])
-    assert len(summary["nodes_at_end"]) == 1
-    ranges = [(entry["from_step"], entry["to_step"]) for entry in summary["layouts"]]
-    assert (ranges[0][0], ranges[-1][1]) == (1, 24)
-    assert all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
-    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
-    assert json.loads((run_dir / "summary.json").read_text()) == summary
-    assert leftovers(run_dir) == []
-
-    report = holdfast(*HOLDFAST, "report", str(run_dir))
-    assert report.returncode == 0, report.stderr
-    assert "<svg" in (run_dir / "report.html").read_text()
-
-
-def test_a_node_comes_back(job, tmp_path):
-    run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--set", "train.steps=100000")
-    faults = ["--fault", "kill-node:1@3", "--fault", "return-node@6"]
-    with launched([*args, *faults]) as process:
-        grown = ("epoch.formed", lambda e: e["epoch"] > 2 and len(e["members"]) == 3)
-        epoch = wait_for(run_dir, *grown, process)["epoch"]
-        wait_for(run_dir, "step.completed", lambda e: e["epoch"] == epoch, process)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
-    (growth,) = json.loads(out)["growths"]
-    assert growth["joined"] == ["node1"]
-    assert growth["pause_s"] > 0
-    assert leftovers(run_dir) == []
-
-
-def test_a_worker_dies(job, tmp_path):
-    run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--fault", "kill-worker:1@8", "--nodes", "2")
-    summary = summary_of(holdfast(*args))
-    (failure,) = summary["failures"]
-    assert (failure["kind"], failure["rank"]) == ("killed", 1)
-    assert [len(entry["nodes"]) for entry in summary["layouts"]] == [2, 2]
-    assert leftovers(run_dir) == []
-
-
 def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
     run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--set", "train.steps=400", "--nodes", "2")
+    args = arguments(job, run_dir, "--set", "train.steps=100000", "--nodes", "1")
     with launched(args) as process:
         wait_for_step(run_dir, 7, process)
         second = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
@@ -226,8 +176,8 @@ def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
     assert leftovers(run_dir) == []
 
     config = run_dir / "job.rendered.json"  # a shorter run, so that the test ends
-    config.write_text(config.read_text().replace('"steps": 400', f'"steps": {saved + 5}'))
-    done = holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "3", "--json")
+    config.write_text(config.read_text().replace('"steps": 100000', f'"steps": {saved + 5}'))
+    done = holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "2", "--json")
     summary = summary_of(done)
     assert summary["attempts"] == 2
     assert summary["steps"] == saved + 5
@@ -248,7 +198,8 @@ def test_a_killed_launcher_leaves_nothing_and_the_run_can_go_on(job, tmp_path):
         while leftovers(run_dir):
             assert time.monotonic() < deadline, leftovers(run_dir)
             time.sleep(0.02)
-    summary = summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json"))
+    again = [*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "1", "--json"]
+    summary = summary_of(holdfast(*again))
     assert summary["steps"] == 60
     assert leftovers(run_dir) == []
 
@@ -265,7 +216,7 @@ def test_all_nodes_die(job, tmp_path):
 
 def test_a_parked_job_says_so_and_goes_on_with_the_returned_node(job, tmp_path):
     run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--set", "elastic.min_nodes=3")
+    args = arguments(job, run_dir, "--nodes", "2", "--set", "elastic.min_nodes=2")
     result = holdfast(*args, "--fault", "kill-node:1@4", "--fault", "return-node@20")
     summary = summary_of(result)
     assert "parked" in result.stderr
