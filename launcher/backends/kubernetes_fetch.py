@@ -27,6 +27,8 @@ from launcher.errors import PermanentError, UserError
 _MOST_PODS: Final = 8
 """So many pods' own output: the first pod's, and those that failed first."""
 _MOST_LOG: Final = 4 << 20
+_OTHERS_S: Final = 10.0
+"""So long another command that fetches the same run is waited for."""
 _LINE: Final = re.compile(r"(\S+)Z (.*)", re.DOTALL)
 _DONE: Final = "done"
 
@@ -56,9 +58,10 @@ class Fetcher:
         Raises:
             UserError, PlatformError: it cannot be had; what came before stays.
         """
-        with one_at_a_time(self.run_dir) as mine:
+        # What another command brings just now is waited for: it may be the end of the run.
+        with one_at_a_time(self.run_dir, wait_s=_OTHERS_S) as mine:
             if not mine:
-                return  # another command brings it just now
+                return
             fetched = Fetched.load(self.run_dir)
             try:
                 self._logs(seen.pods, fetched)

@@ -10,7 +10,8 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -25,6 +26,7 @@ STOP_JSON: Final = "stop.json"
 MOST_LOG_BYTES: Final = 8 << 20
 """Of a log that was never brought the last bytes: runs of months have logs of gigabytes."""
 _COPY_BYTES: Final = 1 << 20
+_LOOK_S: Final = 0.1
 _CODE: Final = "code"
 _THEIRS: Final = ("attempts", "board", "ledger", "logs")
 """Folders that nodes alone write; events are the launcher's too."""
@@ -142,16 +144,31 @@ class Fetched:
 
 
 @contextlib.contextmanager
-def one_at_a_time(run_dir: Path) -> Iterator[bool]:
-    """Yield whether no other process brings the same run now; where it cannot be told, True."""
+def one_at_a_time(
+    run_dir: Path, *, wait_s: float = 0.0, mono: Callable[[], float] = time.monotonic
+) -> Iterator[bool]:
+    """Yield whether no other process brings the same run now; where it cannot be told, True.
+
+    Args:
+        run_dir: the local run directory.
+        wait_s: how long to wait for another to be done.
+        mono: monotonic seconds.
+    """
     import fcntl
 
-    try:
-        with (run_dir / f"{STATE}.lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield True
-    except BlockingIOError:
-        yield False
+    end = mono() + wait_s
+    with (run_dir / f"{STATE}.lock").open("ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if mono() >= end:
+                    yield False
+                    return
+                time.sleep(_LOOK_S)
+            else:
+                yield True
+                return
 
 
 def upload(

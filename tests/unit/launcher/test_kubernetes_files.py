@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -290,6 +291,22 @@ def test_two_commands_do_not_bring_the_same_at_once(here):
         assert (first, second) == (True, False)
     with one_at_a_time(here) as again:
         assert again
+
+
+def test_what_another_command_brings_is_waited_for(here):
+    held, left = threading.Event(), threading.Event()
+
+    def other():
+        with one_at_a_time(here):
+            held.set()
+            left.wait(0.3)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert held.wait(10.0)
+    with one_at_a_time(here, wait_s=30.0) as mine:
+        assert mine
+    thread.join()
 
 
 @given(
