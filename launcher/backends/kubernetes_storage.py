@@ -12,11 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import IO, Final
+
+import tenacity
 
 from launcher.backends.commands import Answer
 from launcher.backends.kubernetes_api import KubernetesApi
 from launcher.backends.kubernetes_documents import POD, Bundle, Object, storage_pod
+from launcher.backends.kubernetes_errors import BusyError
 from launcher.backends.kubernetes_exec import ExecFailedError, run_in_pod
 from launcher.backends.kubernetes_files import Fetched, upload
 from launcher.backends.kubernetes_pods import phase_of, runs, trouble_of
@@ -34,6 +37,7 @@ _HOPELESS: Final = (
     "RunContainerError",
 )
 """What a pod says that will not start however long one waits."""
+_AGAIN_S: Final = 0.5
 _WAY_OUT: Final = "mend that, or give --run-dir on a host that mounts the claim"
 
 
@@ -43,6 +47,8 @@ class StoragePatience:
 
     start_s: float = 300.0
     """For a pod to start; its image may have to be pulled."""
+    answer_s: float = 30.0
+    """For one that runs to take commands."""
     lives_s: int = 3600
     """The pod ends by itself after this."""
     copy_s: float = 1800.0
@@ -61,6 +67,7 @@ class Storage:
         bundle: what was rendered.
         patience: time-outs.
         wall: Unix seconds.
+        sleep: waits.
     """
 
     api: KubernetesApi
@@ -68,6 +75,7 @@ class Storage:
     bundle: Bundle
     patience: StoragePatience
     wall: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
 
     @contextlib.contextmanager
     def pod(self) -> Iterator[str]:
@@ -104,7 +112,7 @@ class Storage:
         """
         with tempfile.TemporaryFile() as file:
             upload(fetched.run_dir, self.bundle.run_dir, file, fresh=fresh, known=fetched.files)
-            answer = self._run(pod, "put", file, self.patience.copy_s)
+            answer = self._put(pod, file)
         if answer.code == IN_USE:
             raise UserError(
                 "HF611",
@@ -129,6 +137,17 @@ class Storage:
             self._check(answer, "read")
             file.seek(0)
             return fetched.apply(file)
+
+    def _put(self, pod: str, file: IO[bytes]) -> Answer:
+        """Have `file` unpacked there. A pod that says it runs may yet refuse, for a moment."""
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(BusyError),  # nothing of the file was sent
+            stop=tenacity.stop_after_delay(self.patience.answer_s),
+            wait=tenacity.wait_fixed(_AGAIN_S),
+            sleep=self.sleep,
+            reraise=True,
+        )
+        return retrying(self._run, pod, "put", file, self.patience.copy_s)
 
     def _run(
         self,

@@ -94,14 +94,20 @@ def epochs(events: Iterable[Event], layouts: Mapping[int, str] | None = None) ->
             _fill_formed(span, event, layouts or {})
         elif event.event == "trainer.started":
             _fill_started(span, event)
-        elif event.event == "script.progress" and event.step in span.steps:
-            continue  # the script has said more
+        elif event.event == "script.progress" and _is_known(event, span):
+            continue
         elif event.step is not None:
             key, rank = (event.epoch, event.step), event.rank or 0
             if rank <= ranks.get(key, rank):
                 ranks[key] = rank
                 span.steps[event.step] = _step_done(event, event.epoch, event.step)
     return sorted(spans.values(), key=lambda span: span.epoch)
+
+
+def _is_known(event: Event, span: EpochSpan) -> bool:
+    """Whether a script's counter tells of no step of this epoch that it has not told better."""
+    resumed = span.resume_step is not None and (event.step or 0) <= span.resume_step
+    return resumed or event.step in span.steps
 
 
 def _fill_formed(span: EpochSpan, event: Event, layouts: Mapping[int, str]) -> None:

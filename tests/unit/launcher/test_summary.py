@@ -47,6 +47,16 @@ def test_skipped_steps_count_but_have_no_loss():
     assert summary["tokens"] == 20 * 512
 
 
+def test_a_counter_that_stands_where_an_epoch_began_is_no_step_of_it():
+    """The agent may look at a script before its first step there."""
+    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream.kill_node("node2").form(NODES[:2], resume=5)
+    stream.add("script.progress", epoch=2, step=5, node="node0")
+    summary = summarise(stream.steps(8).end().events, code=0)
+    assert summary["steps_redone"] == 0
+    assert [layout["from_step"] for layout in summary["layouts"]] == [1, 6]
+
+
 def test_failures_of_the_storm():
     summary = summarise(
         storm().events, audit=LedgerAudit(120, lost=0, repeated=2, steps_redone=2), code=0
