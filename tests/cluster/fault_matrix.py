@@ -80,8 +80,9 @@ def _two_nodes(layout: Layout) -> bool:
     return layout.nodes == 2
 
 
-# A paused node comes back with a warm zygote, so growth is soon.
-GROWTH = ("pause-node:1@5", "resume-node:1@7", "kill-node:1@7/growth")
+# A paused node comes back with a warm zygote, so growth is soon. It comes so many steps later that
+# the others, which end the steps on their way without it, cannot do them before it is lost.
+GROWTH = ("pause-node:1@5", "resume-node:1@11", "kill-node:1@7/growth")
 GROWTH_STEPS = 150
 
 CASES = (
@@ -111,7 +112,7 @@ CASES = (
     Case("growth", GROWTH, steps=GROWTH_STEPS),
     Case(
         "coordinator-in-growth",
-        ("pause-node:1@5", "resume-node:1@7", "kill-coordinator@7/growth"),
+        ("pause-node:1@5", "resume-node:1@11", "kill-coordinator@7/growth"),
         steps=GROWTH_STEPS,
         state_lost=_two_nodes,
     ),
