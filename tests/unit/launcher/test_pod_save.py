@@ -164,8 +164,13 @@ def heard(log) -> list[str]:
 
 def test_it_waits_for_the_save_that_it_asked_for(tmp_path, who, agent):
     clock = Clock()
+
+    def hears_and_answers() -> None:
+        until(lambda: heard(agent[1]) == ["SIGUSR1"])  # two at once would be one signal
+        answers(tmp_path, who, clock, 7)
+
     clock.then += [
-        (1.0, lambda: answers(tmp_path, who, clock, 7)),
+        (1.0, hears_and_answers),
         (2.0, lambda: commits(tmp_path, 6)),  # one that was under way
         (3.0, lambda: answers(tmp_path, who, clock, 8)),
         (4.0, lambda: commits(tmp_path, 9)),
