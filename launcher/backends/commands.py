@@ -123,6 +123,7 @@ def retried(
     for_s: float,
     first_wait_s: float = 0.5,
     longest_wait_s: float = 10.0,
+    only: type[TemporaryError] = TemporaryError,
     sleep: Callable[[float], None] = time.sleep,
 ) -> _Result:
     """Return what `call` returns; after a TemporaryError it is called again.
@@ -133,13 +134,14 @@ def retried(
         first_wait_s: the longest first wait between two tries; it doubles.
         longest_wait_s: it doubles up to here. Waits are random up to their length, so that
             many users of one busy controller do not come back together.
+        only: which TemporaryError is tried again.
         sleep: how to wait.
 
     Raises:
         TemporaryError: the last one, when time was up.
     """
     retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(TemporaryError),
+        retry=tenacity.retry_if_exception_type(only),
         stop=tenacity.stop_after_delay(for_s),
         wait=tenacity.wait_random_exponential(multiplier=first_wait_s, max=longest_wait_s),
         sleep=sleep,

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Final
 
-import tenacity
-
-from launcher.backends.commands import Answer
+from launcher.backends.commands import Answer, retried
 from launcher.backends.kubernetes_api import KubernetesApi
 from launcher.backends.kubernetes_documents import POD, Bundle, Object, storage_pod
 from launcher.backends.kubernetes_errors import BusyError
@@ -37,7 +35,6 @@ _HOPELESS: Final = (
     "RunContainerError",
 )
 """What a pod says that will not start however long one waits."""
-_AGAIN_S: Final = 0.5
 _WAY_OUT: Final = "mend that, or give --run-dir on a host that mounts the claim"
 
 
@@ -140,14 +137,12 @@ class Storage:
 
     def _put(self, pod: str, file: IO[bytes]) -> Answer:
         """Have `file` unpacked there. A pod that says it runs may yet refuse, for a moment."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(BusyError),  # nothing of the file was sent
-            stop=tenacity.stop_after_delay(self.patience.answer_s),
-            wait=tenacity.wait_fixed(_AGAIN_S),
+        return retried(
+            lambda: self._run(pod, "put", file, self.patience.copy_s),
+            for_s=self.patience.answer_s,
+            only=BusyError,  # nothing of the file was sent
             sleep=self.sleep,
-            reraise=True,
         )
-        return retrying(self._run, pod, "put", file, self.patience.copy_s)
 
     def _run(
         self,
