@@ -10,12 +10,18 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from elastic_trainer.agent.typed import check_types
 from elastic_trainer.anomalies import Record
 
 BOARD_VERSION = 1
+
+BOARD_WAIT_S = 60.0
+"""So long a board that does not answer is asked again: longer than API servers take to restart."""
+AGAIN_S = 1.0
+
+_Read = TypeVar("_Read")
 
 Token = int | str
 """Version of a register's content; opaque to callers but for equality."""
@@ -147,6 +153,45 @@ def after_damage(content: bytes | None, lost: int) -> bytes:
 
 class BoardBusyError(Exception):
     """Every attempt of an update lost its swap to another writer."""
+
+
+def ask_patiently(
+    read: Callable[[], _Read],
+    *,
+    mono: Callable[[], float],
+    wait: Callable[[float], object],
+    for_s: float = BOARD_WAIT_S,
+    told: Callable[[OSError], object] = lambda _: None,
+) -> _Read:
+    """Return what `read` does; a board that does not answer is asked again.
+
+    An API server that restarts, storage that fails over, or thousands who ask at once are no
+    reason to end anything.
+
+    Args:
+        read: reads a board.
+        mono: monotonic seconds.
+        wait: waits so many seconds; a true answer: give up now.
+        for_s: seconds after which it is not asked again.
+        told: called each time before it is asked again.
+
+    Raises:
+        OSError: it cannot be read: at once where trying again is of no use (it is forbidden, or
+            not there).
+        ValueError: as `read`.
+    """
+    deadline = mono() + for_s
+    while True:
+        try:
+            return read()
+        except (PermissionError, FileNotFoundError):
+            raise
+        except OSError as error:
+            if mono() >= deadline:
+                raise
+            told(error)
+            if wait(AGAIN_S):
+                raise
 
 
 def update(

@@ -7,9 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
 
-from elastic_trainer.agent.board import Board, BoardState, Commit
+from elastic_trainer.agent.board import (
+    BOARD_WAIT_S,
+    Board,
+    BoardState,
+    Commit,
+    ask_patiently,
+)
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError, describe
 from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError, DamagedError
 from elastic_trainer.checkpoint.load import State
@@ -17,10 +22,6 @@ from elastic_trainer.checkpoint.manifest import METADATA_NAME, Manifest, share_o
 from elastic_trainer.checkpoint.reader import CheckpointReader
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import StartFrom
-
-BOARD_WAIT_S: Final = 60.0
-"""So long a board that does not answer is asked again; the others' collectives wait longer."""
-_AGAIN_S: Final = 1.0
 
 
 def restore(
@@ -138,16 +139,12 @@ def _read_patiently(
         OSError: it may not be read, or is not there: asking again is of no use.
         ValueError: it was written by another version.
     """
-    deadline = mono() + BOARD_WAIT_S
-    while True:
-        try:
-            return _read(board), ""
-        except (PermissionError, FileNotFoundError):
-            raise
-        except OSError as error:
-            if mono() >= deadline:
-                return None, describe(error)
-        sleep(_AGAIN_S)
+    try:
+        return ask_patiently(partial(_read, board), mono=mono, wait=sleep), ""
+    except (PermissionError, FileNotFoundError):
+        raise
+    except OSError as error:
+        return None, describe(error)
 
 
 def _read(board: Board) -> BoardState:

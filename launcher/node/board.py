@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
-from elastic_trainer.agent.board import BoardState, Lease
+from elastic_trainer.agent.board import BOARD_WAIT_S, BoardState, Lease, ask_patiently
 from elastic_trainer.agent.open_board import BOARD_VARIABLE, read_board
 from launcher.node.say import say
 
@@ -16,14 +15,6 @@ State = BoardState
 """What is on a board."""
 LEASE_BEATS_S = 12.0
 """A live coordinator raises its beat within 5 s (agent/effects.py, lease_renew_s)."""
-PATIENCE_S: Final = 60.0
-"""So long a pod asks a board that does not answer: longer than API servers take to restart."""
-AGAIN_S: Final = 1.0
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
 
 
 def read(run_dir: Path) -> BoardState:
@@ -42,38 +33,25 @@ def read(run_dir: Path) -> BoardState:
 def read_patiently(
     run_dir: Path,
     *,
-    for_s: float = PATIENCE_S,
-    mono: Callable[[], float] = time.monotonic,
-    wait: Callable[[float], bool] = _sleep,
+    mono: Callable[[], float],
+    wait: Callable[[float], object],
+    for_s: float = BOARD_WAIT_S,
 ) -> BoardState:
-    """Return what `read` does; a board that does not answer is asked again.
+    """Return what `read` does; a board that does not answer is asked again, and that is said.
 
-    An API server that restarts, or that all pods of a large job ask at once, is no reason to end
-    a pod: what cannot be had after `for_s` is the error.
-
-    Args:
-        run_dir: the run.
-        for_s: seconds after which it is not asked again.
-        mono: monotonic seconds.
-        wait: waits so many seconds; returns whether to give up now.
+    Args: see elastic_trainer/agent/board.py.
 
     Raises:
-        OSError: it cannot be read: at once where trying again is of no use.
-        ValueError: as `read`.
+        OSError, ValueError: as there.
     """
-    deadline = mono() + for_s
-    told = False
-    while True:
-        try:
-            return read(run_dir)
-        except (PermissionError, FileNotFoundError):
-            raise
-        except OSError as error:
-            if mono() >= deadline or wait(AGAIN_S):
-                raise
-            if not told:
-                say(f"the board does not answer and is asked again: {error}")
-            told = True
+    said: list[OSError] = []
+
+    def tell(error: OSError) -> None:
+        if not said:
+            say(f"the board does not answer and is asked again: {error}")
+        said.append(error)
+
+    return ask_patiently(lambda: read(run_dir), mono=mono, wait=wait, for_s=for_s, told=tell)
 
 
 def newest_step(state: BoardState) -> int:

@@ -135,7 +135,12 @@ class Saving:
         end_at = self._mono() + self._who.save_wait_s
         whole = stop_request.asked(self._run_dir)
         self._seen = _newest(
-            board.read_patiently(self._run_dir, for_s=self._who.save_wait_s / 2, mono=self._mono)
+            board.read_patiently(
+                self._run_dir,
+                mono=self._mono,
+                wait=self._sleep,
+                for_s=self._who.save_wait_s / 2,
+            )
         )
         if not self._ask(whole=whole):
             say("preStop: no agent runs here, so there is nothing to save")
