@@ -61,7 +61,10 @@ class Resource:
 POD: Final = Resource("v1", "pods")
 EVENT: Final = Resource("v1", "events")
 CONFIG_MAP: Final = Resource("v1", "configmaps")
-WORKLOAD: Final = Resource("kueue.x-k8s.io/v1beta1", "workloads")
+WORKLOADS: Final = tuple(
+    Resource(f"kueue.x-k8s.io/{version}", "workloads") for version in ("v1beta2", "v1beta1")
+)
+"""Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
 NODE: Final = Resource("v1", "nodes")
 
 RESOURCES: Final[dict[str, Resource]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from launcher.backends.kubernetes_api import KubernetesApi
 from launcher.backends.kubernetes_documents import (
@@ -13,9 +13,10 @@ from launcher.backends.kubernetes_documents import (
     NODE,
     POD,
     RESOURCES,
-    WORKLOAD,
+    WORKLOADS,
     Bundle,
     Object,
+    Resource,
 )
 from launcher.backends.kubernetes_pods import (
     has_ended,
@@ -88,7 +89,7 @@ class Look:
         unwell = [name for name, one in seen.items() if self._is_unwell(one)]
         events = self._optional(EVENT) if details or unwell else ()
         queued = any(self._queue(seen[name]) for name in unwell)
-        workloads = self._optional(WORKLOAD) if queued else ()
+        workloads = self._optional(*WORKLOADS) if queued else ()
         hosts = {
             host_of(pod)
             for name in unwell
@@ -120,13 +121,18 @@ class Look:
         labels = ((seen.job or {}).get("metadata") or {}).get("labels") or {}
         return str(labels.get(QUEUE_LABEL) or "")
 
-    def _optional(self, resource: Any) -> Sequence[Object]:
-        """Return all objects of a kind; none where it is not installed, or not allowed."""
-        try:
-            found, _ = self.api.list_all(resource, self.namespace)
-        except (UserError, PlatformError):
-            return ()
-        return tuple(found)
+    def _optional(self, *versions: Resource) -> Sequence[Object]:
+        """Return all objects of a kind, by the first of its versions that can be read; or none.
+
+        It may not be installed, or the user may not read it.
+        """
+        for resource in versions:
+            try:
+                found, _ = self.api.list_all(resource, self.namespace)
+            except (UserError, PlatformError):
+                continue
+            return tuple(found)
+        return ()
 
     def _answers(self, host: str) -> bool | None:
         """Return whether a node answers; None: it is not known (a right of its own)."""

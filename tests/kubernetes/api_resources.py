@@ -138,8 +138,8 @@ CLUSTER_RUNTIMES = Resource(
     "ClusterTrainingRuntime",
     namespaced=False,
 )
-LOCAL_QUEUES = Resource("kueue.x-k8s.io", "v1beta1", "localqueues", "LocalQueue", parts=("status",))
-WORKLOADS = Resource("kueue.x-k8s.io", "v1beta1", "workloads", "Workload", parts=("status",))
+LOCAL_QUEUES = Resource("kueue.x-k8s.io", "v1beta2", "localqueues", "LocalQueue", parts=("status",))
+WORKLOADS = Resource("kueue.x-k8s.io", "v1beta2", "workloads", "Workload", parts=("status",))
 
 RESOURCES = tuple(value for value in list(globals().values()) if isinstance(value, Resource))
 BY_PLURAL = {(r.group, r.version, r.plural): r for r in RESOURCES}

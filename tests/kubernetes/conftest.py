@@ -22,7 +22,8 @@ Containers are real processes of this machine, in namespaces of their own (needs
 is their command, each pod has its own address, `image` selects nothing but one that says `no-such`
 cannot be pulled. PATH and PYTHONPATH are those of this Python and this code; nothing else of the
 test's environment is handed on. Waiting times are short: eviction from a lost node after one
-second, back-offs of containers and jobs from 0.1 s on.
+second, back-offs of containers and jobs from 0.1 s on. HOLDFAST_TEST_IMAGE_ROOT names an unpacked
+image (pod_image.py) that pods find in place of this machine's files.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import pod_image
 from api_resources import Object, now_micro
 from pod_inside import Mount, Volumes, mount_script
 from pod_network import PATH, PodNetwork
@@ -41,7 +42,7 @@ exec 2>&1
 mount --make-rprivate /
 mount -t tmpfs -o mode=755 root "$1"
 mkdir "$1/up" "$1/work" "$1/root"
-mount -t overlay root -o "lowerdir=/,upperdir=$1/up,workdir=$1/work" "$1/root"
+mount -t overlay root -o "lowerdir={lower},upperdir=$1/up,workdir=$1/work" "$1/root"
 R="$1/root"
 mount -t proc proc "$R/proc"
 mount --rbind /sys "$R/sys"; mount --rbind /dev "$R/dev"
@@ -133,6 +134,7 @@ class Container:
         lines.append(f'mkdir -p "$R"/{shlex.quote(workdir.lstrip("/"))}')
         read_only = options.get("readOnlyRootFilesystem")
         script = _ROOT.format(
+            lower=pod_image.IMAGE_ROOT,
             mounts="\n".join(lines),
             last='mount -o remount,ro "$R"' if read_only else "",
             user=shlex.join(as_user(options)),

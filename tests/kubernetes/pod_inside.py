@@ -6,20 +6,17 @@ import base64
 import os
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import pod_image
 from api_faults import Access, quantity
 from api_resources import CLAIMS, CONFIGMAPS, SECRETS, Object, Resource
 from api_store import Store
 
 _FIELD = re.compile(r"metadata\.(labels|annotations)\['(.+)'\]$")
 _TOKEN_PLACE = "/var/run/secrets/kubernetes.io/serviceaccount"  # noqa: S105  # a directory
-_REPO = Path(__file__).resolve().parents[2]
-_NEEDED = (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve(), _REPO)
 
 
 class NotReadyError(Exception):
@@ -44,17 +41,6 @@ class Volumes(NamedTuple):
     paths: dict[str, Path]
     memory: list[tuple[Path, int]]
     """Mount point and size in bytes (0: half of the memory)."""
-
-
-def image_environment() -> dict[str, str]:
-    """Return what an image with this Python and this code sets."""
-    folder = str(Path(sys.executable).parent)
-    return {
-        "PATH": f"{folder}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "PYTHONPATH": str(_REPO),
-        "HOME": "/root",
-        "LANG": "C.UTF-8",
-    }
 
 
 def image_mounts(mountinfo: str, needed: Iterable[Path]) -> list[Mount]:
@@ -98,7 +84,7 @@ class Inside:
         Raises:
             NotReadyError: a ConfigMap or Secret is missing.
         """
-        env = image_environment()
+        env = pod_image.environment()
         env["HOSTNAME"] = hostname(pod)
         env["KUBERNETES_SERVICE_HOST"] = self._service[0]
         env["KUBERNETES_SERVICE_PORT"] = str(self._service[1])
@@ -146,7 +132,7 @@ class Inside:
 
     def mounts(self, pod: Object, container: Object, volumes: Volumes, folder: Path) -> list[Mount]:
         """Return what to mount into a container."""
-        found = image_mounts(Path("/proc/self/mountinfo").read_text(), _NEEDED)
+        found = image_mounts(Path("/proc/self/mountinfo").read_text(), pod_image.needed())
         for mount in container.get("volumeMounts") or ():
             source = volumes.paths[mount["name"]]
             if part := mount.get("subPath"):
@@ -273,7 +259,7 @@ def finds_program(command: list[str], spec: Object, path: str) -> bool:
     targets = [m["mountPath"] for m in spec.get("volumeMounts") or ()]
     if command and any(command[0].startswith(f"{target}/") for target in targets):
         return True
-    return bool(command) and shutil.which(command[0], path=path) is not None
+    return bool(command) and pod_image.has_program(command[0], path)
 
 
 def check_images(pod: Object) -> None:

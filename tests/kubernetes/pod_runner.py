@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pod_image
 from api_resources import PODS, ApiError, Object, now
 from pod_container import Container, Sandbox
 from pod_inside import (
@@ -252,8 +253,8 @@ class PodRunner:
             command,
             env,
             mounts=inside.mounts(self.pod, spec, self._volumes, self.folder),
-            options=_options(self.pod["spec"]) | _options(spec),
-            workdir=spec.get("workingDir") or "/",
+            options=pod_image.user() | _options(self.pod["spec"]) | _options(spec),
+            workdir=spec.get("workingDir") or pod_image.WORKDIR,
             hosts=self._node.hosts,
             folder=self.folder / "containers" / state.name,
             log=self.log_path(state.name, state.restarts),

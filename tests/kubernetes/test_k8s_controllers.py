@@ -147,7 +147,7 @@ def test_a_queue_lets_go_who_waits(cluster: Cluster, kind: str) -> None:
     queue = {"clusterQueue": "q", "stopPolicy": "Hold"}
     cluster.create(
         {
-            "apiVersion": "kueue.x-k8s.io/v1beta1",
+            "apiVersion": "kueue.x-k8s.io/v1beta2",
             "kind": "LocalQueue",
             "metadata": {"name": "q"},
             "spec": queue,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
 
@@ -57,6 +58,24 @@ def test_why_a_lost_node_keeps_a_pod(backend, server, run):
     assert "kubectl delete pod tiny-1-worker-1" in answer.words
     server.says("/nodes/", Reply(403, status_object(403, "Forbidden", "no")))
     assert "does not say that it has ended" in backend.status([job])[job].words
+
+
+@pytest.mark.parametrize("served", ["v1beta2", "v1beta1"])
+def test_why_a_queue_does_not_let_it_go_is_read_of_old_and_new_kueue(backend, server, run, served):
+    job = submit(backend, run)
+    held = server.objects[f"{ROOT}/tiny-1"]
+    held["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "q"}
+    held["spec"]["runPolicy"] = {"suspend": True}
+    message = "couldn't assign flavors: insufficient unused quota for nvidia.com/gpu, 8 more needed"
+    condition = {"type": "QuotaReserved", "status": "False", "reason": "Pending"}
+    workload = {
+        "metadata": {"name": "w", "ownerReferences": [{"uid": held["metadata"]["uid"]}]},
+        "status": {"conditions": [condition | {"message": message}]},
+    }
+    server.put(f"/apis/kueue.x-k8s.io/{served}/namespaces/train/workloads/w", workload)
+    if served == "v1beta1":
+        server.says("/v1beta2/", *[Reply(404, "404 page not found\n")] * 9)
+    assert message in backend.status([job])[job].reason
 
 
 def test_saving_and_cancelling_delete_the_job_after_its_pods(backend, server, run):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import shutil
-import subprocess
+import os
 from pathlib import Path
 
 import pytest
+from kubectl import install, kubectl, minor_version, why_not
 
 from launcher.render.kubernetes_lint import lint
 from launcher.render.kubernetes_yaml import parse_yaml
 
+CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"
 FOLDERS = ("base", "queue", "monitoring")
 
@@ -38,21 +40,74 @@ def test_every_file_of_a_folder_is_in_its_kustomization(folder):
     assert set(kustomization["resources"]) == files
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_kubectl_can_build_it(folder):
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed")
-    done = subprocess.run(
-        ["kubectl", "kustomize", ROOT / folder],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+@pytest.fixture(scope="session")
+def has_kubectl():
+    install()
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def built(folder):
+    """Return what kubectl makes of a kustomization; it says nothing else."""
+    done = kubectl("kustomize", folder)
     assert (done.returncode, done.stderr) == (0, "")
-    built = parse_yaml(done.stdout, folder)
-    assert len(built) >= 2
-    assert lint(built) == []
+    return parse_yaml(done.stdout, str(folder))
+
+
+def by_name(objects):
+    """Return objects by kind and name; no two of a name."""
+    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    assert len(found) == len(objects)
+    return found
+
+
+def expected(folder, namespace):
+    """Return what the files of a folder say, in its namespace."""
+    files = sorted(set((ROOT / folder).glob("*.yaml")) - {ROOT / folder / "kustomization.yaml"})
+    objects = copy.deepcopy([each for path in files for each in documents(path)])
+    for each in objects:
+        if namespace and each["kind"] not in CLUSTER_WIDE:
+            each["metadata"]["namespace"] = namespace
+        for subject in each.get("subjects", ()):
+            subject["namespace"] = namespace
+    return objects
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.usefixtures("has_kubectl")
+def test_kubectl_builds_what_the_files_say(folder):
+    (kustomization,) = documents(ROOT / folder / "kustomization.yaml")
+    namespace = kustomization.get("namespace", "")
+    wanted = expected(folder, namespace)
+    for each in kustomization.get("configMapGenerator", ()):
+        labels = kustomization["generatorOptions"]["labels"]
+        data = {}
+        for line in each["files"]:
+            key, _, path = line.partition("=")
+            data[key] = (ROOT / folder / path).read_text()
+        head = {"name": each["name"], "namespace": namespace, "labels": labels}
+        wanted.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": head, "data": data})
+    objects = built(ROOT / folder)
+    assert by_name(objects) == by_name(wanted)
+    assert len(objects) >= 2
+    assert lint(objects) == []
+
+
+@pytest.mark.usefixtures("has_kubectl")
+def test_another_namespace_is_one_line(tmp_path):
+    # kubectl before 1.21 has another word for it, and leaves the name of the Namespace itself.
+    is_old = minor_version() < 21
+    for folder in ("base", "monitoring"):
+        where = os.path.relpath(ROOT / folder, tmp_path)
+        text = f"namespace: ml-team\n{'bases' if is_old else 'resources'}: [{where}]\n"
+        (tmp_path / "kustomization.yaml").write_text(text)
+        for each in built(tmp_path):
+            head = each["metadata"]
+            if each["kind"] == "Namespace":
+                assert is_old or head["name"] == "ml-team"
+            elif each["kind"] not in CLUSTER_WIDE:
+                assert head["namespace"] == "ml-team"
+            assert {one["namespace"] for one in each.get("subjects", ())} <= {"ml-team"}
 
 
 def test_submitters_read_no_secret_and_give_themselves_nothing():
