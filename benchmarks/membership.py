@@ -77,7 +77,12 @@ class Host:
             badge = Badge(make_secret(board), "agents", "bench")
             endpoint = Endpoint(self.reactor, "127.0.0.1", badge=badge)
             me = Member(
-                agent_id=name, node=name, address="127.0.0.1", port=endpoint.port, workers=1
+                agent_id=name,
+                node=name,
+                host=name,
+                address="127.0.0.1",
+                port=endpoint.port,
+                workers=1,
             )
             self.clients[name] = MembershipClient(
                 me=me,

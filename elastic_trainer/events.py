@@ -15,17 +15,17 @@ EVENT_VERSION: Final = 1
 
 EVENTS: Final[dict[str, str]] = {
     # agents: membership
-    "agent.started": "An agent came up. pid, address, port, host",
+    "agent.started": "An agent came up. pid, host, address, port",
     "agent.exit": "An agent ended. code, reason",
     "coordinator.elected": "This agent took the coordinator's lease. term, previous",
     "epoch.formed": "An epoch was published. members, spares, rung, coordinator, reason",
     "epoch.aborted": "The coordinator ended an epoch. reason, victims",
     "epoch.delayed": "What all nodes share fails again: the next epoch waits. seconds, reason",
-    "member.joined": "A node asked to join. member",
-    "member.lost": "A node is gone. member, reason, detected_s",
-    "member.leaving": "A node was asked to go; the others go on. member, reason",
-    "member.left": "A node that was asked to go has been let go. member, reason",
-    "member.evicted": "A node was put out of the job. member, reason",
+    "member.joined": "A node asked to join. member, host, address",
+    "member.lost": "A node is gone. member, host, reason, detected_s",
+    "member.leaving": "A node was asked to go; the others go on. member, host, reason",
+    "member.left": "A node that was asked to go has been let go. member, host, reason",
+    "member.evicted": "A machine was put out of the job. member, host, reason",
     "peer.refused": (
         "A connection did not prove that it knows the run's secret; one event in 10 s at most. "
         "address, reason, held_back"
@@ -38,8 +38,10 @@ EVENTS: Final[dict[str, str]] = {
         "The run directory's storage stood still; training went on. seconds, held_back"
     ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
-    "member.refused": "A node may not take part. member, reason",
-    "member.readmitted": "The operator let a node come back that was put out. member, reason",
+    "member.refused": "A node may not take part. member, host, reason",
+    "member.readmitted": (
+        "The operator let a machine come back that was put out. member, host, reason"
+    ),
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
     "membership.parked": "Too few nodes for the last rung: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",

@@ -113,8 +113,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         """Serve until the job stops; then return what became of this node's workers."""
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
-        host = {"host": self._config.host} if self._config.host else {}
-        self._log.emit("agent.started", pid=os.getpid(), address=me.address, port=me.port, **host)
+        self._log.emit(
+            "agent.started", pid=os.getpid(), host=me.host, address=me.address, port=me.port
+        )
         with self._signals:
             try:
                 self._membership.start()

@@ -30,6 +30,13 @@ class Culprit:
     action: Action
     detail: str
     step: int
+    host: str | None = None
+    """Machine of the node; None: called as the node."""
+
+    @property
+    def machine(self) -> str | None:
+        """What the failure counts against; None: no machine."""
+        return self.host or self.node
 
     def __str__(self) -> str:
         """Return the cause as people say it."""

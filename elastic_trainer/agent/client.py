@@ -56,7 +56,7 @@ class MembershipClient:
         log: `log(event, epoch, fields)`, called on the reactor's thread.
         notify: called on the reactor's thread whenever a notice was queued.
         ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
-        readmit: the operator lets the node come back after it was put out.
+        readmit: the operator lets the machine come back after it was put out.
         executors: for the board and for stores; own threads when left out.
     """
 

@@ -58,7 +58,6 @@ class Coordinator(Departures):
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
-        self._said_parked: int | None = None
         self._beat = 0
         """Of the lease, as the others were told."""
         self._waited_alone = False
@@ -241,7 +240,7 @@ class Coordinator(Departures):
             case LeaveAsked(reason=reason):
                 return self.leave_asked(peer, reason)
             case NodeLeaving(reason=reason):
-                self.evict(peer.member.node, reason)
+                self.evict(peer.member.node, peer.member.host, reason)
         return self.advance()
 
     def _all_ended(self) -> Turn | None:
@@ -281,7 +280,7 @@ class Coordinator(Departures):
         if self.phase == "running" and size > len(self.members):
             self.ask_all(Request.GROW)
         elif self.phase == "idle" and size == 0:
-            return self._park()
+            return self.park()
         elif self.phase == "idle" and not self._may_be_cut_off():
             self.phase = "forming"
             self.lease.form()
@@ -311,21 +310,6 @@ class Coordinator(Departures):
         settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.expected_nodes
         return self.peers.num_ready + len(self.absent) < wanted
-
-    def _park(self) -> Turn | None:
-        barred, need = self.ctx.barred, self.ctx.settings.min_nodes
-        have = len(self.peers.able(barred))
-        warm = self.peers.num_ready == len(self.peers)
-        if barred and warm and have + len(barred) >= need:
-            why = "; ".join(f"{node}: {reason}" for node, reason in sorted(barred.items()))
-            return self.stop(
-                EXIT_TOO_FEW_NODES,
-                f"{have} healthy nodes are left, the last rung needs {need} (put out: {why})",
-            )
-        if self._said_parked != have:
-            self._said_parked = have
-            self.ctx.log("membership.parked", have=have, need=need)
-        return None
 
     def _publish(self) -> Turn | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
@@ -360,7 +344,7 @@ class Coordinator(Departures):
             barred=ctx.barred,
         )
         self._ended, self._asked = {}, Request.NONE
-        self.phase, self.expected, self._said_parked = "starting", None, None
+        self.phase, self.expected, self.parked = "starting", None, None
         self.unsure.clear()
         self._waited_alone = False
         self.send_all(formed)
@@ -373,7 +357,7 @@ class Coordinator(Departures):
             coordinator=ctx.me.node,
             reason=self.reason,
         )
-        return None
+        return self.hand_over()
 
     # --- requests and the end ----------------------------------------------------------
 

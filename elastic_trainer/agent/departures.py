@@ -15,8 +15,8 @@ from elastic_trainer.agent.endings import Endings
 from elastic_trainer.agent.judge import BUSY
 from elastic_trainer.agent.messages import Leaves, Stop
 from elastic_trainer.agent.peers import Peer
-from elastic_trainer.agent.roles import End, Lead, Turn
-from elastic_trainer.failures import EXIT_SAVED
+from elastic_trainer.agent.roles import End, Lead, Turn, put_out
+from elastic_trainer.failures import EXIT_SAVED, EXIT_TOO_FEW_NODES
 from elastic_trainer.heartbeat import Request
 
 TOGETHER_S: Final = 1.0
@@ -61,7 +61,7 @@ class Departures(Endings, ABC):
             return None
         peer.leaving, self._why[member.agent_id] = True, reason
         ctx.leaving.add(member.agent_id)
-        ctx.log("member.leaving", member=member.node, reason=reason)
+        ctx.log("member.leaving", member=member.node, host=member.host, reason=reason)
         self.send_all(Leaves(agent_id=member.agent_id))
         if "together" not in ctx.timers:
             ctx.after("together", TOGETHER_S)
@@ -119,12 +119,26 @@ class Departures(Endings, ABC):
                 reason = f"left on request: {self._why.pop(peer.member.agent_id, '')}"
                 self.dismiss(peer, Stop(code=EXIT_SAVED, reason=reason))
                 self.forget(peer)
-                ctx.log("member.left", member=peer.member.node, reason=reason)
+                member = peer.member
+                ctx.log("member.left", member=member.node, host=member.host, reason=reason)
         if ctx.me.agent_id in self._why:
             reason = f"left on request: {self._why.pop(ctx.me.agent_id)}"
-            ctx.log("member.left", member=ctx.me.node, reason=reason)
+            ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
             return End(EXIT_SAVED, reason)
         return None
+
+    def hand_over(self) -> Turn | None:
+        """Go, if this agent's machine was put out and its pod can be made anew on another.
+
+        All know what was put out, by the epoch just published; another agent ends it and goes on.
+        """
+        ctx = self.ctx
+        why = ctx.barred.get(ctx.me.host)
+        if why is None or not ctx.in_pod:
+            return None  # where nodes stay what they are, it coordinates without workers
+        ctx.leaving.add(ctx.me.agent_id)
+        self.send_all(Leaves(agent_id=ctx.me.agent_id))
+        return End(EXIT_TOO_FEW_NODES, put_out(ctx.me.host, why))
 
     @property
     def who_leaves(self) -> str:

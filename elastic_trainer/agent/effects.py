@@ -179,7 +179,7 @@ class Context:
     """Its term, the newest beat of its lease that it told of, and when that was heard."""
     history: History = field(default_factory=History)
     barred: dict[str, str] = field(default_factory=dict)
-    """Nodes that may not come back, and why."""
+    """Machines that were put out, and why: no agent there may take part."""
     reports: list[Report] = field(default_factory=list)
     """What the local agent said of the present epoch, or for good: told to every coordinator
     that is joined anew, since the one before may have died with it unread."""
@@ -188,7 +188,7 @@ class Context:
     leaving: set[str] = field(default_factory=set)
     """Agent ids of those that leave on request: their end is no failure."""
     readmit: bool = False
-    """The operator lets this node come back after it was put out."""
+    """The operator lets this machine come back after it was put out."""
     told_ready: bool = False
     """Whether the newest Join said that this node is ready."""
     in_epoch: bool = False
@@ -234,6 +234,11 @@ class Context:
     def fit(self) -> bool:
         """Whether this node can run the workers of a node."""
         return self.me.workers >= self.settings.workers
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether an agent that ends is started anew, perhaps on another machine."""
+        return self.me.host != self.me.node
 
     def tell(self, notice: Notice) -> None:
         """Give the local agent a notice."""

@@ -212,7 +212,8 @@ class Follower(Role):
         ctx = self.ctx
         coordinator = ctx.coordinator_member
         if coordinator is None or coordinator.agent_id not in ctx.leaving:
-            ctx.log("member.lost", member=coordinator.node if coordinator else "?", reason=reason)
+            node, host = (coordinator.node, coordinator.host) if coordinator else ("?", "?")
+            ctx.log("member.lost", member=node, host=host, reason=reason)
         # Else it was asked to go, and has put that on record itself: no failure of anybody's.
         if coordinator is not None and ctx.me in ctx.everyone:
             return Stand(sure)

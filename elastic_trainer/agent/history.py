@@ -5,12 +5,13 @@ Failures are attributed to a node first (`cause.py`); only then is a job-wide bu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from elastic_trainer.agent.cause import OF_THE_PROGRAM, Culprit
 from elastic_trainer.agent.messages import PastFailure
+from elastic_trainer.agent.notices import named
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
@@ -20,7 +21,7 @@ from elastic_trainer.failures import (
 )
 
 PUT_OUT_FOR_NOTHING: Final = 2
-"""Nodes put out for one and the same failure without progress; on a third it follows the job."""
+"""Machines put out for one and the same failure without progress; on a third it follows the job."""
 
 LONGEST_BACKOFF_S: Final = 60.0
 
@@ -50,7 +51,7 @@ class Verdict:
     """What to do after a failure."""
 
     evict: str | None = None
-    """Node that leaves, with `reason`."""
+    """Machine that leaves, with `reason`."""
     stop_code: int | None = None
     """The job ends with this code."""
     reason: str = ""
@@ -78,6 +79,7 @@ class History:
         """
         entry = PastFailure(
             node=found.node,
+            host=found.machine,
             kind=found.kind.value,
             detail=found.detail,
             step=found.step,
@@ -91,9 +93,9 @@ class History:
         """Newest committed step of which a failure told."""
         return max((e.progress for _, e in self.entries if e.progress is not None), default=None)
 
-    def without(self, node: str) -> History:
-        """Return the history without the failures of `node`, which the operator has mended."""
-        return History(tuple(item for item in self.entries if item[1].node != node))
+    def without(self, host: str) -> History:
+        """Return the history without the failures of a machine, which the operator has mended."""
+        return History(tuple(item for item in self.entries if item[1].host != host))
 
     def within(self, window_s: float, now: float) -> History:
         """Return the history without what no limit counts any more."""
@@ -104,8 +106,8 @@ class History:
     ) -> Verdict:
         """Decide what follows the newest failure `found`, which `add` has put in already.
 
-        Failures of `barred` nodes are not charged to the job, but they stay evidence: a
-        program that fails wherever one rank goes must not cost one node after the other.
+        Failures of `barred` machines are not charged to the job, but they stay evidence: a
+        program that fails wherever one rank goes must not cost one machine after the other.
         """
         recent = self.within(limits.window_s, now).entries
         if found.action is Action.STOP:
@@ -113,8 +115,8 @@ class History:
         if reason := _follows_the_job(recent, found, barred):
             return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=reason)
         if reason := _is_bad_node(recent, found, limits):
-            return Verdict(evict=found.node, reason=reason)
-        charged = [item for item in recent if item[1].node not in barred]
+            return Verdict(evict=found.machine, reason=reason)
+        charged = [item for item in recent if item[1].host not in barred]
         if reason := _stands_still(charged, found, limits):
             return Verdict(stop_code=EXIT_DO_NOT_RESTART, reason=reason)
         if reason := _overdrawn(charged, found, limits):
@@ -155,29 +157,35 @@ def _follows_the_job(recent: Sequence[_Entry], found: Culprit, barred: Collectio
         return ""
     sign = signature(found.detail)
     alike = [e for _, e in recent if e.kind == found.kind and signature(e.detail) == sign]
-    at_step = {e.node for e in alike if e.step == found.step and e.node}
+    at_step = _machines(e for e in alike if e.step == found.step)
     if found.kind in OF_THE_PROGRAM and len(at_step) > 1:
         return f"the same error on {_listed(at_step)} at step {found.step}: {found.detail}"
     newest = recent[-1][1].progress if recent else None
-    stuck = {e.node for e in alike if e.node and newest is not None and e.progress == newest}
-    if found.node in stuck - set(barred) and len(stuck & set(barred)) >= PUT_OUT_FOR_NOTHING:
+    stuck = _machines(e for e in alike if newest is not None and e.progress == newest)
+    fails_anew = found.machine in stuck.keys() - set(barred)
+    if fails_anew and len(stuck.keys() & set(barred)) >= PUT_OUT_FOR_NOTHING:
         return f"the same failure on {_listed(stuck)} without progress: {found.detail}"
     return ""
 
 
 def _is_bad_node(recent: Sequence[_Entry], found: Culprit, limits: Limits) -> str:
-    """Say why the node of the newest failure must leave, or return an empty string."""
+    """Say why the machine of the newest failure must leave, or return an empty string."""
     if found.node is None or found.kind is Kind.NODE_LOST:
         return ""
     if found.action is Action.EVICT:
         return found.detail
-    times = sum(e.node == found.node and e.kind != Kind.NODE_LOST for _, e in recent)
+    times = sum(e.host == found.machine and e.kind != Kind.NODE_LOST for _, e in recent)
     enough = times >= limits.node_failures
     return f"failed {times} times, last: {found.detail}" if enough else ""
 
 
-def _listed(nodes: Collection[str]) -> str:
-    return ", ".join(sorted(nodes))
+def _machines(entries: Iterable[PastFailure]) -> dict[str, str]:
+    """Return the machines on which these happened, and what people call them, by the newest."""
+    return {e.host: named(e.node, e.host) for e in entries if e.node and e.host}
+
+
+def _listed(machines: Mapping[str, str]) -> str:
+    return ", ".join(sorted(machines.values()))
 
 
 def _stands_still(charged: list[_Entry], found: Culprit, limits: Limits) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from elastic_trainer.agent.board import Commit
-from elastic_trainer.agent.cause import causes, settle_s
+from elastic_trainer.agent.cause import Culprit, causes, settle_s
 from elastic_trainer.agent.effects import Conn, Context
 from elastic_trainer.agent.notices import WorkersFailed
 from elastic_trainer.agent.roles import Turn
 from elastic_trainer.agent.watch import Watch
-from elastic_trainer.failures import Kind
+from elastic_trainer.failures import Action, Kind
 
 BUSY = ("starting", "running", "draining")
 """Phases in which workers of the epoch run."""
@@ -41,8 +42,8 @@ class Judge(Watch, ABC):
         """Have the workers of the epoch killed; `stacks`: dump theirs first."""
 
     @abstractmethod
-    def evict(self, node: str, reason: str) -> None:
-        """Put a node out of the job."""
+    def evict(self, node: str, host: str, reason: str) -> None:
+        """Put the machine `host` out of the job, for what `node` did there."""
 
     @abstractmethod
     def stop(self, code: int, reason: str) -> Turn | None:
@@ -99,18 +100,31 @@ class Judge(Watch, ABC):
         )
         self.lost_nodes, self.failed_reports = [], []
         ctx.history = ctx.history.within(settings.window_s, ctx.now)
-        for item in found:
-            if item in asked:
+        for culprit in found:
+            if culprit in asked:
                 continue
+            item = self._on_machine(culprit)
             ctx.history = ctx.history.add(item, ctx.now, progress)
             verdict = ctx.history.verdict(item, settings.limits, ctx.now, ctx.barred)
             if verdict.stop_code is not None:
                 self.stop(verdict.stop_code, verdict.reason)
             elif verdict.evict is not None:
-                self.evict(verdict.evict, verdict.reason)
+                self.evict(item.node or verdict.evict, verdict.evict, verdict.reason)
         if wait_s := ctx.history.backoff_s():
             ctx.log("epoch.delayed", seconds=wait_s, reason=self.reason)
             ctx.after("backoff", wait_s)
+
+    def _on_machine(self, culprit: Culprit) -> Culprit:
+        """Return it with the machine that the node had in the epoch that ended.
+
+        Where all nodes share one, as in a small cluster of pods, nothing tells it from the
+        program: errors are then nobody's.
+        """
+        everyone = self.ctx.everyone
+        error = culprit.kind is not Kind.NODE_LOST and culprit.action is not Action.EVICT
+        if culprit.node is None or (error and len(everyone.hosts_of(self.members)) == 1):
+            return replace(culprit, node=None)
+        return replace(culprit, host=everyone.host_of(culprit.node))
 
     def _progress(self, commits: tuple[Commit, ...]) -> int | None:
         """Return the newest committed step, on storage or in the nodes' memory."""

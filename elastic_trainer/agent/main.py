@@ -249,7 +249,6 @@ def _agent_config(options: Options, me: Member, scratch: Scratch) -> AgentConfig
         hang_floor_s=options.elastic.hang_floor_s,
         watch_all=options.task.kind == "main",
         leaves_alone=options.leaves_alone,
-        host=options.host,
     )
 
 
@@ -271,6 +270,7 @@ def build_client(
     me = Member(
         agent_id=f"{options.node}-{os.getpid()}-{os.urandom(4).hex()}",
         node=options.node,
+        host=options.host,
         address=address,
         port=endpoint.port,
         workers=healthy(options.workers, os.environ) if options.accelerators else options.workers,

@@ -46,7 +46,7 @@ class Join:
     ready: bool = True
     """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
     readmit: bool = False
-    """The operator says that this node may come back after it was put out."""
+    """The operator says that this machine may come back after it was put out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,8 @@ class PastFailure:
 
     node: str | None
     """None: not the fault of one node."""
+    host: str | None
+    """Its machine, which is what counts: a pod may come back on another one."""
     kind: str
     detail: str
     step: int
@@ -105,7 +107,7 @@ class Formed:
     reason: str
     history: tuple[PastFailure, ...]
     barred: dict[str, str]
-    """Node name -> why it may not come back."""
+    """Machine -> why no agent on it may take part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +275,7 @@ def _check_member(member: Member) -> None:
     """
     good = (
         0 < len(member.node) <= MAX_NAME_CHARS
+        and 0 < len(member.host) <= MAX_NAME_CHARS
         and 0 < len(member.agent_id) <= 2 * MAX_NAME_CHARS
         and is_numeric(member.address)
         and 0 < member.port < 1 << 16

@@ -16,6 +16,8 @@ class Member:
 
     agent_id: str
     node: str
+    host: str
+    """The machine; called as the node, but for pods, which come and go on machines."""
     address: str
     """Numeric IP address; peers exchange addresses, never names."""
     port: int
@@ -23,6 +25,11 @@ class Member:
     """Healthy accelerators, so workers it can run."""
     snapshot_port: int = 0
     """Where its keeper listens, at the same address; 0 when it keeps no snapshots."""
+
+
+def named(node: str, host: str) -> str:
+    """Return a node and its machine for people: one name where both are called alike."""
+    return node if node == host else f"{node} ({host})"
 
 
 def is_numeric(address: str) -> bool:

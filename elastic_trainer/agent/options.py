@@ -83,6 +83,8 @@ class Options:
     """One agent's orders, wherever they came from."""
 
     node: str
+    host: str
+    """The machine; called as `node`, but for pods."""
     run_id: str
     job: str
     """Id of this submission, the same on every node of it."""
@@ -106,8 +108,6 @@ class Options:
     """Come back although the job has put this node out."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job goes on without it."""
-    host: str | None = None
-    """Name of the machine, where `node` is that of a pod."""
     accelerators: bool = False
     """Workers need one each: a node that has fewer is refused."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
@@ -216,6 +216,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     task = _task(args, pattern) if args.script else _job_task(args, config, pattern)
     return Options(
         node=args.node,
+        host=args.host or args.node,
         run_id=config.run_id,
         job=_job(args, env),
         attempt=args.attempt,
@@ -226,7 +227,6 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         board_dir=run_dir / "board",
         board=args.board or env.get(BOARD_VARIABLE) or None,
         leaves_alone=args.on_term == "leave",
-        host=args.host,
         local_addr=args.local_addr,
         workers=config.gpus_per_node,
         accelerators=config.device == "cuda",
@@ -265,6 +265,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     grace_s = SCRIPT_GRACE_S if args.shutdown_timeout is None else args.shutdown_timeout
     return Options(
         node=args.node,
+        host=args.host or args.node,
         run_id=run_id,
         job=args.job or env.get("HOLDFAST_JOB") or slurm_job(env) or run_id,
         attempt=args.attempt,
@@ -275,7 +276,6 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         board_dir=record / "board",
         board=args.board or env.get(BOARD_VARIABLE) or None,
         leaves_alone=args.on_term == "leave",
-        host=args.host,
         local_addr=args.local_addr,
         workers=workers,
         rung_nodes=rung_nodes,

@@ -65,6 +65,10 @@ class Peers:
         """Return the agent of a node."""
         return self._by_node.get(node)
 
+    def on_host(self, host: str) -> list[Peer]:
+        """Return the agents on a machine: mostly one, but pods may share it."""
+        return [peer for peer in self if peer.member.host == host]
+
     def probe(self, peer: Peer, conn: Conn) -> None:
         """Note that `conn` is being dialed to learn whether `peer` lives."""
         peer.probe = conn
@@ -113,13 +117,13 @@ class Peers:
         return tuple(p.conn for p in peers if p is not None and p.conn is not None)
 
     def able(self, barred: dict[str, str]) -> list[Member]:
-        """Return the members that can run workers now."""
+        """Return the members that can run workers now; none on a machine that was put out."""
         return [
             peer.member
             for agent_id, peer in self._by_id.items()
             if peer.ready
             and not peer.leaving
-            and peer.member.node not in barred
+            and peer.member.host not in barred
             and (peer.conn is not None or agent_id == self._me)
         ]
 

@@ -97,9 +97,11 @@ class HoldfastRendezvous(RendezvousHandler):
         endpoint = Endpoint(reactor, address, ports, badge=badge)
         reactor.start()
         store = EpochStore(address, ports)
+        node = f"{socket.gethostname()}:{endpoint.port}"
         me = Member(
             agent_id=uuid.uuid4().hex,
-            node=f"{socket.gethostname()}:{endpoint.port}",
+            node=node,
+            host=node,  # several agents of one machine are nodes of their own
             address=address,
             port=endpoint.port,
             workers=1,

@@ -65,6 +65,11 @@ def unfit_message(member: Member, settings: Settings) -> str:
     )
 
 
+def put_out(host: str, reason: str) -> str:
+    """Say why no agent on a machine may take part."""
+    return f"{host} was put out of the job: {reason}"
+
+
 class Role:
     """Base of all roles: answers what any agent must answer, ignores the rest.
 

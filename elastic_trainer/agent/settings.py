@@ -56,8 +56,6 @@ class AgentConfig:
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job goes on without it."""
-    host: str | None = None
-    """Name of the machine, where the node's is that of a pod."""
     kill_deadline_s: float = 10.0
     """A worker not reaped by then costs the node its place."""
     settle_s: float = 0.05

@@ -6,12 +6,12 @@ a row; as columns it takes a third of a microsecond, and a row is made when some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Self, overload
 
 from elastic_trainer.agent.notices import Member
 
-_TEXTS: Final = ("agent_id", "node", "address")
+_TEXTS: Final = ("agent_id", "node", "host", "address")
 _NUMBERS: Final = ("port", "workers", "snapshot_port")
 _COLUMNS: Final = (*_TEXTS, *_NUMBERS)
 _MAX_NUMBER: Final = (1 << 16) - 1
@@ -64,6 +64,19 @@ class Members(Sequence[Member]):
         """The agent ids, in order. Not to be changed."""
         return self._columns[0]
 
+    def host_of(self, node: str) -> str:
+        """Return the machine of a node; of one that is not here its own name."""
+        try:
+            return str(self._columns[2][self._columns[1].index(node)])
+        except ValueError:
+            return node
+
+    def hosts_of(self, agent_ids: Collection[str]) -> set[str]:
+        """Return the machines of those of these agents that are here."""
+        wanted = set(agent_ids)
+        pairs = zip(self.ids, self._columns[2], strict=True)
+        return {host for agent_id, host in pairs if agent_id in wanted}
+
     def by_id(self, agent_id: str) -> Member | None:
         """Return the member with this id; None: it is not here."""
         try:
@@ -72,10 +85,13 @@ class Members(Sequence[Member]):
             return None
 
     def _row(self, index: int) -> Member:
-        agent_id, node, address, port, workers, snapshot_port = (c[index] for c in self._columns)
+        agent_id, node, host, address, port, workers, snapshot_port = (
+            column[index] for column in self._columns
+        )
         return Member(
             agent_id=agent_id,
             node=node,
+            host=host,
             address=address,
             port=port,
             workers=workers,

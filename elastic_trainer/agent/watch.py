@@ -19,9 +19,9 @@ from elastic_trainer.agent.messages import (
     Welcome,
     untell,
 )
-from elastic_trainer.agent.notices import Report
+from elastic_trainer.agent.notices import Member, Report
 from elastic_trainer.agent.peers import Peer, Peers
-from elastic_trainer.agent.roles import Role, Turn, unfit_message
+from elastic_trainer.agent.roles import Role, Turn, put_out, unfit_message
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
 
 
@@ -49,6 +49,10 @@ class Watch(Role, ABC):
     @abstractmethod
     def lost(self, peer: Peer, reason: str) -> Turn | None:
         """An agent is dead."""
+
+    @abstractmethod
+    def refused(self, member: Member) -> Turn | None:
+        """An agent may not take part."""
 
     @abstractmethod
     def told(self, agent_id: str, report: Report) -> Turn | None:
@@ -86,9 +90,9 @@ class Watch(Role, ABC):
             ctx.close(conn)
             if refusal.code != EXIT_TOO_FEW_NODES:
                 return None
-            ctx.log("member.refused", member=member.node, reason=refusal.reason)
+            ctx.log("member.refused", member=member.node, host=member.host, reason=refusal.reason)
             self.absent.add(member.node)
-            return self.advance()
+            return self.refused(member)
         older = self.peers.of_node(member.node)
         if older is not None and older.member.agent_id != member.agent_id:
             reason = f"a newer agent of {member.node} has joined"
@@ -98,7 +102,7 @@ class Watch(Role, ABC):
         self.absent.discard(member.node)
         self.unsure.discard(member.agent_id)
         if self.peers.get(member.agent_id) is None:
-            ctx.log("member.joined", member=member.node, address=member.address)
+            ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
         replaced = self.peers.connect(member, conn, ctx.now, ready=join.ready)
         if replaced is not None:
             ctx.close(replaced)
@@ -108,7 +112,8 @@ class Watch(Role, ABC):
         return self.joined(join)
 
     def _refusal(self, join: Join) -> Reject | None:
-        ctx, member, node = self.ctx, join.member, join.member.node
+        ctx, member = self.ctx, join.member
+        node, host = member.node, member.host
         if join.job != ctx.job:
             lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
             return Reject(
@@ -123,14 +128,11 @@ class Watch(Role, ABC):
             )
         if member.workers < ctx.settings.workers:
             return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
-        if node in ctx.barred and join.readmit:
-            ctx.log("member.readmitted", member=node, reason=ctx.barred.pop(node))
-            ctx.history = ctx.history.without(node)
-        if node in ctx.barred:
-            return Reject(
-                code=EXIT_TOO_FEW_NODES,
-                reason=f"{node} was put out of the job: {ctx.barred[node]}",
-            )
+        if host in ctx.barred and join.readmit:
+            ctx.log("member.readmitted", member=node, host=host, reason=ctx.barred.pop(host))
+            ctx.history = ctx.history.without(host)
+        if host in ctx.barred:
+            return Reject(code=EXIT_TOO_FEW_NODES, reason=put_out(host, ctx.barred[host]))
         return None
 
     def closed(self, conn: Conn, *, refused: bool) -> Turn | None:

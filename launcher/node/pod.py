@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.config import TrainConfig
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_SAVED
+from elastic_trainer.failures import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_FAILED,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+)
 from launcher import stop_request
 from launcher.node import board
 from launcher.node.attempt import Attempt, NodeError
@@ -31,9 +36,11 @@ from launcher.node.pod_decide import (
     all_refuse,
     exit_code,
     generation,
+    not_here,
     pause_s,
+    place,
 )
-from launcher.node.pod_dir import failures, moved, prepare, publish_json
+from launcher.node.pod_dir import failures, prepare, publish_json
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import note, say
 
@@ -156,9 +163,6 @@ class Pod:
             command += ["--local-addr", who.address]
         if who.host:
             command += ["--host", who.host]
-            # Put out was the machine, not the name that its pod has taken elsewhere.
-            if moved(attempt.dir / "hosts" / who.pod, who.host):
-                command.append("--readmit")
         return command
 
     def _agent(self, attempt: Attempt) -> int:
@@ -222,6 +226,8 @@ class Pod:
         """Return this pod's code, after its agent has ended with `agent_code`."""
         say(f"the agent of {self._who.pod} has ended with {agent_code}")
         end = self._note_end(attempt.restart)
+        if end.code is None and agent_code == EXIT_TOO_FEW_NODES and not end.finished:
+            say(not_here(self._who.host or self._who.pod))
         if end.code is None and agent_code == EXIT_DO_NOT_RESTART and not end.finished:
             nodes = read_config(self._run_dir).ladder.rungs[0].num_nodes
             lease = self._board().lease
@@ -260,7 +266,7 @@ class Pod:
         lived = self._mono() - self._began >= LIVED_S
         count = 1
         with contextlib.suppress(OSError):
-            name = f"{self._who.job}.{self._who.pod}"
+            name = f"{self._who.job}.{place(self._who.kind, self._who.pod)}"
             count = failures(self._run_dir / "pods" / name, lived=lived)
         until = self._mono() + pause_s(count)
         while (left := until - self._mono()) > 0:

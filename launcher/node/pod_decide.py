@@ -29,6 +29,7 @@ LONGEST_PAUSE_S: Final = 300.0
 LIVED_S: Final = 600.0
 """A pod that has lived for so long before it fails begins to count anew."""
 _JOB = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_MADE_UP = re.compile(r"-[a-z0-9]{5}\Z")
 
 
 def job_id(name: str, submission: str) -> str:
@@ -117,3 +118,25 @@ def pause_s(failures: int) -> float:
     if failures <= 0:
         return 0.0
     return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16), LONGEST_PAUSE_S)
+
+
+def place(kind: str, pod: str) -> str:
+    """Return what a pod and those that are made in its place have in common.
+
+    Only a PyTorchJob gives them the same name; a Job adds five characters, new each time.
+
+    Args:
+        kind: of the job: one of KINDS.
+        pod: its name.
+    """
+    assert kind in KINDS, kind
+    return pod if kind == "pytorchjob" else _MADE_UP.sub("", pod)
+
+
+def not_here(host: str) -> str:
+    """Say what a pod does that may not take part where it is, while the job goes on."""
+    return (
+        f"no pod of this job may take part on {host} (holdfast why tells the reason): this one "
+        "ends after a while and is made anew, elsewhere where there is room; "
+        f"kubectl cordon {host} keeps all pods off it"
+    )

@@ -122,19 +122,3 @@ def failures(path: Path, *, lived: bool) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{count}\n", encoding="ascii")
     return count
-
-
-def moved(path: Path, host: str) -> bool:
-    """Note which machine a pod runs on; return whether it was another one the last time.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    before = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        before = path.read_text(encoding="utf-8").strip()
-    if before == host:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(host + "\n", encoding="utf-8")
-    return bool(before)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Kind
-from launcher.ops.timeline import EpochSpan, node_names, worker_rank
+from launcher.ops.timeline import EpochSpan, host_at, node_names, starts, worker_rank
 
 PHASES = (
     "detect",
@@ -45,6 +45,8 @@ class Failure:
     """The fault's own moment when it was injected, else that of its detection."""
     injected: str | None = None
     """Action of the injected fault behind it."""
+    host: str | None = None
+    """The machine that the node was on; None: not known."""
     detail: str = ""
     detected_s: float | None = None
     recovered_s: float | None = None
@@ -85,6 +87,9 @@ def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failur
         for failure in _victims(evidence[index], span, ended_t):
             _measure(failure, span, later, events)
             out.append(failure)
+    started = starts(events)
+    for failure in out:
+        failure.host = host_at(started, failure.node, failure.t)
     out.sort(key=lambda failure: failure.t)
     return out
 

@@ -14,7 +14,9 @@ from elastic_trainer.events import Event
 from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.progress import Progress
+from launcher.ops.put_out import PutOut, put_out
 from launcher.ops.timeline import layouts_of
+from launcher.ops.verdict import this_attempt
 
 _LONG_TAILS = 64
 """So many files, those written last, are read further back: trainers', the coordinator's."""
@@ -39,6 +41,11 @@ class News:
     events: list[Event]
     """The ends of the record, by time."""
 
+    @property
+    def put_out(self) -> list[PutOut]:
+        """Machines that the newest attempt has put out."""
+        return put_out(this_attempt(self.events), since_unix=0.0)
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
         now = self.progress
@@ -55,6 +62,7 @@ class News:
             "parked": None
             if now.parked is None
             else {"have": now.parked[0], "need": now.parked[1]},
+            "put_out": [each.to_json() for each in self.put_out],
             "saved_step": now.saved_step,
             "code": self.code,
             "reason": self.reason or None,

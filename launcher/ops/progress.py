@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.events import Event
-from launcher.ops.timeline import node_names, worker_rank
+from launcher.ops.timeline import named, node_names, worker_rank
 
 _RATE_STEPS = 20
 """tokens/s is taken over this many steps."""
@@ -184,7 +184,9 @@ def _fill(form: str, *, every_rank: bool = True) -> _Tell:
     def tell(event: Event) -> str | None:
         if event.rank and not every_rank:
             return None
-        known = {"node": event.node, "step": event.step, "epoch": event.epoch, **event.fields}
+        fields = event.fields
+        who = named(fields.get("member", "?"), fields.get("host"))
+        known = {"node": event.node, "step": event.step, "epoch": event.epoch, "who": who, **fields}
         return form.format_map(defaultdict(lambda: "?", known))
 
     return tell
@@ -196,9 +198,9 @@ _TELL: dict[str, _Tell] = {
     "epoch.aborted": _fill("epoch {epoch} aborted: {reason}"),
     "epoch.delayed": _fill("the next epoch waits {seconds} s: {reason}"),
     "coordinator.elected": _fill("{node} coordinates"),
-    "member.lost": _fill("{member} is lost: {reason}"),
-    "member.evicted": _fill("{member} is put out: {reason}"),
-    "member.refused": _fill("{member} is refused: {reason}"),
+    "member.lost": _fill("{who} is lost: {reason}"),
+    "member.evicted": _fill("{who} is put out: {reason}"),
+    "member.refused": _fill("{who} is refused: {reason}"),
     "membership.parked": _fill(
         "parked: {have} nodes left, the last rung needs {need}; waiting for nodes"
     ),

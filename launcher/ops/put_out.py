@@ -1,4 +1,4 @@
-"""Which nodes a run has put out: its next submission keeps off them."""
+"""Which machines a run has put out: its next submission keeps off them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from typing import Final
 from elastic_trainer.events import Event
 from launcher.errors import UserError
 
-_STARTED: Final = "agent.started"
 _EVICTED: Final = "member.evicted"
 _READMITTED: Final = "member.readmitted"
-_TELLING: Final = tuple(f'"{name}"'.encode() for name in (_STARTED, _EVICTED, _READMITTED))
+_TELLING: Final = tuple(f'"{name}"'.encode() for name in (_EVICTED, _READMITTED))
 _CLOCKS_S: Final = 3600.0
 """Files are read that were written last so long before the submission: clocks differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutOut:
-    """A node that is to be kept off."""
+    """A machine that is to be kept off."""
 
     host: str
     """As the platform calls it."""
     member: str
-    """As the run calls it; on Kubernetes its pod."""
+    """The node it was then, as the run calls it; on Kubernetes a pod."""
     reason: str
     """Why it was put out."""
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        who = "" if self.member == self.host else f" ({self.member})"
+        return f"{self.host}{who}: {self.reason}"
 
     def to_json(self) -> dict[str, str]:
         """Return plain JSON types."""
@@ -36,35 +40,31 @@ class PutOut:
 
 
 def put_out(events: Iterable[Event], *, since_unix: float) -> list[PutOut]:
-    """Return the nodes that were put out since a submission, by name; each once. Pure.
+    """Return the machines that were put out since a submission, by name; each once. Pure.
 
-    A node is the one its member ran on then: a pod of the same name may have gone to another one
-    since, and may then take part again (`member.readmitted`), while the node stays put out. Only
-    when the operator lets the member back in where it was, the node is fine again.
+    The pod that ran there then may be on another one by now; the machine stays put out until the
+    operator lets it back in.
 
     Args:
         events: of the run, in order of time.
         since_unix: when it was submitted last. What was put out before has had its time.
     """
-    hosts: dict[str, str] = {}
     found: dict[str, PutOut] = {}
     for event in events:
         member = event.fields.get("member")
-        if event.event == _STARTED and event.node:
-            hosts[event.node] = str(event.fields.get("host") or event.node)
-        elif not isinstance(member, str) or event.t_unix < since_unix:
+        if not isinstance(member, str) or event.t_unix < since_unix:
             continue
-        elif event.event == _EVICTED:
-            host = hosts.get(member, member)
+        host = str(event.fields.get("host") or member)
+        if event.event == _EVICTED:
             reason = str(event.fields.get("reason") or "no reason was written")
             found[host] = PutOut(host=host, member=member, reason=reason)
         elif event.event == _READMITTED:
-            found.pop(hosts.get(member, member), None)
+            found.pop(host, None)
     return [found[host] for host in sorted(found)]
 
 
 def read_put_out(run_dir: Path, *, since_unix: float) -> list[PutOut]:
-    """Return the nodes that the run in `run_dir` has put out since `since_unix`; see `put_out`.
+    """Return the machines that the run in `run_dir` has put out since `since_unix`; see `put_out`.
 
     Raises:
         UserError: HF613 its record cannot be read.

@@ -26,6 +26,7 @@ from launcher.ops.report_charts import (
 )
 from launcher.ops.report_data import ReportData, kind_text, seconds_text
 from launcher.ops.svg import INK, MUTED
+from launcher.ops.timeline import named
 
 
 def html_report(data: ReportData) -> str:
@@ -133,7 +134,7 @@ def _failure_table(summary: Mapping[str, Any]) -> str:
         (
             str(number),
             kind_text(failure),
-            (failure["node"] or "-")
+            named(failure["node"] or "-", failure.get("host"))
             + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
             str(failure["step"]),
             f"{failure['epoch']} → {failure['next_epoch'] or '-'}",

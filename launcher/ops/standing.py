@@ -190,6 +190,8 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     if now.layout:
         spares = f", spare: {names(now.spares)}" if now.spares else ""
         rows.append(("layout", f"{now.layout} on {names(now.members)}{spares}"))
+    if news.put_out:
+        rows.append(("put out", "; ".join(map(str, news.put_out))))
     saved = "nothing yet" if now.saved_step is None else f"step {now.saved_step}"
     rows.append(("checkpoint", saved))
     assert news.last_unix is not None

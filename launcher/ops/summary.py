@@ -236,6 +236,7 @@ def _failure(failure: breakdown.Failure, origin: float) -> dict[str, Any]:
     return {
         "kind": failure.kind,
         "node": failure.node,
+        "host": failure.host,
         "rank": failure.rank,
         "step": failure.step,
         "epoch": failure.epoch,

@@ -71,6 +71,30 @@ def worker_rank(event: Event) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
+def named(node: Any, host: Any) -> str:
+    """Return a node and its machine for people: one name where both are called alike."""
+    return str(node) if host in (None, "", node) else f"{node} ({host})"
+
+
+def starts(events: Iterable[Event]) -> list[Event]:
+    """Return the starts of agents, which tell the machine of each node."""
+    return [event for event in events if event.event == "agent.started"]
+
+
+def host_at(started: Sequence[Event], node: str | None, t_unix: float) -> str | None:
+    """Return the machine that a node was on at a time; None: nobody has said.
+
+    Args:
+        started: what `starts` returned, in order of time.
+        node: its name, which a pod may take to another machine.
+        t_unix: when, by the clock of the record.
+    """
+    known = (e for e in reversed(started) if e.node == node and e.t_unix <= t_unix)
+    found = next(known, None)
+    host = None if found is None else found.fields.get("host")
+    return host if isinstance(host, str) else None
+
+
 _TELLING = ("epoch.formed", "trainer.started", "step.completed", "step.skipped", "script.progress")
 
 

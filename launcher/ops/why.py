@@ -14,7 +14,7 @@ from launcher.backends.base import JobState
 from launcher.ops.newest import News
 from launcher.ops.progress import describe
 from launcher.ops.standing import Standing, headline, when
-from launcher.ops.timeline import worker_rank
+from launcher.ops.timeline import host_at, named, starts, worker_rank
 from launcher.ops.verdict import (
     RUN_AGAIN,
     SUBMIT_AGAIN,
@@ -114,8 +114,9 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
     if now.parked is not None:
         have, need = now.parked
         short = f"it is parked: {have} nodes are left, the last rung of its ladder needs {need}"
-        lost = [event for event in news.events if event.event in ("member.lost", "member.evicted")]
+        lost = [event for event in news.events if event.event == "member.lost"]
         more = [text for event in lost[-4:] if (text := describe(event))]
+        more += [f"put out: {each}" for each in news.put_out]
         return Why(
             state=state,
             short=short,
@@ -127,7 +128,8 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
         short = f"nothing is wrong: {headline(standing, now_unix)}"
     else:
         short = f"it is {now.state}: {now.step_text}, epoch {now.epoch}"
-    more = [] if failed is None else [f"last failure: {_who(failed)}"]
+    more = [] if failed is None else [f"last failure: {_who(failed, news)}"]
+    more += [f"put out: {each}" for each in news.put_out]
     more += [*platform, *_last_seen(standing, now_unix)]
     return Why(state=state, short=short, more=more, failure=_failure(failed))
 
@@ -155,7 +157,7 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
     more = ["`holdfast cancel` asked for the end"] if stop_request.asked(run_dir) else []
     log = evidence(run_dir, failed, {}) if failed is not None else None
     if failed is not None:
-        more.append(f"first failure: {_who(failed)}")
+        more.append(f"first failure: {_who(failed, news)}")
     elif state is JobState.FAILED and output:
         more += [status.words] if status.words and status.words not in short else []
         log = output[-1]  # nothing on the nodes failed, so the batch script, or what it called
@@ -182,9 +184,10 @@ def _classified(log: Path, code: int | None) -> str:
     return f"the job's own output says: {found.kind}: {found.detail}"
 
 
-def _who(failed: Event) -> str:
-    rank = worker_rank(failed)
-    who = f"rank {rank} on {failed.node}" if rank is not None else str(failed.node)
+def _who(failed: Event, news: News | None) -> str:
+    rank, started = worker_rank(failed), starts(news.events if news is not None else ())
+    where = named(failed.node, host_at(started, failed.node, failed.t_unix))
+    who = where if rank is None else f"rank {rank} on {where}"
     detail = one_line(str(failed.fields.get("detail") or "no detail"))
     return f"{who}, epoch {failed.epoch}: {failed.fields.get('kind')}: {detail}"
 

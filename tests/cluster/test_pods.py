@@ -57,6 +57,7 @@ class Pods:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._made = 0
         self._uids: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
         self._log = (folder / "log").open("wb")
 
     def env(self, name: str) -> dict[str, str]:
@@ -74,11 +75,12 @@ class Pods:
             "POD_NAME": name,
             "POD_UID": self._uids[name],
             "POD_IP": "127.0.0.1",
-            "NODE_NAME": f"machine-{name}",
+            "NODE_NAME": self._hosts[name],
         }
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, host: str | None = None) -> None:
         for name in names:
+            self._hosts[name] = host or f"machine-{name}"
             self._made += 1
             self._uids[name] = f"{os.getpid()}-{self._made}"
             self.processes[name] = subprocess.Popen(
@@ -230,3 +232,56 @@ def test_all_that_are_told_to_go_end_the_job_and_the_next_generation_goes_on(pod
     assert {pods.code(name) for name in pods.processes} == {93}, "and stays down"
     assert pods.board().commits[-1].step == pods.step()
     check_ledger(pods)
+
+
+@pytest.mark.parametrize("leads", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_machine_that_was_put_out_takes_no_part_whatever_its_pods_are_called(pods, leads):
+    """Pods as a JobSet makes them: each that comes in place of one has another name."""
+    pods.start(*(f"pods-node-0-{i}-aaaaa" for i in range(3)))
+    pods.until_steps(3)
+    leader = pods.events("epoch.formed")[-1].fields["coordinator"]
+    bad = next(name for name in sorted(pods.processes) if (name == leader) is leads)
+    for _ in range(2):
+        epoch = pods.until_steps(3, more=3)
+        [worker] = [e for e in pods.events("worker.started") if (e.node, e.epoch) == (bad, epoch)]
+        os.kill(worker.fields["pid"], signal.SIGKILL)
+        await_epoch_after(pods, epoch)
+    machine = f"machine-{bad}"
+    pods.until_steps(2)
+    [evicted] = pods.events("member.evicted")
+    assert (evicted.fields["member"], evicted.fields["host"]) == (bad, machine)
+    assert "failed 2 times" in evicted.fields["reason"]
+    assert ended(pods, bad) == 92
+
+    again = f"{bad[:-5]}bbbbb"
+    before = newest_epoch(pods)
+    pods.start(again, host=machine)
+    assert ended(pods, again) == 92
+    [refused] = pods.events("member.refused")
+    assert (refused.fields["member"], refused.fields["host"]) == (again, machine)
+    assert newest_epoch(pods) == before, "the others are not disturbed"
+
+    pods.start(f"{bad[:-5]}ccccc")
+    pods.until_steps(3)
+    assert len(pods.events("member.evicted")) == 1
+    check_ledger(pods)
+
+
+def await_epoch_after(pods: Pods, epoch: int) -> None:
+    pods.until(lambda: newest_epoch(pods) > epoch, f"no epoch after {epoch}")
+
+
+def newest_epoch(pods: Pods) -> int:
+    return pods.events("epoch.formed")[-1].epoch or 0
+
+
+def ended(pods: Pods, name: str) -> int:
+    """Wait for the end of a pod's agent, cut short the pause after it, return the agent's code."""
+
+    def codes() -> list[int]:
+        return [e.fields["code"] for e in pods.events("agent.exit") if e.node == name]
+
+    pods.until(codes, f"the agent of {name} goes on")
+    pods.processes[name].send_signal(signal.SIGTERM)
+    assert pods.code(name) == 143, "a controller makes it anew"
+    return codes()[-1]

@@ -190,7 +190,8 @@ def test_a_running_job_is_looked_into_saved_and_gone_on_with(user, cluster, corp
     assert (found["state"], saved >= 2) == ("saved", True)
     cluster.wait("all is gone", lambda: not cluster.pods(f"holdfast.dev/run={job}"))
     log = LauncherLog(Path("runs/one"), "coordinator")
-    log.emit("member.evicted", node=pods[0], member=pods[1], reason="failed twice")
+    where = {"member": pods[1], "host": hosts[pods[1]]}
+    log.emit("member.evicted", node=pods[0], **where, reason="failed twice")
     out, _ = user(*again)
     assert f"keeps off {hosts[pods[1]]}, which the run has put out ({pods[1]}): failed twice" in out
     user.wait_step(saved + 1)

@@ -145,6 +145,51 @@ def _stepped(run: K8sRun, epoch: dict[str, Any]) -> bool:
     return any(e["epoch"] >= epoch["epoch"] for e in run.events("step.completed"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pod_takes_part_on_a_machine_that_was_put_out(cluster: Cluster, kind: str) -> None:
+    run = K8sRun(cluster, kind)
+    epoch = run.until_steps(2)
+    before = run.pods()
+    bad = next(name for name in before if name != epoch["coordinator"])
+    machine, others = run.node_of(bad), run.node_of(epoch["coordinator"])
+    if machine == others:
+        pytest.skip("the scheduler has put both pods on one node")
+    for _ in range(2):
+        epoch = run.until_steps(2, after=epoch["epoch"] - 1)
+        _kill_worker(run, bad, epoch)
+        epoch = _next_epoch(run, epoch)
+    [evicted] = run.events("member.evicted")
+    assert (evicted["member"], evicted["host"]) == (bad, machine)
+
+    fresh = run.until("another pod", lambda: _scheduled(run, before))
+    if run.node_of(fresh) == machine:  # the scheduler knows of nothing
+        refused = run.until("a refusal", lambda: run.events("member.refused"))[-1]
+        assert (refused["member"], refused["host"]) == (fresh, machine)
+        assert f"{machine} was put out of the job" in refused["reason"]
+        cluster.core.patch_node(machine, {"spec": {"unschedulable": True}})  # kubectl cordon
+        run.drain(fresh)
+    last = run.until_steps(2, after=epoch["epoch"])
+    hosts = {event["node"]: event["host"] for event in run.events("agent.started")}
+    assert machine not in {hosts[member] for member in last["members"]}
+    assert before[epoch["coordinator"]] in run.pods().values(), "the other was left alone"
+    assert len(run.events("member.evicted")) == 1
+    run.check_ledger()
+
+
+def _kill_worker(run: K8sRun, pod: str, epoch: dict[str, Any]) -> None:
+    """Kill the worker that a pod runs in an epoch, as the kernel does where memory is short."""
+    started = [e for e in run.events("worker.started") if e["node"] == pod]
+    [worker] = [e for e in started if e["epoch"] == epoch["epoch"]]
+    assert run.cluster.run(pod, "sh", "-c", f"kill -9 {worker['pid']}").code == 0
+
+
+def _scheduled(run: K8sRun, before: dict[str, str]) -> str | None:
+    """Return a pod that is newer than `before` and has a node."""
+    fresh = [name for name, uid in run.pods().items() if uid not in before.values()]
+    return next((name for name in fresh if run.cluster.pod(name).spec.node_name), None)
+
+
 @pytest.mark.parametrize("kind", ONE_KIND)
 def test_a_job_that_would_fail_again_ends(cluster: Cluster, kind: str) -> None:
     run = K8sRun(cluster, kind, sets=("data.path=/holdfast/none.txt",))

@@ -30,8 +30,8 @@ from elastic_trainer.agent.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 
-ME = Member(agent_id="a1", node="n1", address="127.0.0.2", port=1, workers=2)
-OTHER = Member(agent_id="a0", node="n0", address="127.0.0.1", port=1, workers=2)
+ME = Member(agent_id="a1", node="n1", host="n1", address="127.0.0.2", port=1, workers=2)
+OTHER = Member(agent_id="a0", node="n0", host="n0", address="127.0.0.1", port=1, workers=2)
 
 
 def formed(epoch: int, *members: Member, spares: tuple[Member, ...] = ()) -> EpochFormed:

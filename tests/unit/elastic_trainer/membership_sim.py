@@ -72,19 +72,25 @@ class Cluster:
         self,
         name: str,
         *,
+        host: str | None = None,
         job: str = "job",
         offset: float | None = None,
         workers: int = 1,
         **machine: bool,
     ) -> Node:
-        """Start an agent on the machine `name`."""
+        """Start the agent of the node `name`; a pod where its machine, `host`, is named apart."""
         start = sum(n.me.node == name for n in self.nodes)
         # The first free port, as from `network.ports`: a new agent answers at a dead one's.
         port = 1 + sum(n.me.node == name and n.alive for n in self.nodes)
         names = list(dict.fromkeys([*(n.me.node for n in self.nodes), name]))
         address = str(ipaddress.IPv4Address("10.0.0.1") + names.index(name))
         me = Member(
-            agent_id=f"{name}#{start}", node=name, address=address, port=port, workers=workers
+            agent_id=f"{name}#{start}",
+            node=name,
+            host=host or name,
+            address=address,
+            port=port,
+            workers=workers,
         )
         offset = self.random.uniform(0, 1000) if offset is None else offset
         node = Node(me, Membership(me, job, self.settings, **machine), offset)
@@ -203,11 +209,11 @@ class Cluster:
         return [n for n in self.nodes if n.alive and n.stopped is None]
 
     def able(self) -> list[Node]:
-        """Nodes that are up and were not put out."""
+        """Nodes that are up, on machines that were not put out."""
         barred = {
             name for n in self.up if n.machine.is_coordinator for name in n.machine.ctx.barred
         }
-        return [n for n in self.up if n.me.node not in barred]
+        return [n for n in self.up if n.me.host not in barred]
 
     def settled(self) -> bool:
         """Whether all living agents share the newest epoch with the rung they can fill."""
@@ -321,7 +327,7 @@ class Cluster:
         assert self.board.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
         assert len(formed.members) in self.settings.rung_nodes
         assert len({m.node for m in formed.members}) == len(formed.members)
-        assert not {m.node for m in formed.members} & formed.barred.keys()
+        assert not {m.host for m in formed.members} & formed.barred.keys()
 
     def _tell(self, node: Node, notice: Notice) -> None:
         node.notices.append(notice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 import test_zygote as t
 from agent_bench import ME, Bench, ScriptedMembership, bench, formed, named
@@ -43,10 +44,10 @@ def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
 
 def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
-    bench.config = {"leaves_alone": True, "host": "machine-7"}
+    bench.config, me = {"leaves_alone": True}, replace(ME, host="machine-7")
 
     def script(m: ScriptedMembership) -> None:
-        m.say(formed(0, ME))
+        m.say(formed(0, me))
         m.expect(WorkersRunning)
         os.kill(os.getpid(), signal.SIGTERM)
         assert m.expect(LeaveAsked) == LeaveAsked(reason="SIGTERM")
@@ -55,7 +56,7 @@ def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> Non
         m.say(JobStopped(code=91, reason="left on request: SIGTERM"))
         assert m.closing.wait(t.DEADLINE_S)
 
-    _, agent, events = bench.run(script)
+    _, agent, events = bench.run(script, me)
     assert agent.exit_code == 91
     assert named(events, "agent.started")[0].fields["host"] == "machine-7"
 

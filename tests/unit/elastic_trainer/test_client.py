@@ -51,6 +51,7 @@ class Node:
         self.me = Member(
             agent_id=f"{name}-{start}",
             node=name,
+            host=name,
             address="127.0.0.1",
             port=self.endpoint.port,
             workers=1,

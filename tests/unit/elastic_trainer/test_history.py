@@ -15,9 +15,13 @@ CRASH = (Kind.CRASH, "ZeroDivisionError: division by zero")
 
 
 def blame(
-    node: str | None, kind: Kind = Kind.KILLED, detail: str = "SIGKILL", step: int = 7
+    node: str | None,
+    kind: Kind = Kind.KILLED,
+    detail: str = "SIGKILL",
+    step: int = 7,
+    host: str | None = None,
 ) -> Culprit:
-    return Culprit(node, kind, Action.RESTART, detail, step)
+    return Culprit(node, kind, Action.RESTART, detail, step, host)
 
 
 def history(*found: Culprit, apart_s: float = 1.0, progress=()) -> History:
@@ -112,6 +116,28 @@ def test_the_same_failure_wherever_a_rank_goes_costs_two_nodes_but_not_a_third()
     assert verdict_on(*killed, blame("c"), barred=barred).stop_code is None  # nobody knows
     other = verdict_on(*killed, blame("c", Kind.HANG, "x"), progress=[7] * 5, barred=barred)
     assert other.stop_code is None
+
+
+# --- pods, which come and go on machines -------------------------------------------------
+
+
+def test_a_machine_is_put_out_whatever_its_pods_are_called():
+    found = [blame("p-0-a", host="m1"), blame("p-0-b", host="m1")]
+    assert verdict_on(*found).evict == "m1"
+
+
+def test_what_a_pod_did_elsewhere_does_not_count():
+    moved = [blame("p-0", host="m1"), blame("p-0", host="m2")]
+    assert verdict_on(*moved).evict is None
+    assert verdict_on(*moved, blame("p-0", host="m1")).evict == "m1"
+
+
+def test_a_pod_that_fails_alike_on_two_machines_has_a_bad_program():
+    verdict = verdict_on(blame("p-0", *CRASH, host="m1"), blame("p-0", *CRASH, host="m2"))
+    assert verdict.stop_code == 93
+    assert "p-0 (m1), p-0 (m2)" in verdict.reason
+    again = verdict_on(blame("p-0-a", *CRASH, host="m1"), blame("p-0-b", *CRASH, host="m1"))
+    assert (again.stop_code, again.evict) == (None, "m1"), "two pods, one machine"
 
 
 # --- no progress -----------------------------------------------------------------------
@@ -237,3 +263,31 @@ def test_another_machines_clock_changes_nothing(entries, offset, now):
     assert [entry.step for _, entry in there.entries] == [step for _, _, step in entries]
     for (when, _), (mine, _, _) in zip(there.entries, entries, strict=True):
         assert abs((now + offset - when) - (now - mine)) < 0.002
+
+
+pods = st.lists(
+    st.tuples(st.sampled_from(["p-0", "p-1", "p-2"]), st.sampled_from(["m1", "m2"]), KINDS),
+    max_size=12,
+)
+
+
+@given(pods, st.permutations(["p-0", "p-1", "p-2"]))
+def test_names_of_pods_decide_nothing(found, names):
+    """Any renaming of the pods, as recreating them is, leaves every decision as it was."""
+    other = dict(zip(["p-0", "p-1", "p-2"], names, strict=True))
+    barred: dict[str, str] = {}
+    one, two = History(), History()
+    for now, (node, host, kind) in enumerate(found):
+        if host in barred:
+            continue
+        item = blame(node, kind, f"{kind} {now}", host=host)
+        renamed = blame(other[node], kind, f"{kind} {now}", host=host)
+        one, two = one.add(item, float(now), now), two.add(renamed, float(now), now)
+        verdict = one.verdict(item, LIMITS, float(now), barred)
+        same = two.verdict(renamed, LIMITS, float(now), barred)
+        assert (verdict.evict, verdict.stop_code) == (same.evict, same.stop_code)
+        if verdict.stop_code is not None:
+            return
+        if verdict.evict is not None:
+            assert verdict.evict == host
+            barred[host] = verdict.reason

@@ -45,6 +45,7 @@ members = st.builds(
     Member,
     agent_id=name,
     node=name,
+    host=name,
     address=st.ip_addresses().map(str),
     port=port,
     workers=st.integers(0, 64),
@@ -53,6 +54,7 @@ members = st.builds(
 past = st.builds(
     PastFailure,
     node=st.none() | text,
+    host=st.none() | text,
     kind=text,
     detail=text,
     step=number,
@@ -169,11 +171,13 @@ def test_a_damaged_frame_is_refused_or_a_message(message, data):
         {"workers": -1},
         {"node": ""},
         {"node": "7" * 5000},
+        {"host": ""},
+        {"host": "7" * 5000},
         {"agent_id": ""},
     ],
 )
 def test_a_member_that_cannot_be_reached_or_named_is_refused(wrong):
-    good = {"agent_id": "a", "node": "n", "address": "::1", "port": 9, "workers": 1}
+    good = {"agent_id": "a", "node": "n", "host": "h", "address": "::1", "port": 9, "workers": 1}
     join = {"t": "Join", "job": "j", "last_epoch": 0}
     assert decode(json.dumps({**join, "member": good}).encode())
     with pytest.raises(ValueError, match=r"Join\.member"):
@@ -234,10 +238,11 @@ def test_an_ill_typed_epoch_is_refused(field, value):
 
 
 def test_an_age_that_is_no_number_is_refused():
-    bad = b'[{"node":null,"kind":"","detail":"","step":1,"age_s":NaN}]'
+    bad = b'[{"node":null,"host":null,"kind":"","detail":"","step":1,"age_s":NaN}]'
     payload = (
-        b'{"t":"Formed","epoch":1,"term":1,"members":[[],[],[],[],[],[]],"spares":[[],[],[],[],[],[]],"store_address":"",'
-        b'"store_port":1,"coordinator":"","reason":"","barred":{},"history":' + bad + b"}"
+        b'{"t":"Formed","epoch":1,"term":1,"members":[[],[],[],[],[],[],[]],'
+        b'"spares":[[],[],[],[],[],[],[]],"store_address":"","store_port":1,"coordinator":"",'
+        b'"reason":"","barred":{},"history":' + bad + b"}"
     )
     with pytest.raises(ValueError, match="history"):
         decode(payload)

@@ -1,6 +1,7 @@
 """The table of members: the same rows as the members, and nothing else is taken for one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ rows = st.lists(
         Member,
         agent_id=text,
         node=text,
+        host=text,
         address=text,
         port=number,
         workers=number,
@@ -26,7 +28,9 @@ rows = st.lists(
 
 
 def member(i):
-    return Member(agent_id=f"a{i}", node=f"n{i}", address="::1", port=i + 1, workers=1)
+    return Member(
+        agent_id=f"a{i}", node=f"n{i}", host=f"h{i}", address="::1", port=i + 1, workers=1
+    )
 
 
 @given(rows, rows)
@@ -45,6 +49,16 @@ def test_a_table_is_the_sequence_of_its_members(first, second):
         assert table != Members.of(second)
 
 
+@given(rows, st.data())
+def test_where_its_members_are(members, data):
+    table = Members.of(members)
+    some = data.draw(st.lists(st.sampled_from([*table.ids, "?"])))
+    assert table.hosts_of(some) == {m.host for m in members if m.agent_id in some}
+    for node in {m.node for m in members}:
+        assert table.host_of(node) in {m.host for m in members if m.node == node}
+    assert table.host_of("no such node") == "no such node"
+
+
 @given(rows)
 def test_it_comes_through_the_wire(members):
     table = Members.of(members)
@@ -55,16 +69,16 @@ def test_who_is_not_there_is_not_found():
     table = Members.of([member(0)])
     assert table.by_id("b") is None
     assert member(1) not in table
-    assert Member(agent_id="a0", node="x", address="::1", port=1, workers=1) not in table
+    assert replace(member(0), node="x") not in table
     assert len(NOBODY) == 0
 
 
-@pytest.mark.parametrize("column", range(6))
+@pytest.mark.parametrize("column", range(7))
 @pytest.mark.parametrize("wrong", [None, True, 1.5, [], {}, -1, 65536, 10**30, "x", 7])
 def test_a_wrong_value_is_refused(column, wrong):
     raw = json.loads(json.dumps(Members.of([member(0), member(1)]).to_wire()))
     raw[column][1] = wrong
-    if (column < 3 and wrong == "x") or (column >= 3 and wrong == 7):
+    if (column < 4 and wrong == "x") or (column >= 4 and wrong == 7):
         assert len(Members.from_wire(raw)) == 2
         return
     with pytest.raises(ValueError, match="table of members"):
@@ -73,7 +87,7 @@ def test_a_wrong_value_is_refused(column, wrong):
 
 @pytest.mark.parametrize(
     "raw",
-    [None, 7, "abcdef", {}, [], [[]] * 5, [[]] * 7, [[]] * 5 + [[1]], [[], [], [], [], [], 3]],
+    [None, 7, "abcdef", {}, [], [[]] * 6, [[]] * 8, [[]] * 6 + [[1]], [[]] * 6 + [3]],
 )
 def test_what_is_no_table_is_refused(raw):
     with pytest.raises(ValueError, match="table of members"):

@@ -149,6 +149,28 @@ def test_why_it_stands_still(slurm, capsys):
     assert "n2 is lost: no answer" in out
 
 
+def test_machines_that_were_put_out_are_named_with_their_pods(slurm, capsys):
+    slurm.is_now("RUNNING", nodes="n[1-2]")
+    log = trains()
+    log.emit("agent.started", node="p-1", pid=7, host="gpu-17", address="10.0.0.1", port=1)
+    failed = {"kind": "killed", "action": "restart", "detail": "SIGKILL", "worker_rank": 1}
+    log.emit("worker.exit", node="p-1", epoch=1, local_rank=0, code=-9, **failed)
+    where = {"member": "p-1", "host": "gpu-17"}
+    log.emit("member.evicted", node="n1", epoch=1, **where, reason="failed 2 times")
+    out, _ = cli(capsys, "status", "one")
+    assert "put out    gpu-17 (p-1): failed 2 times\n" in out
+    training = as_json(capsys, "status", "one")["training"]
+    assert training["put_out"] == [{"host": "gpu-17", "member": "p-1", "reason": "failed 2 times"}]
+    out, _ = cli(capsys, "why", "one")
+    assert "put out: gpu-17 (p-1): failed 2 times" in out
+    assert "last failure: rank 1 on p-1 (gpu-17), epoch 1: killed: SIGKILL" in out
+    log.emit("member.lost", node="n1", epoch=1, member="p-2", host="gpu-3", reason="no answer")
+    log.emit("membership.parked", node="n1", have=1, need=2)
+    out, _ = cli(capsys, "why", "one")
+    assert "p-2 (gpu-3) is lost: no answer" in out
+    assert "put out: gpu-17 (p-1): failed 2 times" in out
+
+
 def test_describe_has_everything(slurm, capsys):
     slurm.is_now("RUNNING", nodes="n[1-2]", WorkDir="/somewhere")
     folder = Path("runs/one/attempts/17.0")

@@ -147,9 +147,6 @@ def test_the_agent_is_told_who_it_is(world):
         "--host": "machine-1",
     }
     assert code == 143
-    world.env["NODE_NAME"] = "machine-2"
-    world.run()
-    assert world.agent()["argv"][-1] == "--readmit", "what was put out was the other machine"
 
 
 def test_the_next_generation_begins_where_one_has_ended(world):
@@ -207,6 +204,18 @@ def test_it_pauses_before_it_is_started_again_and_sigterm_ends_the_pause(world):
     until((world.run_dir / "heard.json").exists)
     process.send_signal(signal.SIGTERM)
     assert world.end(process)[0] == 143
+
+
+def test_a_pod_on_a_machine_that_was_put_out_says_so_and_waits_longer_each_time(world):
+    """Under whatever name it is made anew: the count is of its place in the job."""
+    world.env["NODE_NAME"] = "bad-7"
+    for count, name in enumerate(("llama-node-0-3-x7k2p", "llama-node-0-3-b2b2b"), 1):
+        world.env["POD_NAME"] = name
+        code, output = world.run(code=92)
+        assert (code, "no pod of this job may take part on bad-7" in output) == (143, True)
+        assert "kubectl cordon bad-7" in output
+        [noted] = (world.run_dir / "pods").iterdir()
+        assert (noted.name, noted.read_text()) == ("llama-0.llama-node-0-3", f"{count}\n")
 
 
 def test_without_a_run_directory_it_is_tried_again(world):

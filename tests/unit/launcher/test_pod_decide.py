@@ -17,6 +17,7 @@ from launcher.node.pod_decide import (
     generation,
     job_id,
     pause_s,
+    place,
 )
 
 ENDS = st.builds(
@@ -116,6 +117,17 @@ def test_one_pod_s_word_never_ends_the_job(exits, num_nodes):
         assert len(exits) >= num_nodes >= 1
         assert set(exits.values()) == {93}
     assert all_refuse({"a": 93, "b": 93}, 2, live=False)
+
+
+SUFFIX = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=5, max_size=5)
+
+
+@given(st.sampled_from(["jobset", "trainjob"]), st.integers(0, 2047), SUFFIX, SUFFIX)
+def test_a_pod_that_is_made_anew_has_the_same_place(kind, index, one, other):
+    name = f"llama-node-0-{index}"
+    assert place(kind, f"{name}-{one}") == place(kind, f"{name}-{other}") == name
+    assert place(kind, f"llama-node-0-{index + 1}-{one}") != name
+    assert place("pytorchjob", f"llama-worker-{index}") == f"llama-worker-{index}"
 
 
 @given(st.integers(-3, 10_000))

@@ -10,7 +10,7 @@ from at_once import at_once
 from pod_world import job_json
 
 from launcher.node.attempt import NodeError
-from launcher.node.pod_dir import failures, moved, prepare, publish
+from launcher.node.pod_dir import failures, prepare, publish
 
 __all__ = ["job_json"]  # the fixture
 
@@ -76,6 +76,3 @@ def test_small_notes_of_a_pod(tmp_path):
     assert failures(path, lived=True) == 1
     path.write_text("?")
     assert failures(path, lived=False) == 1
-    assert not moved(tmp_path / "hosts" / "a", "m1")
-    assert not moved(tmp_path / "hosts" / "a", "m1")
-    assert moved(tmp_path / "hosts" / "a", "m2")

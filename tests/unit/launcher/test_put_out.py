@@ -25,16 +25,12 @@ def event(name, t=100.0, *, node="pod-0", **fields):
     return Event(event=name, t_unix=t, t_mono=t, node=node, fields=fields)
 
 
-def started(node, host=None, t=50.0):
-    return event("agent.started", t, node=node, **({"host": host} if host else {}))
+def evicted(member, host, t=100.0):
+    return event("member.evicted", t, member=member, host=host, reason="two failures")
 
 
-def evicted(member, t=100.0, reason="two failures"):
-    return event("member.evicted", t, member=member, reason=reason)
-
-
-def readmitted(member, t=200.0):
-    return event("member.readmitted", t, member=member, reason="two failures")
+def readmitted(member, host, t=200.0):
+    return event("member.readmitted", t, member=member, host=host, reason="two failures")
 
 
 def hosts(*events, since=0.0):
@@ -43,40 +39,39 @@ def hosts(*events, since=0.0):
 
 
 def test_the_node_of_a_pod_that_was_put_out():
-    [found] = put_out([started("pod-1", "n7"), evicted("pod-1")], since_unix=0.0)
+    [found] = put_out([evicted("pod-1", "n7")], since_unix=0.0)
     assert found == PutOut(host="n7", member="pod-1", reason="two failures")
+    assert str(found) == "n7 (pod-1): two failures"
 
 
 def test_a_member_that_is_called_as_its_node():
-    assert hosts(started("node7"), evicted("node7")) == ["node7"]
-    assert hosts(evicted("node7")) == ["node7"], "its own events may be lost with it"
+    [found] = put_out([evicted("node7", "node7")], since_unix=0.0)
+    assert str(found) == "node7: two failures"
 
 
 def test_those_of_earlier_submissions_have_had_their_time():
-    events = [started("a", "n1"), evicted("a", 100.0), started("b", "n2"), evicted("b", 300.0)]
+    events = [evicted("a", "n1", 100.0), evicted("b", "n2", 300.0)]
     assert hosts(*events) == ["n1", "n2"]
     assert hosts(*events, since=200.0) == ["n2"]
     assert hosts(*events, since=300.5) == []
 
 
 def test_a_pod_that_moved_leaves_its_node_put_out():
-    moved = [started("a", "n1"), evicted("a"), started("a", "n2", t=150.0), readmitted("a")]
-    assert hosts(*moved) == ["n1"]
-    assert hosts(*moved, evicted("a", 300.0)) == ["n1", "n2"]
+    assert hosts(evicted("a", "n1"), evicted("a", "n2", 300.0)) == ["n1", "n2"]
+    assert hosts(evicted("a", "n1"), readmitted("a", "n2")) == ["n1"]
 
 
 def test_a_node_that_was_let_back_in_is_fine_until_it_is_put_out_again():
-    events = [started("a"), evicted("a"), started("a", t=150.0), readmitted("a")]
+    events = [evicted("a", "n1"), readmitted("b", "n1")]
     assert hosts(*events) == []
-    assert hosts(*events, evicted("a", 300.0)) == ["a"]
+    assert hosts(*events, evicted("c", "n1", 300.0)) == ["n1"]
 
 
-MEMBERS = st.sampled_from(["a", "b", "c"])
+MEMBERS, HOSTS = st.sampled_from(["a", "b", "c"]), st.sampled_from(["n1", "n2"])
 EVENTS = st.lists(
     st.one_of(
-        st.builds(started, MEMBERS, st.sampled_from(["n1", "n2", None]), st.floats(0, 1e3)),
-        st.builds(evicted, MEMBERS, st.floats(0, 1e3)),
-        st.builds(readmitted, MEMBERS, st.floats(0, 1e3)),
+        st.builds(evicted, MEMBERS, HOSTS, st.floats(0, 1e3)),
+        st.builds(readmitted, MEMBERS, HOSTS, st.floats(0, 1e3)),
         st.builds(event, st.just("epoch.formed"), st.floats(0, 1e3)),
     )
 )
@@ -94,13 +89,13 @@ def test_it_is_read_from_the_files_that_were_written_since(tmp_path):
     folder = tmp_path / "events"
     assert read_put_out(tmp_path, since_unix=0.0) == []
     folder.mkdir()
-    (folder / "a.jsonl").write_text(started("pod-0", "n1").encode() + '{"event":"member.evi')
-    (folder / "b.jsonl").write_text(evicted("pod-0").encode() + evicted("pod-1").encode())
-    (folder / "notes.txt").write_text(evicted("pod-9").encode())
+    (folder / "a.jsonl").write_text(evicted("pod-1", "n2").encode() + '{"event":"member.evi')
+    (folder / "b.jsonl").write_text(evicted("pod-0", "n1").encode())
+    (folder / "notes.txt").write_text(evicted("pod-9", "n9").encode())
     for name in ("a.jsonl", "b.jsonl"):
         os.utime(folder / name, (100.0, 100.0))
     found = read_put_out(tmp_path, since_unix=90.0)
-    assert [each.host for each in found] == ["n1", "pod-1"]
+    assert [each.host for each in found] == ["n1", "n2"]
     assert read_put_out(tmp_path, since_unix=5000.0) == []
 
 

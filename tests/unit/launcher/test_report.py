@@ -41,6 +41,20 @@ def test_the_page_is_self_contained_and_well_formed():
         assert text in page
 
 
+def test_the_machine_of_a_pod_that_failed_is_named():
+    stream = Stream().start()
+    for host in ("gpu-3", "gpu-17", "gpu-4"):
+        stream.t = {"gpu-3": 900.0, "gpu-17": 1000.0, "gpu-4": 5000.0}[host]
+        stream.add("agent.started", node="node1", host=host)
+    stream.t = 1000.0
+    stream.form(["node0", "node1"], resume=0).steps(5).kill_node("node1")
+    stream.form(["node0"], resume=5).steps(9)
+    stream.events.sort(key=lambda event: event.t_unix)
+    data = data_of(stream)
+    assert [failure["host"] for failure in data.summary["failures"]] == ["gpu-17"]
+    assert "<td>node1 (gpu-17)</td>" in html_report(data)
+
+
 def test_steps_done_again_are_drawn_apart():
     data = data_of(storm())
     assert [[step for step, _ in curve] for curve in data.redone] == [[29, 30]]

@@ -31,7 +31,7 @@ def test_a_run_is_submitted_again_when_its_job_has_ended(fresh, capsys):
 
 def put_out(run, node, t):
     log = LauncherLog(run, "agent.n1", wall=lambda: t)
-    log.emit("member.evicted", node="n1", member=node, reason="failed twice")
+    log.emit("member.evicted", node="n1", member=node, host=node, reason="failed twice")
 
 
 def test_nodes_that_were_put_out_are_kept_off_when_a_run_is_submitted_again(fresh, capsys):
