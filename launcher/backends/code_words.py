@@ -7,9 +7,11 @@ from typing import Final
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
+from launcher.backends.base import JobState
 
 CODE_WORDS: Final[dict[int, str]] = {
     EXIT_SAVED: "saved, and left the queue",
@@ -17,3 +19,9 @@ CODE_WORDS: Final[dict[int, str]] = {
     EXIT_DO_NOT_RESTART: "it would fail again, so it was not restarted",
     EXIT_BUDGET_USED_UP: "a restart budget is used up",
 }
+
+
+def state_of(code: int) -> JobState:
+    """Return how a job ended that the platform has forgotten, by the code in its record."""
+    known = {EXIT_DONE: JobState.DONE, EXIT_SAVED: JobState.SAVED}
+    return known.get(code, JobState.FAILED)

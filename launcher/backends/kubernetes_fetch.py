@@ -19,6 +19,7 @@ from launcher.backends.kubernetes_pods import (
     is_alive,
     is_ending,
     name_of,
+    time_of,
 )
 from launcher.backends.kubernetes_storage import Storage, first_that_works
 from launcher.backends.kubernetes_words import Seen
@@ -121,7 +122,7 @@ class Fetcher:
                 continue
             text, last = new_lines(self._text(pod, since), since)
             if text:
-                fetched.add_log(name_of(pod), text)
+                fetched.add_log(name_of(pod), text, t_unix=time_of(f"{last}Z"))
             fetched.pods[uid] = _DONE if "terminated" in state else last
 
     def _text(self, pod: Object, since: str) -> str:

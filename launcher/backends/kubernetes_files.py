@@ -134,13 +134,22 @@ class Fetched:
             "size": path.stat().st_size,
         }
 
-    def add_log(self, name: str, text: str) -> None:
-        """Add what a pod has written to RUN/logs/pods/<name>.log."""
+    def add_log(self, name: str, text: str, *, t_unix: float | None) -> None:
+        """Add what a pod has written to RUN/logs/pods/<name>.log.
+
+        Args:
+            name: of the pod.
+            text: whole lines.
+            t_unix: when the last of them was written, which the file shows too: logs are shown
+                in the order in which they were written; None: not known.
+        """
         safe_parts(name)
         path = self.run_dir / "logs" / "pods" / f"{name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as out:
             out.write(text)
+        if t_unix is not None:
+            os.utime(path, (t_unix, t_unix))
 
 
 @contextlib.contextmanager

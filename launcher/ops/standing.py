@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
+from launcher.backends.code_words import state_of
 from launcher.errors import HoldfastError, UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.newest import News, read_news
 from launcher.ops.runs import Run, current_job
 from launcher.targets import target_named
-
-_OF_CODE = {0: JobState.DONE, 91: JobState.SAVED}
 
 Backends = Mapping[str, Backend]
 """Target -> its backend: made once for a command, passed on for tests."""
@@ -40,7 +39,7 @@ class Standing:
         if forgotten and self.news is not None:
             code = self.news.code
             if code is not None:
-                return _OF_CODE.get(code, JobState.FAILED)
+                return state_of(code)
         return self.status.state
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def detail_lines(standing: Standing, now_unix: float) -> list[tuple[str, str]]:
     rows = [("state", str(standing.state))]
     where = f"{standing.target} job {standing.job.id}" if standing.job.id else standing.target
     rows.append(("job", ", ".join([where, *_times(status, now_unix)])))
-    if status.nodes:
+    if status.nodes and not standing.state.is_final:
         rows.append(("nodes", names(status.nodes)))
     if status.words or status.reason:
         both = status.words != status.reason and status.words and status.reason

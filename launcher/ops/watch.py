@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus, Notices
+from launcher.backends.code_words import CODE_WORDS, state_of
 from launcher.errors import PlatformError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
@@ -115,22 +116,29 @@ class Watch:
             status = self.backend.status([job])[job]
         except PlatformError as error:
             status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
+        # Of a job that is gone the run may know more, once all of it is here.
+        if not (status.state.is_final and status.reason == NO_SUCH_JOB):
+            self._tell(status)
+        return status
+
+    def _tell(self, status: JobStatus) -> None:
+        """Say where the job stands, where that is new."""
         text = self._text(status)
         if text != self._told:
             self._told = text
             self.say(text)
-        return status
 
     def _end(self, status: JobStatus) -> JobStatus:
-        """Return the end of a job; of one that the platform has forgotten, as the run tells it.
+        """Return the end of a job and say it; of one that is forgotten, as the run tells it.
 
         Not sooner: a job that is put back into the queue has an attempt that ended, too.
         """
-        code = None if status.state.is_final else read_news(self.run.path).code
-        if code is None:
-            return status
-        state = {0: JobState.DONE, 91: JobState.SAVED}.get(code, JobState.FAILED)
-        return JobStatus(state=state, code=code, source="events")
+        code = read_news(self.run.path).code if status.reason == NO_SUCH_JOB else None
+        if code is not None:
+            words = CODE_WORDS.get(code, "")
+            status = JobStatus(state=state_of(code), code=code, words=words, source="events")
+        self._tell(status)
+        return status
 
     def _text(self, status: JobStatus) -> str:
         parts = [str(status.state)]

@@ -80,24 +80,27 @@ class Answers:
 
 
 FORGOTTEN = JobStatus(state=JobState.UNKNOWN, reason=NO_SUCH_JOB)
+DELETED = JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words="it is gone")
 RUNNING, DONE = JobStatus(state=JobState.RUNNING), JobStatus(state=JobState.DONE, code=0)
 
 
 @pytest.mark.parametrize(
     ("told", "end"),
     [
-        ((RUNNING, FORGOTTEN, FORGOTTEN, RUNNING, FORGOTTEN, DONE), JobState.DONE),
-        ((RUNNING, FORGOTTEN), JobState.SAVED),
+        ((RUNNING, FORGOTTEN, FORGOTTEN, RUNNING, FORGOTTEN, DONE), "done"),
+        ((RUNNING, FORGOTTEN), "saved: saved, and left the queue"),
+        ((RUNNING, DELETED), "saved: saved, and left the queue"),
     ],
-    ids=["for-a-moment", "for-good"],
+    ids=["for-a-moment", "for-good", "deleted"],
 )
 def test_a_job_between_two_attempts_has_not_ended(slurm, told, end):
     trains(ends=91)
     [run] = find_runs(Path("runs"))
-    watched = watch.Watch(
-        run=run, backend=Answers(*told), say=lambda _: None, ask_s=0.0, look_s=0.0
-    )
-    assert watched.logs(LogReader(run.path, Selection()), lambda _: None).state is end
+    said = []
+    watched = watch.Watch(run=run, backend=Answers(*told), say=said.append, ask_s=0.0, look_s=0.0)
+    found = watched.logs(LogReader(run.path, Selection()), lambda _: None)
+    assert str(found.state) == end.partition(":")[0]
+    assert (said[0], said[-1]) == ("running", end)
 
 
 def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):
