@@ -45,6 +45,8 @@ def html_report(data: ReportData) -> str:
             _section("What the recoveries were spent on", phase_chart(data) + _phase_legend(data))
         )
     sections.append(_section("Failures", _failure_table(data.summary)))
+    if data.summary["put_out"]:
+        sections.append(_section("Machines that were put out", _put_out_table(data.summary)))
     sections.append(_section("Layouts", _layout_table(data.summary)))
     sections += [_section(heading, f"<pre>{escape(text)}</pre>") for heading, text in data.notes]
     title = escape(data.title)
@@ -148,6 +150,11 @@ def _failure_table(summary: Mapping[str, Any]) -> str:
     ]
     head = ("#", "kind", "node", "after step", "epoch", "detected", "recovered", "steps redone")
     return _table((*head, "injected", "detail"), rows)
+
+
+def _put_out_table(summary: Mapping[str, Any]) -> str:
+    rows = [(each["host"], each["member"], each["reason"]) for each in summary["put_out"]]
+    return _table(("machine", "node", "reason"), rows)
 
 
 def _layout_table(summary: Mapping[str, Any]) -> str:

@@ -13,8 +13,10 @@ Seconds are rounded to milliseconds. Definitions:
 - `goodput`: time of the steps that counted / `wall_s`. A step that was redone
   counts once, with its last execution; start-up, pauses and saves do not count.
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
+- `put_out`: machines that were put out and not let in again, with the node each was then.
 - Of a `command` the `steps` are those it has shown, counted from 1 in each epoch where its
   optimizer counts them; what needs every step is null.
+- `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
 - `failures[].recovered_s`: from the fault's own moment when it was injected,
   else from its detection, to the first step completed in a later epoch; the
   seconds in `phases` are the longest over the nodes, and `other_s` is what
@@ -32,6 +34,7 @@ from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.ops import breakdown, timeline
+from launcher.ops.put_out import put_out
 from launcher.ops.timeline import EpochSpan, StepDone
 
 SUMMARY_VERSION = 1
@@ -80,6 +83,7 @@ def summarise(
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": layout_ranges(spans, counted),
         "failures": [_failure(failure, origin) for failure in failures],
+        "put_out": [each.to_json() for each in put_out(events, since_unix=0.0)],
         "growths": growths(spans, failures),
         "samples_lost": audit.lost if audit else None,
         "samples_repeated": audit.repeated if audit else None,

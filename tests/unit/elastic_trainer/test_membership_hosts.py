@@ -217,7 +217,7 @@ def test_no_agent_ever_works_on_a_machine_after_it_was_put_out(steps, seed):
         elif what == "come" and all(n.me.node != f"p{which}" for n in up):
             cluster.report(cluster.add(f"p{which}", host=f"m{where}"), WorkersReady())
         cluster.run(cluster.now + pause_s)
-    cluster.run(cluster.now + 30.0)
+    cluster.run(cluster.now + 90.0)  # also for an agent that is left alone, and gathers anew
     leaders = [n for n in cluster.up if n.machine.is_coordinator]
     for leader in leaders:
         barred = leader.machine.ctx.barred

@@ -48,11 +48,15 @@ def test_the_machine_of_a_pod_that_failed_is_named():
         stream.add("agent.started", node="node1", host=host)
     stream.t = 1000.0
     stream.form(["node0", "node1"], resume=0).steps(5).kill_node("node1")
+    where = {"member": "node1", "host": "gpu-17"}
+    stream.add("member.evicted", node="node0", **where, reason="failed 2 times")
     stream.form(["node0"], resume=5).steps(9)
     stream.events.sort(key=lambda event: event.t_unix)
     data = data_of(stream)
     assert [failure["host"] for failure in data.summary["failures"]] == ["gpu-17"]
-    assert "<td>node1 (gpu-17)</td>" in html_report(data)
+    page = html_report(data)
+    assert "<td>node1 (gpu-17)</td>" in page
+    assert "<td>gpu-17</td><td>node1</td><td>failed 2 times</td>" in page
 
 
 def test_steps_done_again_are_drawn_apart():
