@@ -38,8 +38,8 @@ from common import ROOT, environment, machine, say, table, write_out
 from peers import PeerCluster, Steps, trains_whole
 
 from elastic_trainer.events import Event
-from launcher.ops.chaos import Chaos, ChaosSchedule
-from launcher.ops.record import RunRecord
+from launcher.ops.local.chaos import Chaos, ChaosSchedule
+from launcher.ops.record.record import RunRecord
 
 NODES = 4
 UNDISTURBED_S = 120.0

@@ -37,13 +37,13 @@ from typing import Any
 
 from common import machine, median, say, table, write_out
 
-from elastic_trainer.agent.client import MembershipClient
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.agent.notices import EpochFormed, Member, WorkersRunning
-from elastic_trainer.agent.reactor import Reactor
-from elastic_trainer.agent.secret import Badge, make_secret
-from elastic_trainer.agent.transport import Endpoint
+from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import EpochFormed, Member, WorkersRunning
+from elastic_trainer.agent.wire.client import MembershipClient
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.secret import Badge, make_secret
+from elastic_trainer.agent.wire.transport import Endpoint
 
 PROCESSES = 2
 DEADLINE_S = 180.0

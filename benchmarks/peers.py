@@ -21,9 +21,9 @@ from typing import Self, TypeVar
 import psutil
 from common import ROOT, environment, say
 
+from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.local import render_local
-from launcher.spec import load_spec
 
 _Found = TypeVar("_Found")
 

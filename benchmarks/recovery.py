@@ -36,7 +36,7 @@ import psutil
 from common import ROOT, environment, machine, median, say, table, write_out
 from peers import SYSTEMS, PeerCluster, in_own_folder, trains_whole, why_not
 
-from launcher.ops.record import RunRecord
+from launcher.ops.record.record import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4
 ENDLESS = 100_000

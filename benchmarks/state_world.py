@@ -23,10 +23,10 @@ import common  # noqa: F401  puts this checkout first
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.board import update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
@@ -37,9 +37,9 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.optimizer import build_optimizer
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
 from launcher.backends.processes import die_with_parent
+from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.local import render_local
-from launcher.spec import load_spec
 
 FORK = mp.get_context("fork")
 CPU = torch.device("cpu")

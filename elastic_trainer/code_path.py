@@ -1,6 +1,7 @@
 """Where a worker imports a job's own modules from: the frozen copy, never the folder it came from.
 
-Pure. The agent tells its workers by two environment variables; see launcher/ops/freeze.py.
+Pure. The agent tells its workers by two environment variables; see
+launcher/ops/submitting/freeze.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic_trainer.agent.board import Board, BoardBusyError, BoardState, update
+from elastic_trainer.agent.boards.board import Board, BoardBusyError, BoardState, update
 from elastic_trainer.anomalies import (
     MAX_WINDOW,
     Action,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.api_errors import ApiError
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastic_trainer.agent.open_board import BOARD_VARIABLE
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE
 
 MODULES = (
     "torch._dynamo",
@@ -33,7 +33,7 @@ COMPILER = (
 """For jobs with `train.compile`: most of its 800 modules, which take seconds a worker."""
 
 
-BOARD = ("elastic_trainer.agent.kubernetes_board",)
+BOARD = ("elastic_trainer.agent.boards.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
 

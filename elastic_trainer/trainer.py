@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer import injected
-from elastic_trainer.agent.open_board import open_board
+from elastic_trainer.agent.boards.open_board import open_board
 from elastic_trainer.anomalies import Action, Verdict
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.agent.open_board import BOARD_VARIABLE
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE
 from elastic_trainer.checkpoint.memory import Place
 
 

@@ -24,22 +24,22 @@ from typing import Self
 from rich.console import Console
 from rich.table import Table
 
-from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
 from launcher.errors import HoldfastError
-from launcher.ops import timeline
-from launcher.ops.local_job import Outcome, Prepared, execute, prepare_new
-from launcher.ops.local_run import Interrupts
-from launcher.ops.progress import LiveView, PlainView, Progress, View
-from launcher.ops.report_data import report_data, seconds_text
-from launcher.ops.report_files import write_report
+from launcher.ops.local.job import Outcome, Prepared, execute, prepare_new
+from launcher.ops.local.run import Interrupts
+from launcher.ops.record import timeline
+from launcher.ops.record.progress import LiveView, PlainView, Progress, View
+from launcher.ops.record.verdict import CLI_DONE
+from launcher.ops.reports.data import report_data, seconds_text
+from launcher.ops.reports.files import write_report
 from launcher.ops.run_dir import create
-from launcher.ops.verdict import CLI_DONE
 
 JOB = Path(__file__).with_name("demo.yaml")
 CORPUS_BYTES = 4_000_000

@@ -18,14 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.jobspec.reading import load_spec as load_job
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan, plan
 from launcher.render.bundle import Bundle
-from launcher.spec import JobSpec
-from launcher.spec import load_spec as load_job
 from launcher.targets import target_named
 
 if TYPE_CHECKING:
-    from launcher.ops.submit import Submitted
+    from launcher.ops.submitting.submit import Submitted
 
 __all__ = ["load_job", "plan", "render", "submit"]
 
@@ -89,8 +89,8 @@ def submit(
         UserError: the job file, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    from launcher.ops.submit import prepare
-    from launcher.ops.submit import submit as submit_prepared
+    from launcher.ops.submitting.submit import prepare
+    from launcher.ops.submitting.submit import submit as submit_prepared
 
     prepared = prepare(
         str(job),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from elastic_trainer.command import split_command
 from launcher.errors import Problem
+from launcher.jobspec.spec import JobSpec
 from launcher.render.local import resolve
-from launcher.spec import JobSpec
 
 _PAIR = (".bin", ".idx")
 

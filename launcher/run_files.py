@@ -1,6 +1,6 @@
 """What the launcher and a pod agree on when files of a run go over the wire. Pure.
 
-`launcher/node/files.py` is the pod's side, `backends/kubernetes_files.py` the launcher's.
+`launcher/node/files.py` is the pod's side, `backends/kubernetes/files.py` the launcher's.
 """
 
 from __future__ import annotations

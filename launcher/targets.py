@@ -54,7 +54,7 @@ class Target:
 
 
 def _on_kubernetes(renderer: str) -> Target:
-    backend = "launcher.backends.kubernetes:KubernetesBackend"
+    backend = "launcher.backends.kubernetes.backend:KubernetesBackend"
     return Target(renderer, backend, sees_other_paths=True, exclude="kubernetes.exclude")
 
 
@@ -64,7 +64,7 @@ TARGETS: Final[dict[str, Target]] = {
     ),
     "slurm": Target(
         "launcher.render.sbatch:render_slurm",
-        "launcher.backends.slurm:SlurmBackend",
+        "launcher.backends.slurm.backend:SlurmBackend",
         "launcher.render.sbatch:render_sweep",
         exclude="slurm.exclude",
     ),

@@ -17,12 +17,8 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.cause import gather
-from elastic_trainer.agent.ends import describe, failure_of, log_exit, process_failure
-from elastic_trainer.agent.environment import group_rank_of
-from elastic_trainer.agent.launches import launches_of
-from elastic_trainer.agent.lookout import Lookout
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.cause import gather
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     EpochFormed,
@@ -37,14 +33,18 @@ from elastic_trainer.agent.notices import (
     WorkersReady,
     WorkersRunning,
 )
-from elastic_trainer.agent.reporter import Reporter
-from elastic_trainer.agent.running import Running
-from elastic_trainer.agent.scripts import Scripts
-from elastic_trainer.agent.settings import AgentConfig, Membership
+from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted, ZygoteLost
 from elastic_trainer.agent.stop_signals import REPEATABLE, SAVE, StopSignals
-from elastic_trainer.agent.tasks import WorkerExited, WorkerStarted, ZygoteLost
-from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Workers, has_run
+from elastic_trainer.agent.wire.waker import Waker
+from elastic_trainer.agent.workers.ends import describe, failure_of, log_exit, process_failure
+from elastic_trainer.agent.workers.environment import group_rank_of
+from elastic_trainer.agent.workers.launches import launches_of
+from elastic_trainer.agent.workers.lookout import Lookout
+from elastic_trainer.agent.workers.reporter import Reporter
+from elastic_trainer.agent.workers.running import Running
+from elastic_trainer.agent.workers.scripts import Scripts
+from elastic_trainer.agent.workers.settings import AgentConfig, Membership
+from elastic_trainer.agent.workers.workers import Workers, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
 from elastic_trainer.heartbeat import Request

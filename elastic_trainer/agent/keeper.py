@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.agent.secret import AuthError
-from elastic_trainer.agent.sockets import listen
+from elastic_trainer.agent.wire.secret import AuthError
+from elastic_trainer.agent.wire.sockets import listen
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError, TornImageError
 from elastic_trainer.snapshots.image import PAGE, Header, Image, file_name, parse_name
 from elastic_trainer.snapshots.peer import Authenticate

@@ -14,23 +14,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.agent.accelerators import healthy
-from elastic_trainer.agent.addresses import local_address
-from elastic_trainer.agent.client import MembershipClient
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.environment import base_environment
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, BoardPlaceError, open_board
+from elastic_trainer.agent.command.options import Options, OptionsError, parse
 from elastic_trainer.agent.keeper import Keeper
-from elastic_trainer.agent.notices import Member
-from elastic_trainer.agent.open_board import BOARD_VARIABLE, BoardPlaceError, open_board
-from elastic_trainer.agent.options import Options, OptionsError, parse
-from elastic_trainer.agent.reactor import Reactor
-from elastic_trainer.agent.scratch import Scratch
-from elastic_trainer.agent.secret import Badge, Secret, SecretError, authenticate, make_secret
-from elastic_trainer.agent.settings import AgentConfig
-from elastic_trainer.agent.store import EpochStore, parse_ports
-from elastic_trainer.agent.tail import LogFollower
-from elastic_trainer.agent.transport import Endpoint
-from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Workers
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import Member
+from elastic_trainer.agent.wire.addresses import local_address
+from elastic_trainer.agent.wire.client import MembershipClient
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.secret import Badge, Secret, SecretError, authenticate, make_secret
+from elastic_trainer.agent.wire.store import EpochStore, parse_ports
+from elastic_trainer.agent.wire.transport import Endpoint
+from elastic_trainer.agent.wire.waker import Waker
+from elastic_trainer.agent.workers.environment import base_environment
+from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.workers.tail import LogFollower
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
@@ -184,8 +184,8 @@ def _agent(
     # imported stays: the collector looks at none of it, now or later.
     gc.disable()
     from elastic_trainer.agent.agent import HoldfastAgent
-    from elastic_trainer.agent.ends import worker_spec
-    from elastic_trainer.agent.scripts import Scripts
+    from elastic_trainer.agent.workers.ends import worker_spec
+    from elastic_trainer.agent.workers.scripts import Scripts
 
     gc.freeze()
     gc.enable()

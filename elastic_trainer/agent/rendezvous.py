@@ -27,10 +27,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from elastic_trainer.agent.addresses import local_address
-from elastic_trainer.agent.client import MembershipClient
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     EpochFormed,
@@ -41,11 +40,12 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
-from elastic_trainer.agent.open_board import BOARD_VARIABLE, open_board
-from elastic_trainer.agent.reactor import Reactor
-from elastic_trainer.agent.secret import Badge, make_secret
-from elastic_trainer.agent.store import EpochStore, parse_ports
-from elastic_trainer.agent.transport import Endpoint
+from elastic_trainer.agent.wire.addresses import local_address
+from elastic_trainer.agent.wire.client import MembershipClient
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.secret import Badge, make_secret
+from elastic_trainer.agent.wire.store import EpochStore, parse_ports
+from elastic_trainer.agent.wire.transport import Endpoint
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Never
 
-from elastic_trainer.agent.board import Commit
+from elastic_trainer.agent.boards.board import Commit
 from elastic_trainer.checkpoint.errors import CheckpointError, InputError
 from elastic_trainer.checkpoint.hf_export import DTYPES, export_hf
 from elastic_trainer.checkpoint.hf_import import import_hf

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from elastic_trainer.agent.board import Commit
+from elastic_trainer.agent.boards.board import Commit
 from elastic_trainer.checkpoint import hf_names
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, InputError
 from elastic_trainer.checkpoint.manifest import METADATA_NAME

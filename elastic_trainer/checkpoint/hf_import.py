@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from elastic_trainer.agent.board import Commit, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import Commit, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.checkpoint.hf_names import EMBEDDING, HEAD, param_sizes
 from elastic_trainer.checkpoint.hf_source import HFSource
 from elastic_trainer.checkpoint.manifest import FileEntry, Manifest, with_commit

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.board import Board, BoardState
+from elastic_trainer.agent.boards.board import Board, BoardState
 from elastic_trainer.anomalies import Record
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.memory import MemoryTier

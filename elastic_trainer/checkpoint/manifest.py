@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.agent.boards.board import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.models import ModelShape
 

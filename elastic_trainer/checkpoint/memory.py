@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.agent.secret import authenticate, load_secret
+from elastic_trainer.agent.wire.secret import authenticate, load_secret
 from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, start_idle
 from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
 from elastic_trainer.checkpoint.state import NamedTensors

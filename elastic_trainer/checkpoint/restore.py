@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.board import (
+from elastic_trainer.agent.boards.board import (
     BOARD_WAIT_S,
     Board,
     BoardState,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from elastic_trainer.agent.board import Board, BoardBusyError, BoardState, Commit, update
+from elastic_trainer.agent.boards.board import Board, BoardBusyError, BoardState, Commit, update
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError, UncertainError
 from elastic_trainer.checkpoint.manifest import FileEntry, Manifest, with_commit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.board import Board, Commit
+from elastic_trainer.agent.boards.board import Board, Commit
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.load import State

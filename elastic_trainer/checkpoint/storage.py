@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from elastic_trainer.agent.board import Commit
+from elastic_trainer.agent.boards.board import Commit
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
 from elastic_trainer.checkpoint.manifest import (
     MANIFEST_NAME,

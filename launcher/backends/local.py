@@ -34,9 +34,9 @@ from launcher.backends.processes import (
 )
 from launcher.errors import PermanentError
 
-SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers.py
+SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
 """A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
-of a file (agent/scratch.py). Its power loss is ours to tidy."""
+of a file (agent/workers/scratch.py). Its power loss is ours to tidy."""
 _LOCK = "owner"
 
 ZYGOTE = "elastic_trainer.zygote"

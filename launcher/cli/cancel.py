@@ -34,9 +34,9 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     the job was planned to need, it is cancelled as without: the newest checkpoint counts. Exits
     with 1 when --save was asked for and there is no newer state on storage than before.
     """
-    from launcher.ops.cancelling import Canceller, save_time_s
     from launcher.ops.runs import find_run
-    from launcher.ops.standing import make_backends, target_of
+    from launcher.ops.submitting.cancelling import Canceller, save_time_s
+    from launcher.ops.watching.standing import make_backends, target_of
 
     try:
         found = find_run(run, runs)

@@ -22,8 +22,8 @@ from launcher.errors import UserError
 from launcher.ops.manifest_file import check_manifests, is_manifest_file
 
 if TYPE_CHECKING:
+    from launcher.jobspec.spec import JobSpec
     from launcher.planning.search import Plan
-    from launcher.spec import JobSpec
 
 
 @click.command(
@@ -62,9 +62,9 @@ def check(
     """
     if is_manifest_file(job):
         ctx.exit(_manifests(job, as_json=as_json))
+    from launcher.jobspec.reading import load_spec
     from launcher.planning.search import plan
     from launcher.planning.summary import plan_dict, summary_lines
-    from launcher.spec import load_spec
     from launcher.targets import target_named
 
     try:

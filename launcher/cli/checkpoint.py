@@ -25,8 +25,8 @@ from launcher.cli.common import (
     print_json,
 )
 from launcher.errors import UserError
-from launcher.ops.checkpoints import Commit, Reference, RetiredError, RunCheckpoints
-from launcher.ops.convert import export_options, missing_tokenizer, run_converter
+from launcher.ops.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
+from launcher.ops.checkpoints.convert import export_options, missing_tokenizer, run_converter
 
 EPILOG = """\b
 Examples:

@@ -22,8 +22,8 @@ from launcher.errors import UserError
 @json_option
 def describe(*, run: str, runs: Path, as_json: bool) -> int:
     """Show all that is known about RUN: job, code, attempts, and what the platform keeps."""
-    from launcher.ops.description import describe_run
     from launcher.ops.runs import find_run
+    from launcher.ops.watching.description import describe_run
 
     try:
         sections = describe_run(find_run(run, runs), now_unix=time.time())

@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 
 from launcher.cli.main import COMMANDS, cli
 from launcher.codes import CODES, WARNINGS
-from launcher.ops.resume_keys import table
-from launcher.spec import SECTIONS
-from launcher.spec_env import Secret
-from launcher.spec_kubernetes import Toleration, Volume
+from launcher.jobspec.env import Secret
+from launcher.jobspec.kubernetes import Toleration, Volume
+from launcher.jobspec.spec import SECTIONS
+from launcher.ops.checkpoints.resume_keys import table
 
 DOCUMENTED: Final[dict[str, type[BaseModel]]] = {
     **SECTIONS,

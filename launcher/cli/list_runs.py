@@ -17,7 +17,7 @@ from launcher.cli.table import print_runs
 def command(*, runs: Path, as_json: bool) -> int:
     """List all runs of a folder, sweeps' tasks included; each platform is asked once."""
     from launcher.ops.runs import find_runs
-    from launcher.ops.standing import standings
+    from launcher.ops.watching.standing import standings
 
     found = standings(list(find_runs(runs)))
     if as_json:

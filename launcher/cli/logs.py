@@ -30,10 +30,10 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
     With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
     """
     from launcher.ops.fetching import fetched
-    from launcher.ops.follow_logs import Line, LogReader, Selection
     from launcher.ops.runs import current_job, find_run
-    from launcher.ops.standing import make_backends, target_of
-    from launcher.ops.watch import Watch
+    from launcher.ops.watching.follow_logs import Line, LogReader, Selection
+    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.watching.watch import Watch
 
     def show(lines: list[Line]) -> None:
         for line in lines:

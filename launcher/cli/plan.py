@@ -40,6 +40,7 @@ def plan(
     With --nodes, the rung the job would use when that many nodes are left.
     """
     from elastic_trainer.ladder import TooFewNodes
+    from launcher.jobspec.reading import load_spec
     from launcher.planning.search import plan as make_plan
     from launcher.planning.summary import (
         ladder_lines,
@@ -48,7 +49,6 @@ def plan(
         rung_dict,
         summary_lines,
     )
-    from launcher.spec import load_spec
 
     try:
         spec = load_spec(job, sets)

@@ -23,8 +23,8 @@ from launcher.cli.common import (
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.preflight import Where
-    from launcher.ops.preflight_checks import Expected, NodeReport
+    from launcher.ops.preflight.checks import Expected, NodeReport
+    from launcher.ops.preflight.nodes import Where
 
 EPILOG = """\b
 Examples:
@@ -78,8 +78,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
     With JOB, partition, GPUs, the folder and the environment are the job's. Exit codes: 0 all
     nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.ops.preflight import Preflight, Where
-    from launcher.ops.preflight_checks import Expected
+    from launcher.ops.preflight.checks import Expected
+    from launcher.ops.preflight.nodes import Preflight, Where
 
     try:
         where, expected = _asked(
@@ -126,8 +126,8 @@ def _asked(
         if sets:
             raise UserError("HF610", "--set changes a job; name one")
         return where, expected
+    from launcher.jobspec.reading import load_spec
     from launcher.render.local import checkpoint_dir, resolve
-    from launcher.spec import load_spec
 
     spec, base_dir = load_spec(job, sets), folder_of(job)
     if not given["gpus"]:

@@ -59,9 +59,9 @@ def render(
     The same job file, options and folder give the same text. Exits with 2 when there are
     mistakes in it; nothing is written then.
     """
-    from launcher.ops.bundles import write_bundle
+    from launcher.jobspec.reading import load_spec
+    from launcher.ops.submitting.bundles import write_bundle
     from launcher.planning.search import plan
-    from launcher.spec import load_spec
     from launcher.targets import target_named
 
     try:

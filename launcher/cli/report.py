@@ -15,7 +15,7 @@ from launcher.cli.common import (
 )
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
-from launcher.ops.report_files import current_summary, write_report
+from launcher.ops.reports.files import current_summary, write_report
 from launcher.ops.runs import Run, current_job, read_submitted
 from launcher.targets import target_named
 

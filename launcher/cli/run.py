@@ -21,10 +21,10 @@ from launcher.cli.common import (
     set_option,
 )
 from launcher.errors import UserError
-from launcher.ops import local_job
-from launcher.ops.local_run import Interrupts
-from launcher.ops.progress import LiveView, PlainView, QuietView, View
-from launcher.ops.verdict import CLI_DONE
+from launcher.ops.local import job as local_job
+from launcher.ops.local.run import Interrupts
+from launcher.ops.record.progress import LiveView, PlainView, QuietView, View
+from launcher.ops.record.verdict import CLI_DONE
 
 EPILOG = """\b
 Examples:

@@ -16,7 +16,7 @@ from launcher.cli.common import exit_with_problems, run_argument
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.inside import Place
+    from launcher.ops.watching.inside import Place
 
 EPILOG = """\b
 Examples:
@@ -60,8 +60,8 @@ class _Inside:
 
 
 def _inside(run: str, runs: Path, rank: int | None, node: str | None) -> _Inside:
-    from launcher.ops.inside import place_of, worker_of
     from launcher.ops.runs import find_run
+    from launcher.ops.watching.inside import place_of, worker_of
 
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
@@ -91,7 +91,7 @@ def _through(found: _Inside, command: Sequence[str]) -> int:
 
 def _terminal(found: _Inside, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the command line, its program as a whole path, and the environment."""
-    from launcher.ops.inside import step
+    from launcher.ops.watching.inside import step
 
     place = found.place
     env = {**place.env, **found.variables}

@@ -35,9 +35,9 @@ def stacks(*, run: str, runs: Path, ranks: Sequence[int], as_json: bool) -> int:
     Nothing is stopped. By py-spy where it is installed on the nodes, and by the workers' own
     faulthandler. Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
     """
-    from launcher.ops.inside import place_of
     from launcher.ops.runs import find_run
-    from launcher.ops.stacks import take_stacks
+    from launcher.ops.watching.inside import place_of
+    from launcher.ops.watching.stacks import take_stacks
 
     try:
         taken = take_stacks(place_of(find_run(run, runs)), ranks=ranks)

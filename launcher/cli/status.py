@@ -36,7 +36,7 @@ def status(*, run: str | None, runs: Path, as_json: bool) -> int:
     asked once for all; one that does not answer leaves a run unknown, never failed.
     """
     from launcher.ops.runs import find_run, find_runs
-    from launcher.ops.standing import detail_lines, standings
+    from launcher.ops.watching.standing import detail_lines, standings
 
     try:
         if run is None:

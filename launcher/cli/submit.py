@@ -24,9 +24,9 @@ from launcher.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.backends.base import Backend
-    from launcher.ops.put_out import PutOut
+    from launcher.ops.record.put_out import PutOut
     from launcher.ops.runs import Run
-    from launcher.ops.submit import Prepared
+    from launcher.ops.submitting.submit import Prepared
 
 EPILOG = """\b
 Examples:
@@ -135,8 +135,8 @@ def _submit(
     watch: bool,
     as_json: bool,
 ) -> int:
-    from launcher.ops import submit as ops
-    from launcher.ops.standing import make_backends
+    from launcher.ops.submitting import submit as ops
+    from launcher.ops.watching.standing import make_backends
 
     prepared = ops.prepare(
         job,
@@ -170,9 +170,9 @@ def _submit(
 
 
 def _resume(name: str, *, upgrade: bool, all_nodes: bool, watch: bool, as_json: bool) -> int:
-    from launcher.ops import resume as ops
     from launcher.ops.runs import find_run, find_sweep
-    from launcher.ops.standing import make_backends, target_of
+    from launcher.ops.submitting import resume as ops
+    from launcher.ops.watching.standing import make_backends, target_of
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
@@ -211,9 +211,9 @@ def _say_without(nodes: Sequence[PutOut], target: str) -> None:
 
 
 def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool) -> int:
-    from launcher.ops.resume import resume_sweep
     from launcher.ops.runs import runs_of_sweep
-    from launcher.ops.standing import make_backends, target_of
+    from launcher.ops.submitting.resume import resume_sweep
+    from launcher.ops.watching.standing import make_backends, target_of
 
     runs = runs_of_sweep(folder)
     if not runs:
@@ -278,10 +278,10 @@ def _watch(run: Run, backend: Backend) -> int:
     from rich.console import Console
 
     from launcher.backends.base import JobState
-    from launcher.ops.progress import LiveView, PlainView
-    from launcher.ops.standing import standings, target_of
-    from launcher.ops.watch import Watch
-    from launcher.ops.why import explain
+    from launcher.ops.record.progress import LiveView, PlainView
+    from launcher.ops.watching.standing import standings, target_of
+    from launcher.ops.watching.watch import Watch
+    from launcher.ops.watching.why import explain
 
     view = LiveView(Console(file=sys.stderr)) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:

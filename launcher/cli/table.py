@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.backends.base import JobState
-from launcher.ops.standing import Standing, when
+from launcher.ops.watching.standing import Standing, when
 
 _COLOURS = {
     JobState.RUNNING: "green",

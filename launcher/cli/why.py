@@ -26,8 +26,8 @@ def why(*, run: str, runs: Path, as_json: bool) -> int:
     Of a failure: the first rank that failed by itself, the evidence in its log, the way out.
     """
     from launcher.ops.runs import find_run
-    from launcher.ops.standing import make_backends, standings, target_of
-    from launcher.ops.why import explain
+    from launcher.ops.watching.standing import make_backends, standings, target_of
+    from launcher.ops.watching.why import explain
 
     try:
         found = find_run(run, runs)

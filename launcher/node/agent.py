@@ -92,7 +92,7 @@ class NodeAgent:
         """
         if not (self._attempt.run_dir / "env" / "archive.json").is_file():
             return sys.executable, self._env  # imports nothing that most runs do not need
-        from launcher.ops.staging import agent_start
+        from launcher.ops.submitting.staging import agent_start
 
         start = agent_start(self._attempt.run_dir, node=self._node, env=self._env)
         return start.python, start.env

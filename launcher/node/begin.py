@@ -11,7 +11,7 @@ from launcher.node import board
 from launcher.node.attempt import Attempt, NodeError, lineage, pasts
 from launcher.node.decide import Budget, Decision, may_begin
 from launcher.node.say import note, say
-from launcher.ops.environment import warn_if_changed
+from launcher.ops.submitting.environment import warn_if_changed
 from launcher.whole_file import write_json
 
 

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_trainer.agent.board import BOARD_WAIT_S, BoardState, Lease, ask_patiently
-from elastic_trainer.agent.open_board import BOARD_VARIABLE, read_board
+from elastic_trainer.agent.boards.board import BOARD_WAIT_S, BoardState, Lease, ask_patiently
+from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, read_board
 from launcher.node.say import say
 
 State = BoardState
 """What is on a board."""
 LEASE_BEATS_S = 12.0
-"""A live coordinator raises its beat within 5 s (agent/effects.py, lease_renew_s)."""
+"""A live coordinator raises its beat within 5 s (agent/membership/effects.py, lease_renew_s)."""
 
 
 def read(run_dir: Path) -> BoardState:
@@ -39,7 +39,7 @@ def read_patiently(
 ) -> BoardState:
     """Return what `read` does; a board that does not answer is asked again, and that is said.
 
-    Args: see elastic_trainer/agent/board.py.
+    Args: see elastic_trainer/agent/boards/board.py.
 
     Raises:
         OSError, ValueError: as there.

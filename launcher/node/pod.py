@@ -1,8 +1,9 @@
 """`pod`: PID 1 of a pod. Prepares the run, runs the agent, passes signals on, reaps, sums up.
 
 SIGTERM means that this pod goes: its agent leaves the job, which goes on without it; only when
-all are told so at once does the job save and end (elastic_trainer/agent/departures.py). After
-`cancel --save` (RUN/stop.json is there) it means the whole job.
+all are told so at once does the job save and end
+(elastic_trainer/agent/membership/departures.py). After `cancel --save` (RUN/stop.json is there) it
+means the whole job.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from launcher.node.attempt import Attempt
-from launcher.ops.record import LauncherLog
+from launcher.ops.record.record import LauncherLog
 
 
 def say(text: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
 from launcher.errors import UserError
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.snapshots import BYTES_PER_PARAM, shortest_step_s
-from launcher.spec import JobSpec
 
 NODE_WRITE_BYTES_S: Final = 0.5e9
 """What a node is taken to write to storage: half of what torch's DCP was measured to do."""

@@ -14,8 +14,8 @@ from typing import Final
 
 from elastic_trainer.ladder import Ladder
 from launcher.errors import UserError
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.clock import ample_shutdown_s, predicted_save_s, rounded_up, save_misfits
-from launcher.spec import JobSpec
 
 END_S: Final = 30.0
 """For the hook's own start, the agent's last words and the container's end."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from launcher.errors import Problem
+from launcher.jobspec.rules import Facts, layout_findings, schedule_runs
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.snapshots import Snapshots, snapshots
-from launcher.spec import JobSpec
-from launcher.spec_rules import Facts, layout_findings, schedule_runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from elastic_trainer.ladder import Ladder
 from elastic_trainer.layout import ParallelLayout
 from launcher.errors import Problem
 from launcher.hardware import GPUS
-from launcher.spec import JobSpec
+from launcher.jobspec.spec import JobSpec
 
 BYTES_PER_PARAM: Final = 12
 SHM_SHARE: Final = 0.5

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.planning.snapshots import snapshot_line
-from launcher.spec import JobSpec
 
 HEAD: Final = 8
 """Lines shown at either end of a long list."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from launcher.spec import JobSpec
+from launcher.jobspec.spec import JobSpec
 
 
 class Variable(NamedTuple):

@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from launcher.errors import Problem, UserError
+from launcher.jobspec.kubernetes import quantity_bytes
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.pod_clock import PodClock, pod_clock
 from launcher.planning.search import Plan
 from launcher.render.kubernetes_names import (
@@ -21,8 +23,6 @@ from launcher.render.kubernetes_names import (
     pod_run_dir,
 )
 from launcher.render.local import resolve
-from launcher.spec import JobSpec
-from launcher.spec_kubernetes import quantity_bytes
 
 _GIB: Final = 2**30
 _SHM_SPARE_GIB: Final = 8

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from launcher.errors import Problem, Where
+from launcher.jobspec.env import SECRET_NAME
+from launcher.jobspec.source import dotted
 from launcher.render.kubernetes_documents import (
     JOB_KINDS,
     Document,
@@ -24,8 +26,6 @@ from launcher.render.kubernetes_documents import (
 )
 from launcher.render.kubernetes_lint_jobset import jobset_rules, trainjob_rules
 from launcher.render.kubernetes_lint_pytorch import pytorchjob_rules
-from launcher.spec_env import SECRET_NAME
-from launcher.spec_source import dotted
 
 Lines = Mapping[tuple[int, Path], int]
 """(document, path) -> line, from 1."""

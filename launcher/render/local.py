@@ -16,10 +16,10 @@ from elastic_trainer.config import (
     TrainSection,
 )
 from launcher.errors import UserError
+from launcher.jobspec.source import dotted, parse_value
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
-from launcher.spec import JobSpec
-from launcher.spec_source import dotted, parse_value
 
 
 def to_train_config(

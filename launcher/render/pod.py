@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from launcher.jobspec.kubernetes import Kubernetes, Toleration
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
@@ -40,7 +41,6 @@ from launcher.render.kubernetes_names import (
     config_map_name,
     own_account,
 )
-from launcher.spec_kubernetes import Kubernetes, Toleration
 
 Object = dict[str, Any]
 HOSTNAME: Final = "kubernetes.io/hostname"

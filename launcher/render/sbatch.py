@@ -12,6 +12,8 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from launcher.errors import UserError
+from launcher.jobspec.slurm import array_indices
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.clock import Clock, clock_chain
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
@@ -27,8 +29,6 @@ from launcher.render.shell import (
     template,
     words,
 )
-from launcher.spec import JobSpec
-from launcher.spec_slurm import array_indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.board import BoardState, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
 from elastic_trainer.checkpoint.state import live_tensors

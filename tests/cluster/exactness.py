@@ -26,7 +26,7 @@ from torch import Tensor
 
 from elastic_trainer.layout import AXES, ParallelLayout
 from elastic_trainer.models import PRESETS
-from launcher.spec_rules import Facts, layout_findings
+from launcher.jobspec.rules import Facts, layout_findings
 
 BOUND = 2e-6
 """Relative; the project's definition of agreement between layouts."""

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from elastic_trainer import train
-from elastic_trainer.agent.board import BoardState, Commit, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, Commit, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,

@@ -21,9 +21,9 @@ from harness import make_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.board import update
-from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.agent.boards.board import update
+from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.checkpoint import memory_reader
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.load import TrainingState

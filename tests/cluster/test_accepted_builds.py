@@ -23,9 +23,9 @@ from elastic_trainer.layout import AXES
 from elastic_trainer.rank_part import rank_part
 from launcher.codes import CODES
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
 from launcher.planning.search import plan
 from launcher.render.local import to_train_config
-from launcher.spec import JobSpec
 
 SETTINGS = {
     "deadline": None,
@@ -37,7 +37,7 @@ SETTINGS = {
 def explained(text):
     """Return the codes for which a job is refused, each found to be explained."""
     try:
-        JobSpec.from_text(text)
+        parse_spec(text)
     except UserError as error:
         for problem in error.problems:
             assert problem.code in CODES, problem
@@ -54,7 +54,7 @@ def config_of(text):
     """Return job.json of a job, or None when it is refused."""
     if explained(text):
         return None
-    spec = JobSpec.from_text(text)
+    spec = parse_spec(text)
     return to_train_config(spec, plan(spec), run_id="r", run_dir="/r", base_dir="/b")
 
 

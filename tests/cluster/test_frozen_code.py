@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher.jobspec.reading import parse_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.freeze import freeze_run, survey, upgrade
+from launcher.ops.submitting.freeze import freeze_run, survey, upgrade
 from launcher.planning.search import plan
 from launcher.render.local import render_local
-from launcher.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
 JOB = """\
@@ -85,7 +85,7 @@ def said(run_dir, count, process, seconds=100):
 @pytest.mark.timeout(300)
 def test_an_edit_of_the_source_is_seen_only_after_an_upgrade(source, tmp_path):
     run_dir = source / "runs" / "r"
-    spec = JobSpec.from_text(JOB)
+    spec = parse_spec(JOB)
     files = survey(spec, base_dir=source, run_dir=run_dir)
     assert files is not None
     bundle = render_local(spec, plan(spec), run_id="r", run_dir=run_dir, base_dir=source)

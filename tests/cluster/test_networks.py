@@ -17,8 +17,8 @@ from namespaces import Network, why_not
 
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
-from launcher.ops import local_job
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.local import job as local_job
 
 LAYOUT = Layout("dp2", "{dp: auto}", nodes=2)
 STEPS = 4

@@ -12,8 +12,8 @@ import number_faults
 import pytest
 from harness import TEXT, Run, make_config
 
-from elastic_trainer.agent.board import BoardState
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.failures import (
     EXIT_DO_NOT_RESTART,
     EXIT_SAVED,

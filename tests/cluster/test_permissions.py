@@ -29,10 +29,10 @@ SUBMIT = """\
 import sys
 from pathlib import Path
 from launcher.ops import permissions, run_dir as run_dirs
-from launcher.ops.keeping import keep_run, survey_run
+from launcher.ops.submitting.keeping import keep_run, survey_run
 from launcher.planning.search import plan
 from launcher.render.local import render_local
-from launcher.spec import load_spec
+from launcher.jobspec.reading import load_spec
 
 base, run_dir = Path(sys.argv[1]), Path(sys.argv[1]) / "runs" / "r"
 spec = load_spec(base / "job.yaml")

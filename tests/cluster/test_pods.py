@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.board import BoardState
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.events import Event
 from launcher import stop_request
+from launcher.jobspec.reading import parse_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.local_job import audit_ledger
+from launcher.ops.local.job import audit_ledger
 from launcher.planning.search import plan
 from launcher.render.local import render_local
-from launcher.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
 JOB = """\
@@ -47,7 +47,7 @@ class Pods:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir = folder, folder / "claim" / "pods"
         (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        spec = JobSpec.from_text(JOB, "job.yaml", ())
+        spec = parse_spec(JOB, "job.yaml", ())
         config = folder / "etc"
         config.mkdir()
         bundle = render_local(

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.config import TrainConfig
+from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.kubernetes_lint import lint
 from launcher.render.kubernetes_names import job_name
 from launcher.render.kubernetes_yaml import parse_yaml
-from launcher.spec import load_spec
 from launcher.targets import target_named
 
 ROOT = Path(__file__).parents[2]

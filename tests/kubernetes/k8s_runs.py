@@ -10,14 +10,14 @@ from typing import Any
 from k8s_cluster import Cluster
 from ruamel.yaml import YAML
 
-from elastic_trainer.agent.board import BoardState
+from elastic_trainer.agent.boards.board import BoardState
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import EVENTS
 from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.ops.local_job import audit_ledger
+from launcher.jobspec.reading import parse_spec
+from launcher.ops.local.job import audit_ledger
 from launcher.planning.search import plan
 from launcher.render.kubernetes_names import RUN_LABEL, board_name, job_name
-from launcher.spec import JobSpec
 from launcher.targets import target_named
 
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
@@ -79,7 +79,7 @@ class K8sRun:
             claim=cluster.claim,
             board=board,
         )
-        spec = JobSpec.from_text(text, "job.yaml", sets)
+        spec = parse_spec(text, "job.yaml", sets)
         bundle = target_named(kind).load_renderer()(
             spec,
             plan(spec),

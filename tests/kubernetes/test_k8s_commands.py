@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run_cli
-from launcher.ops.record import LauncherLog
+from launcher.ops.record.record import LauncherLog
 
 pytestmark = pytest.mark.timeout(500)
 

@@ -14,12 +14,12 @@ from tiny_run import LOSS_REL, TEXT
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ledger_audit import LedgerAudit
+from launcher.jobspec.reading import load_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.bundles import write_bundle
-from launcher.ops.local_job import audit_ledger
+from launcher.ops.local.job import audit_ledger
+from launcher.ops.submitting.bundles import write_bundle
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
-from launcher.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 MORE = """\

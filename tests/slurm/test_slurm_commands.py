@@ -12,8 +12,8 @@ from cluster import until
 from jobs import ROOT, TEXT, WAIT_S, job_text
 
 from launcher.cli.main import run_cli
-from launcher.ops.checkpoints import RunCheckpoints
-from launcher.ops.record import RunRecord
+from launcher.ops.checkpoints.commits import RunCheckpoints
+from launcher.ops.record.record import RunRecord
 
 pytestmark = pytest.mark.timeout(400)
 

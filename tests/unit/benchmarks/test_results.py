@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launcher.ops.chaos import Chaos
+from launcher.ops.local.chaos import Chaos
 
 
 def outcome(aims, program, result, text="the table"):

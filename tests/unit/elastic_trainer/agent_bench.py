@@ -14,7 +14,7 @@ import test_zygote as t
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.notices import (
     EpochFormed,
     JobStopped,
     Member,
@@ -22,11 +22,11 @@ from elastic_trainer.agent.notices import (
     Report,
     WorkersReady,
 )
-from elastic_trainer.agent.scratch import Scratch
-from elastic_trainer.agent.settings import AgentConfig
-from elastic_trainer.agent.tasks import Task
-from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Workers
+from elastic_trainer.agent.membership.tasks import Task
+from elastic_trainer.agent.wire.waker import Waker
+from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 

@@ -12,8 +12,8 @@ from config_map_server import (
     serving,
 )
 
-from elastic_trainer.agent.api_server import ApiServer
-from elastic_trainer.agent.kubernetes_board import KubernetesBoard
+from elastic_trainer.agent.boards.api_server import ApiServer
+from elastic_trainer.agent.boards.kubernetes_board import KubernetesBoard
 
 
 @pytest.fixture(scope="module")

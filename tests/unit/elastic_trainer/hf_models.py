@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.checkpoint import hf_names
 from elastic_trainer.checkpoint.hf_export import Exported, export_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from membership_node import Node
 
-from elastic_trainer.agent.board import BoardState, Commit
+from elastic_trainer.agent.boards.board import BoardState, Commit
 
 if TYPE_CHECKING:
     from membership_sim import Cluster

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from membership_node import Link, Node
 
-from elastic_trainer.agent.messages import decode
+from elastic_trainer.agent.membership.messages import decode
 
 if TYPE_CHECKING:
     from membership_sim import Cluster

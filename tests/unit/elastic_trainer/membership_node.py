@@ -6,8 +6,8 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from elastic_trainer.agent.membership import Membership
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.machine import Membership
+from elastic_trainer.agent.membership.notices import (
     EpochFormed,
     JobStopped,
     Member,

@@ -16,7 +16,7 @@ from membership_board import SimBoard
 from membership_network import SimNetwork
 from membership_node import Node
 
-from elastic_trainer.agent.effects import (
+from elastic_trainer.agent.membership.effects import (
     Close,
     Dial,
     Log,
@@ -27,9 +27,9 @@ from elastic_trainer.agent.effects import (
     SwapBoard,
     Tell,
 )
-from elastic_trainer.agent.membership import Membership
-from elastic_trainer.agent.messages import Formed, encode
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.machine import Membership
+from elastic_trainer.agent.membership.messages import Formed, encode
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     EpochFormed,

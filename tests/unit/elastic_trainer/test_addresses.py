@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.addresses import (
+from elastic_trainer.agent.wire.addresses import (
     Interface,
     choose,
     interface_of,

@@ -14,7 +14,8 @@ from agent_bench import ME, OTHER, Bench, ScriptedMembership, bench, formed, nam
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.hangs.procfs import state_of
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     JobStopped,
@@ -25,9 +26,8 @@ from elastic_trainer.agent.notices import (
     WorkersRunning,
     WorkersSeen,
 )
-from elastic_trainer.agent.procfs import state_of
-from elastic_trainer.agent.tasks import Task, WorkerExited
-from elastic_trainer.agent.workers import Workers
+from elastic_trainer.agent.membership.tasks import Task, WorkerExited
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.failures import Action, Kind
 from elastic_trainer.heartbeat import Request
 

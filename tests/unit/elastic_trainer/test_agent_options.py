@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.agent.command.options import OptionsError, parse
 from elastic_trainer.agent.main import main
-from elastic_trainer.agent.options import OptionsError, parse
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,

@@ -10,15 +10,15 @@ import pytest
 import test_zygote as t
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.ends import worker_spec
-from elastic_trainer.agent.flags import Std, Streams
-from elastic_trainer.agent.notices import AskWorkers, WorkersEnded, WorkersRunning
-from elastic_trainer.agent.scripts import Scripts
-from elastic_trainer.agent.settings import AgentConfig
-from elastic_trainer.agent.tail import LogFollower
-from elastic_trainer.agent.tasks import Task
-from elastic_trainer.agent.waker import Waker
-from elastic_trainer.agent.workers import Workers
+from elastic_trainer.agent.command.flags import Std, Streams
+from elastic_trainer.agent.membership.notices import AskWorkers, WorkersEnded, WorkersRunning
+from elastic_trainer.agent.membership.tasks import Task
+from elastic_trainer.agent.wire.waker import Waker
+from elastic_trainer.agent.workers.ends import worker_spec
+from elastic_trainer.agent.workers.scripts import Scripts
+from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.workers.tail import LogFollower
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request

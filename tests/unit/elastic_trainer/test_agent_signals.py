@@ -9,7 +9,7 @@ from dataclasses import replace
 import test_zygote as t
 from agent_bench import ME, Bench, ScriptedMembership, bench, formed, named
 
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     JobStopped,
     LeaveAsked,

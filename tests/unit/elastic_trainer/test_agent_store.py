@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_trainer.agent.environment import base_environment
-from elastic_trainer.agent.store import EpochStore, parse_ports
+from elastic_trainer.agent.wire.store import EpochStore, parse_ports
+from elastic_trainer.agent.workers.environment import base_environment
 
 WAIT = timedelta(seconds=10)
 

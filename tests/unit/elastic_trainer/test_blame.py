@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.blame import blame
-from elastic_trainer.agent.notices import WorkerView
+from elastic_trainer.agent.membership.blame import blame
+from elastic_trainer.agent.membership.notices import WorkerView
 
 
 def view(rank: int, **kwargs: object) -> tuple[str, WorkerView]:

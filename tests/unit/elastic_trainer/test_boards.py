@@ -10,8 +10,8 @@ from board_bench import account, board_of, certificate, server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 
 __all__ = ["account", "certificate", "server"]  # fixtures
 

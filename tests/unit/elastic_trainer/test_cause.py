@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.cause import causes, gather, settle_s
-from elastic_trainer.agent.notices import WorkersFailed
+from elastic_trainer.agent.membership.cause import causes, gather, settle_s
+from elastic_trainer.agent.membership.notices import WorkersFailed
 from elastic_trainer.failures import Action, Failure, Kind
 
 COLLATERAL = (Kind.COLLATERAL, "connection reset")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from elastic_trainer.agent.board import BoardState, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.checkpoint import restore as restore_module
 from elastic_trainer.checkpoint import saver as saver_module
 from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError

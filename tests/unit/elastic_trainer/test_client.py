@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.client import MembershipClient
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     EpochFormed,
@@ -24,9 +23,10 @@ from elastic_trainer.agent.notices import (
     WorkersEnded,
     WorkersRunning,
 )
-from elastic_trainer.agent.reactor import Reactor
-from elastic_trainer.agent.secret import MAGIC, Badge, authenticate, make_secret
-from elastic_trainer.agent.transport import Endpoint
+from elastic_trainer.agent.wire.client import MembershipClient
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.secret import MAGIC, Badge, authenticate, make_secret
+from elastic_trainer.agent.wire.transport import Endpoint
 
 DEADLINE_S = 10.0
 

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 from test_membership import coordinator, others, started
 
-from elastic_trainer.agent.departures import BOUNDARY_S, TOGETHER_S
-from elastic_trainer.agent.notices import AskWorkers, EpochAborted, EpochFormed, LeaveAsked
+from elastic_trainer.agent.membership.departures import BOUNDARY_S, TOGETHER_S
+from elastic_trainer.agent.membership.notices import (
+    AskWorkers,
+    EpochAborted,
+    EpochFormed,
+    LeaveAsked,
+)
 from elastic_trainer.heartbeat import Request
 
 LEAVE = LeaveAsked(reason="SIGTERM")

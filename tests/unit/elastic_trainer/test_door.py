@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.door import Door, Throttle
+from elastic_trainer.agent.wire.door import Door, Throttle
 
 
 def test_who_is_slow_goes_when_patience_ends():

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.board import BoardBusyError, BoardState, Commit, Lease, update
-from elastic_trainer.agent.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
+from elastic_trainer.agent.boards.board import BoardBusyError, BoardState, Commit, Lease, update
+from elastic_trainer.agent.boards.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
 
 
 def files(directory: Path) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_trainer.agent.board import BoardState, Commit, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, Commit, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.anomalies import FINE, Action, Record, Skip, Void
 from elastic_trainer.checkpoint.collective import StepFailedError
 from elastic_trainer.checkpoint.load import TrainingState

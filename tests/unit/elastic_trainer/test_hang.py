@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.hang import WINDOW_S, HangWatch, Standing, gap_limit_s
+from elastic_trainer.agent.hangs.hang import WINDOW_S, HangWatch, Standing, gap_limit_s
 from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, bucket_of, edge_s
 
 FLOOR_S, CEILING_S, START_S = 2.0, 10.0, 100.0

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.cause import Culprit
-from elastic_trainer.agent.history import LONGEST_BACKOFF_S, History, Limits
+from elastic_trainer.agent.membership.cause import Culprit
+from elastic_trainer.agent.membership.history import LONGEST_BACKOFF_S, History, Limits
 from elastic_trainer.failures import Action, Kind
 
 LIMITS = Limits(max_restarts=3, window_s=100.0, node_failures=2)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from membership_sim import Cluster
 
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.jobs import slurm_job, supersedes
-from elastic_trainer.agent.notices import StopAsked
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.jobs import slurm_job, supersedes
+from elastic_trainer.agent.membership.notices import StopAsked
 
 COUNTS = st.integers(0, 10**6)
 NAMES = st.one_of(

@@ -15,7 +15,7 @@ import pytest
 from test_snapshot_image import write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
-from elastic_trainer.agent.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
 from elastic_trainer.snapshots.peer import (

@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_file_board import replaced
 
-from elastic_trainer.agent.api_server import ApiServer, NotInPodError, NotSentError
-from elastic_trainer.agent.board import BoardState, update
-from elastic_trainer.agent.kubernetes_board import SWAP, BoardDeniedError, KubernetesBoard
+from elastic_trainer.agent.boards.api_server import ApiServer, NotInPodError, NotSentError
+from elastic_trainer.agent.boards.board import BoardState, update
+from elastic_trainer.agent.boards.kubernetes_board import SWAP, BoardDeniedError, KubernetesBoard
 
 __all__ = ["account", "certificate", "server"]  # fixtures
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from membership_sim import Cluster
 
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import (
     EpochFormed,
     NodeLeaving,
     StopAsked,

@@ -6,8 +6,8 @@ import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
-from elastic_trainer.agent.cause import COLLATERAL_SETTLE_S, SETTLE_S
-from elastic_trainer.agent.notices import NodeLeaving, StopAsked, WorkersReady
+from elastic_trainer.agent.membership.cause import COLLATERAL_SETTLE_S, SETTLE_S
+from elastic_trainer.agent.membership.notices import NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.failures import Kind
 
 CRASH = (Kind.CRASH, "IndexError: index 513 is out of range")

@@ -11,8 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from membership_sim import Cluster
 
-from elastic_trainer.agent.effects import Settings
-from elastic_trainer.agent.notices import LeaveAsked, NodeLeaving, StopAsked, WorkersReady
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.notices import (
+    LeaveAsked,
+    NodeLeaving,
+    StopAsked,
+    WorkersReady,
+)
 from elastic_trainer.failures import Kind
 
 HEALED_WITHIN_S = 90.0

@@ -9,7 +9,7 @@ from membership_sim import Cluster
 from test_membership import coordinator, others, settings
 from test_membership_failures import epochs, events, next_epoch
 
-from elastic_trainer.agent.notices import NodeLeaving, WorkersReady
+from elastic_trainer.agent.membership.notices import NodeLeaving, WorkersReady
 from elastic_trainer.failures import Kind
 
 

@@ -6,7 +6,7 @@ import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
-from elastic_trainer.agent.notices import StopAsked
+from elastic_trainer.agent.membership.notices import StopAsked
 
 
 def test_a_second_job_is_refused_and_named():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.messages import (
+from elastic_trainer.agent.membership.messages import (
     Abort,
     Ask,
     Elect,
@@ -28,7 +28,7 @@ from elastic_trainer.agent.messages import (
     tell,
     untell,
 )
-from elastic_trainer.agent.notices import (
+from elastic_trainer.agent.membership.notices import (
     Member,
     NodeLeaving,
     StopAsked,
@@ -36,7 +36,7 @@ from elastic_trainer.agent.notices import (
     WorkersFailed,
     WorkersRunning,
 )
-from elastic_trainer.agent.table import NOBODY, Members
+from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.failures import Action, Failure, Kind
 
 text, number = st.text(max_size=8), st.integers(-(2**63), 2**63 - 1)

@@ -7,10 +7,10 @@ from at_once import at_once
 from board_bench import env_of
 from config_map_server import FIRST_TOKEN, authority, serving
 
-from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.file_board import FileBoard
-from elastic_trainer.agent.kubernetes_board import KubernetesBoard
-from elastic_trainer.agent.open_board import (
+from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.agent.boards.kubernetes_board import KubernetesBoard
+from elastic_trainer.agent.boards.open_board import (
     BOARD_VARIABLE,
     BoardPlaceError,
     elsewhere,

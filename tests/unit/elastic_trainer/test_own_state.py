@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_trainer.agent.board import Commit, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import Commit, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.layout import ParallelLayout

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.procfs import state_of
-from elastic_trainer.agent.stacks import Target, find_py_spy, gather_stacks
+from elastic_trainer.agent.hangs.procfs import state_of
+from elastic_trainer.agent.hangs.stacks import Target, find_py_spy, gather_stacks
 
 pytestmark = pytest.mark.skipif(
     find_py_spy() is None, reason="py-spy is not installed: pip install 'holdfast[stacks]'"

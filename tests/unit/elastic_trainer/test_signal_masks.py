@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.agent.stacks import _signal_masks
+from elastic_trainer.agent.hangs.stacks import _signal_masks
 from elastic_trainer.stack_signal import FLIGHT_SIGNAL
 
 CODE = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from membership_sim import Cluster, Node
 from test_membership import coordinator, others, started
 
-from elastic_trainer.agent.notices import EpochAborted
+from elastic_trainer.agent.membership.notices import EpochAborted
 from elastic_trainer.failures import Kind
 
 

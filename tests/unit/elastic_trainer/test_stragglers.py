@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 from test_membership import coordinator, settings
 
-from elastic_trainer.agent.notices import RankPace, WorkersPaced
-from elastic_trainer.agent.stragglers import FACTOR, TIMES, Slow, Stragglers
+from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced
+from elastic_trainer.agent.membership.stragglers import FACTOR, TIMES, Slow, Stragglers
 
 USUAL = (0.01, 0.1, 0.2, 0.05)
 

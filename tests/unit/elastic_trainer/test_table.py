@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.notices import Member
-from elastic_trainer.agent.table import NOBODY, Members
+from elastic_trainer.agent.membership.notices import Member
+from elastic_trainer.agent.membership.table import NOBODY, Members
 
 text, number = st.text(max_size=5), st.integers(0, 65535)
 rows = st.lists(

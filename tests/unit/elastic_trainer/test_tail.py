@@ -9,8 +9,8 @@ import test_zygote as t
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.flags import Std, Streams
-from elastic_trainer.agent.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
+from elastic_trainer.agent.command.flags import Std, Streams
+from elastic_trainer.agent.workers.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
 
 ALL = Streams(console=Std.ALL)
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent import transport
-from elastic_trainer.agent.messages import Ping, decode, encode
-from elastic_trainer.agent.reactor import Reactor
-from elastic_trainer.agent.secret import KEY_BYTES, MAGIC, Badge, Secret, authenticate
-from elastic_trainer.agent.transport import Endpoint
+from elastic_trainer.agent.membership.messages import Ping, decode, encode
+from elastic_trainer.agent.wire import transport
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.secret import KEY_BYTES, MAGIC, Badge, Secret, authenticate
+from elastic_trainer.agent.wire.transport import Endpoint
 
 ROOT = Path(__file__).parents[3]
 BADGE = Badge(Secret(bytes(KEY_BYTES)), "agents", "run1")

@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.tasks import Launch, Task, WorkerExited, WorkerStarted, ZygoteLost
-from elastic_trainer.agent.workers import Workers
+from elastic_trainer.agent.membership.tasks import (
+    Launch,
+    Task,
+    WorkerExited,
+    WorkerStarted,
+    ZygoteLost,
+)
+from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 

@@ -7,10 +7,10 @@ import json
 import pytest
 from fake_api import kubeconfig
 
-from launcher.backends.kubernetes import KubernetesBackend
-from launcher.backends.kubernetes_api import KubernetesApi, Patience
-from launcher.backends.kubernetes_config import connect
-from launcher.backends.kubernetes_storage import StoragePatience
+from launcher.backends.kubernetes.api import KubernetesApi, Patience
+from launcher.backends.kubernetes.backend import KubernetesBackend
+from launcher.backends.kubernetes.config import connect
+from launcher.backends.kubernetes.storage import StoragePatience
 
 ROOT = "/apis/kubeflow.org/v1/namespaces/train/pytorchjobs"
 MAPS = "/api/v1/namespaces/train/configmaps"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.errors import UserError
-from launcher.spec import JobSpec
+from launcher.jobspec.reading import parse_spec
 
 JOB = """\
 name: a-job
@@ -28,7 +28,7 @@ def job_text():
 @pytest.fixture
 def make_spec():
     """Return a spec of the legal job with some values set."""
-    return lambda *sets, text=JOB: JobSpec.from_text(text, "job.yaml", sets)
+    return lambda *sets, text=JOB: parse_spec(text, "job.yaml", sets)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def mistakes():
 
     def lines(*sets, text=JOB):
         with pytest.raises(UserError) as caught:
-            JobSpec.from_text(text, "job.yaml", sets)
+            parse_spec(text, "job.yaml", sets)
         return [str(problem) for problem in caught.value.problems]
 
     return lines

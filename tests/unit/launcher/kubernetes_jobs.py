@@ -7,9 +7,9 @@ import json
 import pytest
 
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
 from launcher.planning.search import plan
 from launcher.render.kubernetes_yaml import parse_yaml
-from launcher.spec import JobSpec
 from launcher.targets import target_named
 
 KINDS = ("pytorchjob", "jobset", "trainjob")
@@ -48,7 +48,7 @@ def job_with(values):
 
 def bundle_of(values, kind, *, run_id="a-job-1", run_dir=None, base_dir="/jobs"):
     """Return the bundle of the job with some values set."""
-    spec = JobSpec.from_text(job_with(values))
+    spec = parse_spec(job_with(values))
     return target_named(kind).load_renderer()(
         spec,
         plan(spec),

@@ -17,7 +17,7 @@ from fake_slurm import FakeSlurm
 from slurm_bench import TINY, cli
 
 from launcher import stop_request
-from launcher.ops.record import LauncherLog
+from launcher.ops.record.record import LauncherLog
 from launcher.run_files import attempt_order
 
 SECTION = "kubernetes: {{image: 'holdfast:1', claim: runs, mount: {home}, namespace: train}}\n"

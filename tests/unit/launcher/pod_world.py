@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.board import Ended, Lease, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import Ended, Lease, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from launcher.node.pod_env import PodEnv
 from launcher.planning.search import plan
 from launcher.render.local import render_local

@@ -9,19 +9,19 @@ from functools import partial
 
 import pytest
 
-from elastic_trainer.agent import open_board
-from elastic_trainer.agent.board import Commit, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards import open_board
+from elastic_trainer.agent.boards.board import Commit, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.checkpoint.manifest import Manifest, with_commit
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from launcher.cli.checkpoint import _lines
 from launcher.cli.main import run_cli
 from launcher.errors import PermanentError, UserError
-from launcher.ops.checkpoints import Reference, RetiredError, RunCheckpoints, refuse_foreign
-from launcher.ops.convert import missing_tokenizer, run_converter
+from launcher.jobspec.reading import parse_spec
+from launcher.ops.checkpoints.commits import Reference, RetiredError, RunCheckpoints, refuse_foreign
+from launcher.ops.checkpoints.convert import missing_tokenizer, run_converter
 from launcher.planning.search import plan
 from launcher.render.local import to_train_config
-from launcher.spec import JobSpec
 
 
 def save(run, step, *, keep=3):
@@ -171,7 +171,7 @@ checkpoint: {keep_every_steps: 4}
 
 @pytest.fixture
 def config(tmp_path):
-    spec = JobSpec.from_text(JOB)
+    spec = parse_spec(JOB)
     return to_train_config(spec, plan(spec), run_id="new", run_dir=tmp_path, base_dir=tmp_path)
 
 

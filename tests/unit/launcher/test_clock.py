@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
 from launcher.planning.clock import (
     LATE_SIGNAL_S,
     Clock,
@@ -15,7 +16,6 @@ from launcher.planning.clock import (
     predicted_save_s,
 )
 from launcher.planning.search import plan
-from launcher.spec import JobSpec
 
 from conftest import JOB  # isort: skip
 
@@ -23,7 +23,7 @@ SECONDS = st.integers(1, 10**5)
 
 
 def chain(*sets):
-    spec = JobSpec.from_text(JOB, "job.yaml", sets)
+    spec = parse_spec(JOB, "job.yaml", sets)
     return clock_chain(spec, plan(spec).ladder)
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.events import Event
-from launcher.ops.breakdown import failures
-from launcher.ops.clocks import TOLERANCE_S, by_one_clock
-from launcher.ops.record import RunRecord
-from launcher.ops.summary import summarise
-from launcher.ops.timeline import epochs
+from launcher.ops.record.breakdown import failures
+from launcher.ops.record.clocks import TOLERANCE_S, by_one_clock
+from launcher.ops.record.record import RunRecord
+from launcher.ops.record.summary import summarise
+from launcher.ops.record.timeline import epochs
 
 NODES = ["node0", "node1", "node2", "node3"]
 BEGIN = 1_800_000_000.0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UserError
-from launcher.ops.environment import (
+from launcher.ops.record.record import RunRecord
+from launcher.ops.submitting.environment import (
     MAX_CHANGES,
     changes,
     describe,
@@ -18,7 +19,6 @@ from launcher.ops.environment import (
     record_environment,
     warn_if_changed,
 )
-from launcher.ops.record import RunRecord
 
 
 def install(venv, name, version, record="a.py,sha256=1,1\n"):

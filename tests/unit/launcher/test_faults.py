@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.events import Event
 from launcher.errors import UserError
-from launcher.ops.faults import (
+from launcher.ops.local.faults import (
     Fault,
     FaultAction,
     Phase,

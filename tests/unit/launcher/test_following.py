@@ -13,9 +13,10 @@ from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher import stop_request
 from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
-from launcher.ops import cancelling, watch
-from launcher.ops.follow_logs import LogReader, Selection
 from launcher.ops.runs import find_runs
+from launcher.ops.submitting import cancelling
+from launcher.ops.watching import watch
+from launcher.ops.watching.follow_logs import LogReader, Selection
 
 __all__ = ["fresh", "slurm"]  # fixtures
 

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from elastic_trainer.config import TrainConfig
 from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.code_files import ALWAYS_OUT, list_code
-from launcher.ops.freeze import _freeze, freeze_run, load_frozen, remove_frozen, survey, upgrade
-from launcher.ops.record import RunRecord
+from launcher.ops.record.record import RunRecord
+from launcher.ops.submitting.code_files import ALWAYS_OUT, list_code
+from launcher.ops.submitting.freeze import (
+    _freeze,
+    freeze_run,
+    load_frozen,
+    remove_frozen,
+    survey,
+    upgrade,
+)
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 
@@ -334,7 +341,7 @@ def test_too_much_is_refused_and_the_largest_named(source, make_spec):
 
 
 def test_too_many_files_are_refused(source, monkeypatch):
-    monkeypatch.setattr("launcher.ops.code_files.MAX_FILES", 1)
+    monkeypatch.setattr("launcher.ops.submitting.code_files.MAX_FILES", 1)
     with pytest.raises(UserError, match="2 files") as error:
         list_code(source)
     assert code_of(error) == "HF640"

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from sbatch_lines import directives, has_sbatch, real_directives
 
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
-from launcher.spec import JobSpec
 
 CANARY = "canary"
 ATTACKS = (
@@ -82,7 +83,7 @@ def job_with(values):
 
 
 def script_of(values, folder):
-    spec = JobSpec.from_text(job_with(values))
+    spec = parse_spec(job_with(values))
     bundle = render_slurm(
         spec,
         plan(spec),

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 READERS = {
-    ROOT / "launcher/backends/kubernetes_fetch.py",
+    ROOT / "launcher/backends/kubernetes/fetch.py",
     ROOT / "launcher/node/board.py",
-    ROOT / "launcher/ops/checkpoints.py",
+    ROOT / "launcher/ops/checkpoints/commits.py",
 }
 PURE = {
     "layout",
@@ -28,7 +28,7 @@ PURE = {
     "command",
     "templates",
 }
-READABLE = {"agent.board", "agent.open_board"} | {
+READABLE = {"agent.boards.board", "agent.boards.open_board"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")
 }
 """What the readers of boards and manifests may take besides."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from launcher.backends.commands import Answer
 from launcher.errors import PermanentError, UserError
-from launcher.ops.inside import InScript, Place, read_script, step, worker_of, workers_of
-from launcher.ops.record import LauncherLog
+from launcher.ops.record.record import LauncherLog
 from launcher.ops.runs import Run
-from launcher.ops.stacks import take_stacks
+from launcher.ops.watching.inside import InScript, Place, read_script, step, worker_of, workers_of
+from launcher.ops.watching.stacks import take_stacks
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
 

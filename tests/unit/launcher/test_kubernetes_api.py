@@ -7,10 +7,10 @@ import json
 import pytest
 from fake_api import Reply, kubeconfig, server, status_object, waits
 
-from launcher.backends.kubernetes_api import Patience
-from launcher.backends.kubernetes_config import connect
-from launcher.backends.kubernetes_documents import CONFIG_MAP, POD, RESOURCES
-from launcher.backends.kubernetes_errors import (
+from launcher.backends.kubernetes.api import Patience
+from launcher.backends.kubernetes.config import connect
+from launcher.backends.kubernetes.documents import CONFIG_MAP, POD, RESOURCES
+from launcher.backends.kubernetes.errors import (
     BrokenOffError,
     BusyError,
     Call,
@@ -20,7 +20,7 @@ from launcher.backends.kubernetes_errors import (
     refusal,
     retry_after,
 )
-from launcher.backends.kubernetes_watch import Watcher, wait_until
+from launcher.backends.kubernetes.watch import Watcher, wait_until
 from launcher.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["server", "waits"]  # fixtures

@@ -12,8 +12,8 @@ from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, 
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher.backends.base import JobId, JobRef, Notices, Reach
-from launcher.backends.kubernetes_api import KubernetesApi
-from launcher.backends.kubernetes_documents import read_bundle, storage_pod
+from launcher.backends.kubernetes.api import KubernetesApi
+from launcher.backends.kubernetes.documents import read_bundle, storage_pod
 from launcher.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
@@ -208,14 +208,14 @@ def test_a_former_job_that_does_not_go_is_told(backend, server, run, monkeypatch
     submit(backend, run)
     end(server)
     server.objects[f"{ROOT}/tiny-1"]["metadata"]["deletionTimestamp"] = CREATED
-    monkeypatch.setattr("launcher.backends.kubernetes_submit.GONE_S", 0.0)
+    monkeypatch.setattr("launcher.backends.kubernetes.submit.GONE_S", 0.0)
     with pytest.raises(TemporaryError, match="still being removed"):
         submit(backend, run)
 
 
 def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     code = (
-        "import sys, launcher.backends.kubernetes as k; k.KubernetesBackend();"
+        "import sys, launcher.backends.kubernetes.backend as k; k.KubernetesBackend();"
         "print([name for name in sys.modules if name.partition('.')[0] in"
         " ('kubernetes', 'websocket', 'urllib3', 'yaml')])"
     )

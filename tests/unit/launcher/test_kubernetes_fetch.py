@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_trainer.agent.board import BoardState, Commit
-from elastic_trainer.agent.open_board import ELSEWHERE, read_board
-from launcher.backends.kubernetes_documents import CONFIG_MAP
-from launcher.backends.kubernetes_fetch import Fetcher
-from launcher.backends.kubernetes_words import Seen
+from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.agent.boards.open_board import ELSEWHERE, read_board
+from launcher.backends.kubernetes.documents import CONFIG_MAP
+from launcher.backends.kubernetes.fetch import Fetcher
+from launcher.backends.kubernetes.words import Seen
 from launcher.errors import PermanentError
 
 STATE = BoardState(epoch=4, commits=(Commit(epoch=4, step=7, dir="d", manifest_sha256="0" * 64),))

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends import kubernetes_files as mine
-from launcher.backends.kubernetes_documents import moved
-from launcher.backends.kubernetes_fetch import new_lines
-from launcher.backends.kubernetes_files import Fetched, one_at_a_time, upload, upload_stop
+from launcher.backends.kubernetes import files as mine
+from launcher.backends.kubernetes.documents import moved
+from launcher.backends.kubernetes.fetch import new_lines
+from launcher.backends.kubernetes.files import Fetched, one_at_a_time, upload, upload_stop
 from launcher.errors import PermanentError
 from launcher.node import files as theirs
 from launcher.run_files import END, frame, safe_parts

@@ -17,7 +17,7 @@ from kubernetes_jobs import (
 
 from elastic_trainer.config import TrainConfig
 from launcher.cli.main import run_cli
-from launcher.ops.submit import prepare
+from launcher.ops.submitting.submit import prepare
 from launcher.render.kubernetes_lint import lint
 
 __all__ = ["kind"]  # the fixture

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.backends import kubernetes_storage
 from launcher.backends.commands import Answer
-from launcher.backends.kubernetes_errors import BusyError
-from launcher.backends.kubernetes_files import Fetched
-from launcher.backends.kubernetes_storage import Storage, StoragePatience
+from launcher.backends.kubernetes import storage as kubernetes_storage
+from launcher.backends.kubernetes.errors import BusyError
+from launcher.backends.kubernetes.files import Fetched
+from launcher.backends.kubernetes.storage import Storage, StoragePatience
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.backends.base import NO_SUCH_JOB
-from launcher.backends.kubernetes_pods import failures, in_order, name_of, text_of, time_of
-from launcher.backends.kubernetes_words import Seen, description_of, events_of, job_code, status_of
+from launcher.backends.kubernetes.pods import failures, in_order, name_of, text_of, time_of
+from launcher.backends.kubernetes.words import Seen, description_of, events_of, job_code, status_of
 
 NOW = 1_767_229_200.0
 CREATED = "2026-01-01T00:00:00Z"

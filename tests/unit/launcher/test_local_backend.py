@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.scratch import Scratch
+from elastic_trainer.agent.workers.scratch import Scratch
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster, loopback_address
 from launcher.backends.processes import process_table

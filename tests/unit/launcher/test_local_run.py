@@ -7,11 +7,11 @@ import io
 import pytest
 from synthetic_record import Stream
 
-from launcher.ops.chaos import Chaos
-from launcher.ops.faults import parse_faults
-from launcher.ops.local_run import Interrupts, LocalRun
-from launcher.ops.progress import PlainView, Progress
-from launcher.ops.record import LauncherLog, RunRecord
+from launcher.ops.local.chaos import Chaos
+from launcher.ops.local.faults import parse_faults
+from launcher.ops.local.run import Interrupts, LocalRun
+from launcher.ops.record.progress import PlainView, Progress
+from launcher.ops.record.record import LauncherLog, RunRecord
 
 NODES = ["node0", "node1", "node2"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.board import BoardState, Ended, Lease
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import BoardState, Ended, Lease
+from elastic_trainer.agent.boards.file_board import FileBoard
 from launcher.node import beat, board, care
 from launcher.node.agent import NodeAgent
 from launcher.node.attempt import Attempt, NodeError, lineage, pasts

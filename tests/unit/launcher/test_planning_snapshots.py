@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.planning.snapshots import snapshot_line
-from launcher.spec import load_spec
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GIB = 2**30

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
-from launcher.backends.slurm_queries import Patience
+from launcher.backends.slurm.queries import Patience
 
 __all__ = ["fresh", "slurm"]  # fixtures
 
@@ -40,7 +40,7 @@ def test_status_of_a_running_run_has_both_words(slurm, capsys):
 
 def test_a_controller_that_is_away_leaves_the_run_unknown(slurm, capsys, monkeypatch):
     patience = Patience(retry_query_s=0.0)
-    monkeypatch.setattr("launcher.backends.slurm.Patience", lambda: patience)
+    monkeypatch.setattr("launcher.backends.slurm.backend.Patience", lambda: patience)
     trains()
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     slurm.says("squeue", err=away, code=1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.jobs import supersedes
+from elastic_trainer.agent.membership.jobs import supersedes
 from launcher.node.pod_decide import (
     AGAIN,
     KINDS,

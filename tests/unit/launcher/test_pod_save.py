@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pod_world import until
 
-from elastic_trainer.agent.board import Commit, Ended, update
-from elastic_trainer.agent.file_board import FileBoard
+from elastic_trainer.agent.boards.board import Commit, Ended, update
+from elastic_trainer.agent.boards.file_board import FileBoard
 from launcher import stop_request
 from launcher.node.pod_env import PodEnv
 from launcher.node.pod_save import ANSWER_S, Asked, Saving, Waiting, answer, next_act

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from launcher.backends.commands import Answer as Said
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
-from launcher.ops import preflight_checks as checks
-from launcher.ops.preflight import SUBMITTERS, Preflight, Where, choose
-from launcher.ops.preflight_checks import Expected, Finding, NodeReport, judge, run_checks
+from launcher.ops.preflight import checks
+from launcher.ops.preflight.checks import Expected, Finding, NodeReport, judge, run_checks
+from launcher.ops.preflight.nodes import SUBMITTERS, Preflight, Where, choose
 
 
 class Usage(NamedTuple):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kubernetes_jobs import KINDS, bundle_of, template_of
 
 from elastic_trainer.events import Event
-from launcher.backends.kubernetes_documents import read_bundle, stamped
-from launcher.backends.slurm_parse import excluded
+from launcher.backends.kubernetes.documents import read_bundle, stamped
+from launcher.backends.slurm.parse import excluded
 from launcher.errors import UserError
-from launcher.ops.put_out import PutOut, put_out, read_put_out
+from launcher.ops.record.put_out import PutOut, put_out, read_put_out
 from launcher.render.kubernetes_lint import lint
 from launcher.render.pod import HOSTNAME
 

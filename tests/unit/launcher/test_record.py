@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.events import Event
-from launcher.ops.record import LauncherLog, RunRecord
+from launcher.ops.record.record import LauncherLog, RunRecord
 
 
 def event(t, name="agent.started"):

@@ -13,13 +13,13 @@ from synthetic_record import Stream, storm
 
 from elastic_trainer.events import EVENTS, Event
 from launcher.errors import UserError
-from launcher.ops.progress import PlainView, Progress, describe, plain_line, render_block
-from launcher.ops.report import html_report
-from launcher.ops.report_charts import difference_chart, loss_chart
-from launcher.ops.report_data import differences, report_data, short_layout
-from launcher.ops.report_files import write_report
-from launcher.ops.summary import summarise
-from launcher.ops.svg import Scale, ticks
+from launcher.ops.record.progress import PlainView, Progress, describe, plain_line, render_block
+from launcher.ops.record.summary import summarise
+from launcher.ops.reports.charts import difference_chart, loss_chart
+from launcher.ops.reports.data import differences, report_data, short_layout
+from launcher.ops.reports.files import write_report
+from launcher.ops.reports.page import html_report
+from launcher.ops.reports.svg import Scale, ticks
 
 
 def data_of(stream, **more):

@@ -7,10 +7,18 @@ import pytest
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
-from launcher.ops.resume_keys import KEYS, _flat, forbidden, forbidden_shape, rule_of, table
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.spec import SECTIONS
+from launcher.ops.checkpoints.resume_keys import (
+    KEYS,
+    _flat,
+    forbidden,
+    forbidden_shape,
+    rule_of,
+    table,
+)
 from launcher.planning.search import plan
 from launcher.render.local import to_train_config
-from launcher.spec import SECTIONS, JobSpec
 
 JOB = """\
 name: tiny
@@ -23,7 +31,7 @@ data: {path: text}
 
 @pytest.fixture
 def config():
-    spec = JobSpec.from_text(JOB)
+    spec = parse_spec(JOB)
     return to_train_config(spec, plan(spec), run_id="r", run_dir="/r", base_dir="/b")
 
 

@@ -10,8 +10,8 @@ import pytest
 from fake_api import server
 from platform_sides import RUN, KubernetesSide, SlurmSide
 
-from launcher.backends.kubernetes_api import Patience
-from launcher.backends.slurm_queries import Patience as SlurmPatience
+from launcher.backends.kubernetes.api import Patience
+from launcher.backends.slurm.queries import Patience as SlurmPatience
 
 __all__ = ["server"]  # fixture
 
@@ -127,8 +127,8 @@ COMMANDS = (
 def quick(monkeypatch):
     """Ask platforms that are away once."""
     slurm, kubernetes = SlurmPatience(retry_query_s=0.0), Patience(retry_s=0.0)
-    monkeypatch.setattr("launcher.backends.slurm.Patience", lambda: slurm)
-    monkeypatch.setattr("launcher.backends.kubernetes_api.Patience", lambda: kubernetes)
+    monkeypatch.setattr("launcher.backends.slurm.backend.Patience", lambda: slurm)
+    monkeypatch.setattr("launcher.backends.kubernetes.api.Patience", lambda: kubernetes)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from launcher.jobspec.reading import parse_spec
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
-from launcher.spec import JobSpec
 
 JOB = """\
 name: a-job
@@ -46,7 +46,7 @@ def run(tmp_path):
     (tmp_path / "run" / "attempts" / "7.0").mkdir(parents=True)
 
     def run(*sets: str, **acts: str) -> tuple[list[str], int]:
-        spec = JobSpec.from_text(JOB, "job.yaml", sets)
+        spec = parse_spec(JOB, "job.yaml", sets)
         bundle = render_slurm(
             spec,
             plan(spec),

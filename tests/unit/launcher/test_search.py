@@ -6,9 +6,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.rules import layout_findings, schedule_runs
 from launcher.planning.search import num_rounds, plan
-from launcher.spec import JobSpec
-from launcher.spec_rules import layout_findings, schedule_runs
 
 TEXT = """\
 name: a
@@ -40,7 +40,7 @@ def specs(draw):
         f"layout.schedule={'interleaved' if interleave > 1 else '1f1b'}",
     ]
     try:
-        return JobSpec.from_text(TEXT, sets=sets)
+        return parse_spec(TEXT, sets=sets)
     except UserError:
         assume(False)
 
@@ -107,7 +107,7 @@ def test_hsdp_keeps_what_it_can(spec):
 
 @given(specs(), st.integers(0, 30))
 def test_the_plan_depends_on_the_spec_alone(spec, nodes):
-    first, second = plan(spec), plan(JobSpec.from_text(spec.text, sets=spec.sets))
+    first, second = plan(spec), plan(parse_spec(spec.text, sets=spec.sets))
     assert first.ladder == second.ladder
     if nodes >= first.ladder.min_nodes:
         assert first.ladder.rung_for(nodes) == second.ladder.rung_for(nodes)

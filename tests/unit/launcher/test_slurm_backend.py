@@ -7,9 +7,9 @@ from fake_commands import FakeCommands
 
 from launcher.backends.base import JobId, JobRef, JobState
 from launcher.backends.commands import SystemCommands, TimedOutError
-from launcher.backends.slurm import SlurmBackend, slurm_environment
-from launcher.backends.slurm_parse import SACCT_COLUMNS, SEPARATOR
-from launcher.backends.slurm_queries import Patience
+from launcher.backends.slurm.backend import SlurmBackend, slurm_environment
+from launcher.backends.slurm.parse import SACCT_COLUMNS, SEPARATOR
+from launcher.backends.slurm.queries import Patience
 from launcher.errors import PermanentError, TemporaryError, UserError
 
 T = 1_767_225_600

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.backends import slurm_words as words
 from launcher.backends.base import JobId, JobRef, JobState
-from launcher.backends.slurm_parse import SlurmJob
+from launcher.backends.slurm import words
+from launcher.backends.slurm.parse import SlurmJob
 
 T = 1_767_225_600.0
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from elastic_trainer.models import PRESETS
 from launcher.errors import UserError
+from launcher.jobspec.reading import load_spec, parse_spec
+from launcher.jobspec.spec import SECTIONS
 from launcher.planning.search import plan
-from launcher.spec import SECTIONS, JobSpec, load_spec
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +42,7 @@ def test_all_keys_of_the_design_are_accepted(job_text):
         "slurm: {partition: train, account: llm, time: 2-00:00:00}\n"
         "kubernetes: {namespace: train, image: registry.local/holdfast:1.0}\n"
     )
-    spec = JobSpec.from_text(text)
+    spec = parse_spec(text)
     assert spec.layout.interleave == 2
     assert spec.code.exclude == (".git", "data")
     assert spec.slurm.time == "2-00:00:00"
@@ -263,7 +264,7 @@ def test_any_values_give_a_spec_or_problems_with_a_place(pairs):
     sets = [f"{key}={json.dumps(value)}" for key, value in pairs]
     spec, problems = None, []
     try:
-        spec = JobSpec.from_text(text, "job.yaml", sets)
+        spec = parse_spec(text, "job.yaml", sets)
     except UserError as error:
         problems = error.problems
     assert all(problem.where.file and problem.message for problem in problems)
@@ -272,7 +273,7 @@ def test_any_values_give_a_spec_or_problems_with_a_place(pairs):
 
 def test_a_command_may_leave_out_what_only_it_knows():
     text = "name: a\ncommand: train.py --tp {tp}\ncluster: {nodes: 6, gpus_per_node: 8, gpu: cpu}\n"
-    spec = JobSpec.from_text(text + "layout: {tp: 4, pp: 3, cp: 2}\ntrain: {steps: 7}\n")
+    spec = parse_spec(text + "layout: {tp: 4, pp: 3, cp: 2}\ntrain: {steps: 7}\n")
     assert spec.warnings == ()
     assert [str(rung.layout) for rung in plan(spec).ladder.rungs] == [
         "dp2-pp3-cp2-tp4",
@@ -280,16 +281,16 @@ def test_a_command_may_leave_out_what_only_it_knows():
     ]
     assert spec.train.steps == 7
     with pytest.raises(UserError) as caught:
-        JobSpec.from_text(text + "layout: {tp: 5, dp: 9}\ntrain: {batch: 7}\n")
+        parse_spec(text + "layout: {tp: 5, dp: 9}\ntrain: {batch: 7}\n")
     assert {problem.code for problem in caught.value.problems} == {"HF010", "HF101", "HF104"}
     with pytest.raises(UserError, match="HF011 model: "):
-        JobSpec.from_text(text.replace("command: train.py --tp {tp}\n", ""))
+        parse_spec(text.replace("command: train.py --tp {tp}\n", ""))
 
 
 def test_plugins_of_others_are_left_alone():
     code = """
 import sys
-from launcher.spec import load_spec
+from launcher.jobspec.reading import load_spec
 load_spec("examples/tiny-cpu.yaml")
 from pydantic import create_model
 create_model("Other", x=(int, 1))()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.layout import AXES, ParallelLayout
-from launcher.spec import JobSpec
-from launcher.spec_rules import choices, crosses_nodes, divisors, nearest_nodes, schedule_runs
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.rules import choices, crosses_nodes, divisors, nearest_nodes, schedule_runs
 
 TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, vocab_size: 512}"
 
@@ -95,7 +95,7 @@ layouts = st.builds(
 
 
 def facts_of(nodes, per_node):
-    return JobSpec.from_text(
+    return parse_spec(
         f"{{name: a, model: tiny, cluster: {{nodes: {nodes}, gpus_per_node: {per_node}, gpu: cpu}}, "
         f"train: {{seq_len: 8, global_batch: {nodes * per_node}, steps: 1}}, data: {{path: x}}}}"
     ).facts

@@ -9,8 +9,9 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from launcher.errors import UserError
-from launcher.spec import SECTIONS, JobSpec
-from launcher.spec_schema import job_schema
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.schema import job_schema
+from launcher.jobspec.spec import SECTIONS
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 JOB = {
@@ -27,7 +28,7 @@ VALIDATOR = Draft202012Validator(job_schema())
 def program_takes(job):
     """Whether no key or single value is wrong: what several must satisfy no schema can say."""
     try:
-        JobSpec.from_text(json.dumps(job))
+        parse_spec(json.dumps(job))
     except UserError as error:
         return not any(problem.code.startswith("HF01") for problem in error.problems)
     return True

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.slurm import array_indices
+from launcher.jobspec.source import Where
 from launcher.planning.search import plan
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.sbatch import render_slurm, render_sweep
-from launcher.spec import JobSpec
-from launcher.spec_slurm import array_indices
-from launcher.spec_source import Where
 
 from conftest import JOB  # isort: skip
 
@@ -58,7 +58,7 @@ def test_mistakes_are_named(mistakes, set_, message):
 def test_a_token_is_refused_and_not_repeated():
     token = "ghp_" + "a1B2" * 9
     with pytest.raises(Exception, match="HF163") as caught:
-        JobSpec.from_text(f"{JOB}slurm: {{setup: ['export X={token}']}}\n")
+        parse_spec(f"{JOB}slurm: {{setup: ['export X={token}']}}\n")
     assert token not in str(caught.value)
     assert caught.value.problems[0].where.__class__ is Where
 
@@ -133,6 +133,6 @@ def test_fabrics_are_for_gpus(make_spec):
 def test_the_example_of_the_page_is_a_job_file():
     (text,) = re.findall(r"```yaml\n(.*?)```", DOC.read_text(), re.DOTALL)
     base = re.sub(r"cluster: .*\n", "", JOB)
-    spec = JobSpec.from_text(base + text, "slurm.md", ["train.global_batch=512"])
+    spec = parse_spec(base + text, "slurm.md", ["train.global_batch=512"])
     assert "#SBATCH --nodes=66\n" in script(spec)
     assert "HF_TOKEN: {env: HF_TOKEN}" in text

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
-from launcher.spec_source import describe, read_source
+from launcher.jobspec.source import describe, read_source
 
 
 def refusal(text, sets=()):

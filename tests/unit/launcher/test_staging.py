@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.ops.env_archive import Archive, StagingError, load_archive, pack, share
-from launcher.ops.record import RunRecord
-from launcher.ops.staging import agent_start, moved, staged
+from launcher.ops.record.record import RunRecord
+from launcher.ops.submitting.env_archive import Archive, StagingError, load_archive, pack, share
+from launcher.ops.submitting.staging import agent_start, moved, staged
 
 ROOT = Path(__file__).parents[3]
 NUM_MODULES = 60
@@ -25,8 +25,8 @@ MAIN = "import many\nprint(many.TOTAL)\n"
 STAGE = """\
 import sys, time
 from pathlib import Path
-from launcher.ops.env_archive import load_archive
-from launcher.ops.staging import staged
+from launcher.ops.submitting.env_archive import load_archive
+from launcher.ops.submitting.staging import staged
 run = Path(sys.argv[1])
 with staged(run, load_archive(run), now=time.time()) as copy:
     print(copy.how, copy.path, flush=True)

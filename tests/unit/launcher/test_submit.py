@@ -9,7 +9,7 @@ import pytest
 from fake_slurm import SUBMIT, tree
 from slurm_bench import TINY, fresh, refused, submit
 
-from launcher.backends.slurm_queries import Patience
+from launcher.backends.slurm.queries import Patience
 from launcher.cli.main import run_cli
 
 __all__ = ["fresh"]  # the fixture
@@ -103,7 +103,7 @@ def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
 
 
 def test_a_slurm_that_answers_garbage(fresh, capsys, monkeypatch):
-    monkeypatch.setattr("launcher.backends.slurm.Patience", lambda: Patience(adopt_s=0.0))
+    monkeypatch.setattr("launcher.backends.slurm.backend.Patience", lambda: Patience(adopt_s=0.0))
     fresh.says("sbatch", out="<html>502 Bad Gateway</html>")
     fresh.says("squeue", out="<html>502 Bad Gateway</html>")
     err = refused(capsys, code=1)

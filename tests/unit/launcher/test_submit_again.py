@@ -10,7 +10,7 @@ from slurm_bench import fresh, submit
 
 from launcher import stop_request
 from launcher.cli.main import run_cli
-from launcher.ops.record import LauncherLog
+from launcher.ops.record.record import LauncherLog
 
 __all__ = ["fresh"]  # the fixture
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, storm
 
 from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.ops import timeline
-from launcher.ops.summary import summarise
+from launcher.ops.record import timeline
+from launcher.ops.record.summary import summarise
 
 NODES = [f"node{i}" for i in range(4)]
 

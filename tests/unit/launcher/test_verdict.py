@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from synthetic_record import Stream
 
-from launcher.ops.verdict import judge, tail
+from launcher.ops.record.verdict import judge, tail
 
 
 def judged(run_dir, codes, stream, *, interrupted=False):

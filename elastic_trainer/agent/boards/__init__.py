@@ -1,0 +1,1 @@
+"""Boards: durable compare-and-swap registers, in a directory or in a ConfigMap."""

@@ -1,0 +1,235 @@
+"""Hang detection: by progress of step, section and counter, never by activity. Pure.
+
+How long a worker of the steady loop may stand still is learned from the gaps between its
+marks, for each part of a step and anew in each epoch, so for each layout. Time in which a
+worker could not run, for want of a processor, extends that; it is never progress.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from elastic_trainer.agent.membership.inquest import ANSWER_S
+from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, edge_s
+
+P99_FACTOR: Final = 4.0
+LONGEST_FACTOR: Final = 2.0
+"""Of the longest gap seen in steady state: what happened once, harmlessly, may be rare."""
+STEP_FACTOR: Final = 2.0
+"""Of the time of a whole step: who stands still for less delays nobody by much."""
+WINDOW_S: Final = 600.0
+"""Limits follow what happened in the last one or two of these."""
+FAST_BEATS: Final = 10
+"""Of a script by the time that its first step is seen: what comes before the second is fewer."""
+STOPPED_S: Final = 1.0
+"""A stopped process makes no progress whatever it was doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How long a worker has made no progress, and how long it may."""
+
+    local_rank: int
+    beat: Beat
+    idle_s: float
+    """Without the time in which it waited for a processor."""
+    limit_s: float
+    ceiling_s: float
+    """What the limit can never exceed."""
+    state: str
+    """Of its process, a letter as in /proc/PID/stat; empty: not looked at."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it stands still for too long."""
+        return self.idle_s > self.limit_s
+
+    @property
+    def nearly(self) -> bool:
+        """Whether it soon will: time to ask who else does not answer."""
+        return self.idle_s > max(self.limit_s - ANSWER_S, self.limit_s / 2)
+
+
+@dataclass(slots=True)
+class _Watched:
+    beat: Beat
+    since: float
+    """When the reading last changed."""
+    held_s: float = 0.0
+    """What `held` said then."""
+    first_step: int | None = None
+    """Completed steps when it was first seen in the steady loop."""
+    steady_since: float | None = None
+    steady_step: int = 0
+    before: Pace | None = None
+    """When it became steady: what it did until then, compiling perhaps, teaches nothing. Later
+    between one and two windows ago."""
+    middle: Pace | None = None
+    """What `before` becomes next."""
+    turned: float = 0.0
+    """When `middle` was set."""
+    pace: Pace | None = None
+
+
+class HangWatch:
+    """Watches the workers of one epoch; make a new one for the next.
+
+    Args:
+        hang_ceiling_s: longest time without progress in the steady loop, starved or not.
+        start_ceiling_s: the same until the second step of the epoch is done (imports,
+            restore, compile), and while saving or evaluating.
+        hang_floor_s: shortest limit that is learned.
+        only_beating: watch a worker from its first beat on; for scripts that may know
+            nothing of heartbeats.
+    """
+
+    def __init__(
+        self,
+        *,
+        hang_ceiling_s: float,
+        start_ceiling_s: float,
+        hang_floor_s: float,
+        only_beating: bool = False,
+    ) -> None:
+        self._hang_ceiling_s, self._start_ceiling_s = hang_ceiling_s, start_ceiling_s
+        self._floor_s = min(hang_floor_s, hang_ceiling_s)
+        self._only_beating = only_beating
+        self._watched: dict[int, _Watched] = {}
+        self._learned = Learned()
+
+    def observe(
+        self,
+        now: float,
+        beats: Mapping[int, Beat],
+        *,
+        held: Mapping[int, float] | None = None,
+        states: Mapping[int, str] | None = None,
+    ) -> list[Standing]:
+        """Take one reading of each worker and return how each stands, by local rank.
+
+        Args:
+            now: monotonic seconds, without pauses of this process itself.
+            beats: local rank -> reading, of the workers that run.
+            held: local rank -> seconds in all that the worker was kept from running.
+            states: local rank -> state of its process, where known.
+        """
+        held, states = held or {}, states or {}
+        found = []
+        for local_rank, beat in sorted(beats.items()):
+            held_s = held.get(local_rank, 0.0)
+            watched = self._watched.setdefault(local_rank, _Watched(beat, now, held_s))
+            if beat != watched.beat:
+                watched.beat, watched.since, watched.held_s = beat, now, held_s
+            self._settle(watched, now)
+            if self._only_beating and beat.counter == 0:
+                continue
+            wall_s, ceiling_s = now - watched.since, self._ceiling_s(watched)
+            starved_s = held_s - watched.held_s if wall_s <= ceiling_s else 0.0
+            state = states.get(local_rank, "")
+            limit_s = self._limit_s(watched, ceiling_s)
+            found.append(
+                Standing(
+                    local_rank=local_rank,
+                    beat=beat,
+                    idle_s=max(0.0, wall_s - starved_s),
+                    limit_s=min(limit_s, STOPPED_S) if state == "T" else limit_s,
+                    ceiling_s=ceiling_s,
+                    state=state,
+                )
+            )
+        return found
+
+    def learn(self, now: float, paces: Mapping[int, Pace]) -> None:
+        """Take the workers' histograms; call it now and then, after `observe`."""
+        steady = []
+        for local_rank, pace in paces.items():
+            watched = self._watched.get(local_rank)
+            if watched is None or watched.steady_since is None:
+                continue
+            if watched.before is None:
+                watched.before, watched.middle, watched.turned = pace, pace, now
+            elif now - watched.turned > WINDOW_S:
+                watched.before, watched.middle, watched.turned = watched.middle, pace, now
+            watched.pace = pace
+            steady.append(watched)
+        steps = sum(watched.beat.step - watched.steady_step for watched in steady)
+        seconds = sum(now - (watched.steady_since or now) for watched in steady)
+        gaps = [
+            [sum(column) for column in zip(*(_since(w, part) for w in steady), strict=True)]
+            for part in Part
+        ]
+        self._learned = Learned.of(gaps, seconds / steps if steps else 0.0)
+
+    def _settle(self, watched: _Watched, now: float) -> None:
+        beat = watched.beat
+        if beat.section is not Section.STEP or watched.steady_since is not None:
+            return
+        if watched.first_step is None:
+            watched.first_step = beat.step
+        # A script may make many steps between two looks, and then hang for good.
+        fast = self._only_beating and beat.counter >= FAST_BEATS
+        # The second step may compile again, and is the first to wait for slow peers.
+        if beat.step > watched.first_step or fast:
+            watched.steady_since, watched.steady_step = now, beat.step
+
+    def _ceiling_s(self, watched: _Watched) -> float:
+        steady = watched.steady_since is not None and watched.beat.section is Section.STEP
+        return self._hang_ceiling_s if steady else self._start_ceiling_s
+
+    def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
+        if watched.steady_since is None or watched.beat.section is not Section.STEP:
+            return ceiling_s
+        if self._only_beating:  # it shows steps only: an evaluation between them looks the same
+            return ceiling_s
+        learned = self._learned.limit_s(watched.beat.part)
+        return ceiling_s if learned is None else min(ceiling_s, max(self._floor_s, learned))
+
+
+def _since(watched: _Watched, part: Part) -> list[int]:
+    assert watched.before is not None
+    assert watched.pace is not None
+    return [
+        new - old
+        for new, old in zip(watched.pace.gaps[part], watched.before.gaps[part], strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Limits of the steady loop, as far as it has shown what is usual."""
+
+    by_part: Mapping[Part, float] = field(default_factory=dict)
+    overall: float | None = None
+    """For parts that were never seen to take any time; None: nothing is known yet."""
+
+    @classmethod
+    def of(cls, gaps: Sequence[Sequence[int]], step_s: float) -> Learned:
+        """Learn from histograms, one for each `Part`, and the time of a step."""
+        least = STEP_FACTOR * step_s
+        by_part = {
+            Part(part): max(least, gap_limit_s(buckets))
+            for part, buckets in enumerate(gaps)
+            if any(buckets)
+        }
+        return cls(by_part, max(by_part.values()) if by_part else None)
+
+    def limit_s(self, part: Part) -> float | None:
+        """Return how long a worker may stand still in `part`; None: not known."""
+        return self.by_part.get(part, self.overall)
+
+
+def gap_limit_s(buckets: Sequence[int]) -> float:
+    """Return the limit that follows from a histogram that is not empty."""
+    assert len(buckets) <= BUCKETS
+    need = math.ceil(0.99 * sum(buckets))
+    seen = p99 = longest = 0
+    for bucket, count in enumerate(buckets):
+        if not count:
+            continue
+        if seen < need:
+            p99 = bucket
+        seen, longest = seen + count, bucket
+    return max(P99_FACTOR * edge_s(p99), LONGEST_FACTOR * edge_s(longest))

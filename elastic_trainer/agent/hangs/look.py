@@ -1,0 +1,117 @@
+"""`python -m elastic_trainer.agent.hangs.look RUN`: what workers do on this node, as JSON.
+
+For people, while the run goes on (`holdfast stacks`): nothing is stopped. py-spy where it is
+installed, and the workers' own word (faulthandler, on a signal) where they can give it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
+from elastic_trainer.events import Event
+
+DEADLINE_S = 5.0
+SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see scratch.py
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A live worker on this node."""
+
+    rank: int
+    pid: int
+    epoch: int
+    node: str
+    heartbeat: Path
+
+
+def find_workers(
+    run_dir: Path, *, node: str | None, scratch: Path = SCRATCH, proc: Path = Path("/proc")
+) -> list[Found]:
+    """Return the live workers of a run on this machine, by rank.
+
+    The record says which process is which rank; the kernel says whether it is still that one.
+
+    Args:
+        run_dir: the run.
+        node: this node's name in the run; None: any, as on an emulated cluster.
+        scratch: where agents keep heartbeats.
+        proc: the kernel's word.
+    """
+    run_id = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["run_id"]
+    files = [f"agent-{node}.jsonl"] if node else ["agent-*.jsonl"]
+    newest: dict[int, Found] = {}
+    for path in (found for name in files for found in (run_dir / "events").glob(name)):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            event = Event.decode(line) if '"worker.started"' in line else None
+            if event is None or event.epoch is None or event.node is None:
+                continue
+            rank, pid = event.fields["worker_rank"], event.fields["pid"]
+            name = f"{event.epoch}-{event.fields['local_rank']}.heartbeat"
+            beats = scratch.glob(f"holdfast-{run_id}-{event.node}-*/{name}")
+            heartbeat = next(iter(beats), scratch / name)
+            found = Found(rank, pid, event.epoch, event.node, heartbeat)
+            if _is_of(proc, pid, run_dir) and (
+                rank not in newest or newest[rank].epoch < found.epoch
+            ):
+                newest[rank] = found
+    return [newest[rank] for rank in sorted(newest)]
+
+
+def _is_of(proc: Path, pid: int, run_dir: Path) -> bool:
+    """Return whether process `pid` was started for this run: ids are given away again."""
+    try:
+        words = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"HOLDFAST_RUN_DIR=" + os.fsencode(run_dir) in words
+
+
+def look(
+    run_dir: Path,
+    *,
+    env: Mapping[str, str],
+    ranks: Collection[int] = (),
+    deadline_s: float = DEADLINE_S,
+) -> list[dict[str, object]]:
+    """Return one mapping for each worker here: rank, pid, epoch, node, host, text."""
+    found = find_workers(run_dir.resolve(), node=env.get("SLURMD_NODENAME") or env.get("POD_NAME"))
+    found = [worker for worker in found if not ranks or worker.rank in ranks]
+    targets = [Target(rank=w.rank, pid=w.pid, heartbeat=w.heartbeat) for w in found]
+    dump = gather_stacks(targets, deadline_s=deadline_s, spy_too=True)
+    return [
+        {
+            "rank": worker.rank,
+            "pid": worker.pid,
+            "epoch": worker.epoch,
+            "node": worker.node,
+            "host": socket.gethostname(),
+            "text": dump.texts[f"rank{worker.rank}.txt"].decode(errors="replace"),
+        }
+        for worker in found
+    ]
+
+
+def main() -> int:
+    """Print a line of JSON for each worker."""
+    parser = argparse.ArgumentParser(prog="python -m elastic_trainer.agent.hangs.look")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("ranks", type=int, nargs="*", help="default: all that are here")
+    args = parser.parse_args()
+    for worker in look(args.run_dir, env=os.environ, ranks=args.ranks):
+        # One write a line: the lines of many nodes come together in one pipe.
+        sys.stdout.write(json.dumps(worker) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What the membership state machine sees and does. Pure data.
+
+The machine never touches a socket, a file or a clock: inputs carry what happened
+and the time, effects say what should happen. `client.py` performs them; the tests
+perform them in a simulated network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.agent.boards.board import BoardState, Token
+from elastic_trainer.agent.membership.history import History, Limits
+from elastic_trainer.agent.membership.messages import Formed, Join, Message
+from elastic_trainer.agent.membership.notices import (
+    EpochAborted,
+    EpochFormed,
+    LeaveAsked,
+    Member,
+    NodeLeaving,
+    Notice,
+    Report,
+    StopAsked,
+    WorkersPaced,
+    WorkersReady,
+    WorkersSeen,
+)
+from elastic_trainer.agent.membership.table import NOBODY, Members
+
+Conn = int
+"""A connection. The transport numbers incoming ones with odd, the machine its dials with even."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Open a connection; answered by `opened(conn)` or `closed(conn)`."""
+
+    conn: Conn
+    address: str
+    port: int
+    patience: int = 1
+    """Times `dial_timeout_s` that the other end may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to every connection of `conns`, encoding once."""
+
+    conns: tuple[Conn, ...]
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close after what was sent has gone out."""
+
+    conn: Conn
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBoard:
+    """Answered by `board_read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapBoard:
+    """Answered by `board_swapped`."""
+
+    state: BoardState
+    token: Token | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Host a fresh store for `epoch`; answered by `store_opened`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Give a notice to this node's agent."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Append an event."""
+
+    event: str
+    epoch: int | None
+    fields: dict[str, Any]
+
+
+Effect = Dial | Send | Close | ReadBoard | SwapBoard | OpenStore | Tell | Log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Times in seconds. Defaults suit a cluster; tests and the emulation shorten some."""
+
+    rung_nodes: tuple[int, ...]
+    """num_nodes of the ladder's rungs, from most to fewest."""
+    expected_nodes: int
+    """The first epoch forms at once when so many agents are there."""
+    workers: int = 0
+    """Workers of every node: one with fewer healthy accelerators is refused."""
+    join_timeout_s: float = 600.0
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 5.0
+    probe_s: float = 0.05
+    """Between two tries to reach a peer whose connection has ended: a dying process may still
+    take a connection before its address refuses."""
+    reconnect_s: float = 1.0
+    """How long a broken connection may take to come back before the peer counts as dead."""
+    dial_timeout_s: float = 2.0
+    stagger_s: float = 0.4
+    """Each later successor waits this much longer before it campaigns."""
+    lease_renew_s: float = 5.0
+    takeover_s: float = 15.0
+    """A stranger takes over a lease whose beat stood still for so long."""
+    takeover_refused_s: float = 7.5
+    """The same when the holder's address refuses connections. Well above `lease_renew_s`: to a
+    job elsewhere an address may mean another machine, and then only the beat says who lives."""
+    max_restarts: int = 100
+    max_crashes: int = 10
+    max_hangs: int = 20
+    no_progress: int = 3
+    window_s: float = 86400.0
+    node_failures: int = 2
+    straggler: str = "report"
+    """`off`, `report`, or `swap`: a slow rank's node gives its place to a spare."""
+
+    @property
+    def limits(self) -> Limits:
+        """What failures may cost."""
+        return Limits(
+            max_restarts=self.max_restarts,
+            max_crashes=self.max_crashes,
+            max_hangs=self.max_hangs,
+            no_progress=self.no_progress,
+            window_s=self.window_s,
+            node_failures=self.node_failures,
+        )
+
+    @property
+    def min_nodes(self) -> int:
+        """Nodes of the last rung."""
+        return self.rung_nodes[-1]
+
+    def rung_for(self, num_nodes: int) -> int:
+        """Return the rung's size for `num_nodes` nodes, 0 when too few (ladder.rung_for)."""
+        return next((size for size in self.rung_nodes if size <= num_nodes), 0)
+
+
+_FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
+"""Reports that hold beyond their epoch."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What every role of one agent shares: identity, what the board last said, and the outbox."""
+
+    me: Member
+    job: str
+    settings: Settings
+    now: float = 0.0
+    epoch: int = 0
+    """Newest epoch this agent was told of, or published."""
+    term: int = 0
+    """Term of the newest coordinator this agent has followed or been."""
+    everyone: Members = NOBODY
+    """All agents of the newest epoch, spares too, in member order: the line of succession."""
+    coordinator: str = ""
+    """Agent id of the newest coordinator this agent has followed."""
+    renewed: tuple[int, int, float] = (0, 0, 0.0)
+    """Its term, the newest beat of its lease that it told of, and when that was heard."""
+    history: History = field(default_factory=History)
+    barred: dict[str, str] = field(default_factory=dict)
+    """Machines that were put out, and why: no agent there may take part."""
+    reports: list[Report] = field(default_factory=list)
+    """What the local agent said of the present epoch, or for good: told to every coordinator
+    that is joined anew, since the one before may have died with it unread."""
+    ready: bool = True
+    """Whether this node's workers can be forked at once."""
+    leaving: set[str] = field(default_factory=set)
+    """Agent ids of those that leave on request: their end is no failure."""
+    readmit: bool = False
+    """The operator lets this machine come back after it was put out."""
+    told_ready: bool = False
+    """Whether the newest Join said that this node is ready."""
+    in_epoch: bool = False
+    """This node was told to run workers in `epoch` and the epoch was not aborted since."""
+    outbox: list[Effect] = field(default_factory=list)
+    timers: dict[str, float] = field(default_factory=dict)
+    next_conn: Conn = 0
+
+    def dial(self, address: str, port: int, patience: int = 1) -> Conn:
+        """Ask for a connection and return its number."""
+        self.next_conn += 2
+        self.outbox.append(Dial(self.next_conn, address, port, patience))
+        return self.next_conn
+
+    def send(self, conn: Conn, message: Message) -> None:
+        """Send to one."""
+        self.outbox.append(Send((conn,), message))
+
+    def close(self, conn: Conn) -> None:
+        """Close one."""
+        self.outbox.append(Close(conn))
+
+    def join(self, conn: Conn) -> None:
+        """Ask the agent on the other end to let this one take part."""
+        self.told_ready = self.ready
+        message = Join(
+            member=self.me,
+            job=self.job,
+            last_epoch=self.epoch,
+            ready=self.ready,
+            readmit=self.readmit,
+        )
+        self.send(conn, message)
+
+    def note(self, report: Report) -> None:
+        """Keep a report of the local agent for the coordinators to come."""
+        if isinstance(report, WorkersReady):
+            self.ready = True
+        elif not isinstance(report, WorkersSeen | WorkersPaced):  # said again as long as it holds
+            self.reports.append(report)
+
+    @property
+    def fit(self) -> bool:
+        """Whether this node can run the workers of a node."""
+        return self.me.workers >= self.settings.workers
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether an agent that ends is started anew, perhaps on another machine."""
+        return self.me.host != self.me.node
+
+    def tell(self, notice: Notice) -> None:
+        """Give the local agent a notice."""
+        self.outbox.append(Tell(notice))
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Append an event about the present epoch."""
+        self.outbox.append(Log(event, self.epoch or None, fields))
+
+    @property
+    def coordinator_member(self) -> Member | None:
+        """The coordinator as a member of the newest epoch; None: it was not in that."""
+        return self.everyone.by_id(self.coordinator)
+
+    def adopt(self, formed: Formed) -> None:
+        """Take over a published epoch and tell the local agent."""
+        self.epoch, self.coordinator = formed.epoch, formed.coordinator
+        self.everyone = formed.members + formed.spares
+        self.history = History.from_wire(formed.history, self.now)
+        self.barred = dict(formed.barred)
+        self.reports = [r for r in self.reports if isinstance(r, _FOR_GOOD)]
+        self.in_epoch = self.me.agent_id in formed.members.ids
+        coordinator = self.coordinator_member
+        self.tell(
+            EpochFormed(
+                epoch=formed.epoch,
+                members=formed.members,
+                spares=formed.spares,
+                rung_nodes=len(formed.members),
+                store_address=formed.store_address,
+                store_port=formed.store_port,
+                coordinator=coordinator.node if coordinator else "",
+                reason=formed.reason,
+            )
+        )
+
+    def abandon_epoch(self, reason: str, victim: str) -> None:
+        """Have the workers of an epoch that is over, at least for this node, killed."""
+        if self.in_epoch:
+            self.in_epoch = False
+            self.tell(EpochAborted(epoch=self.epoch, reason=reason, victims=(victim,)))
+
+    def after(self, name: str, delay_s: float) -> None:
+        """Set (or set anew) the timer `name`."""
+        self.timers[name] = self.now + delay_s

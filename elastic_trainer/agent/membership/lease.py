@@ -1,0 +1,124 @@
+"""The coordinator's hold on the board: renewing the lease, taking epoch numbers, the end. Pure.
+
+One swap is under way at a time; its answer leads to the next. Checkpoint commits of the
+workers come between and only cost another try.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import replace
+
+from elastic_trainer.agent.boards.board import BoardState, Commit, Ended, Lease, Token
+from elastic_trainer.agent.membership.effects import Context, OpenStore, ReadBoard, SwapBoard
+
+BOARD_RETRY_S = 0.5
+
+
+class Standing(enum.Enum):
+    """What the board's answer means for the coordinator."""
+
+    HELD = "held"
+    DEPOSED = "deposed"
+    """Another agent holds the lease."""
+    RELEASED = "released"
+    """The end of the job is on the board."""
+
+
+def lease_of(ctx: Context, term: int) -> Lease:
+    """Return the lease this agent would put on the board."""
+    me = ctx.me
+    return Lease(
+        holder=me.agent_id, node=me.node, job=ctx.job, address=me.address, port=me.port, term=term
+    )
+
+
+class LeaseKeeper:
+    """Holds what the coordinator last saw on the board, and what it wants there.
+
+    An epoch is ready to be published once the board has its number (`epoch`) and its store
+    listens (`store`).
+    """
+
+    def __init__(self, ctx: Context, state: BoardState, token: Token | None) -> None:
+        self._ctx, self._state, self._token = ctx, state, token
+        self._swapping: str | None = None
+        self._forming = False
+        self._store_asked = 0
+        self._ended: Ended | None = None
+        self.epoch: int | None = None
+        self.store: tuple[str, int] | None = None
+
+    def form(self) -> None:
+        """Take the next epoch number, and open its store meanwhile."""
+        self._forming, self.epoch, self.store = True, None, None
+        self._store_asked = self._next_epoch
+        self._swap()
+        self._ctx.outbox.append(OpenStore(self._store_asked))
+
+    def renew(self) -> None:
+        """Raise the beat of the lease, so that nobody takes it for dead."""
+        self._swap()
+
+    def release(self, code: int, reason: str) -> None:
+        """Give up the lease and leave word of how the job ended."""
+        self._ended = Ended(job=self._ctx.job, code=code, reason=reason)
+        self._swap()
+
+    @property
+    def commits(self) -> tuple[Commit, ...]:
+        """Checkpoints on storage, as the board was last seen."""
+        return self._state.commits
+
+    @property
+    def _next_epoch(self) -> int:
+        # A board that somebody emptied must not make epochs fall.
+        return max(self._state.epoch, self._ctx.epoch) + 1
+
+    def swapped(self, state: BoardState, token: Token | None, *, won: bool) -> Standing:
+        """Take the answer of a swap, or of a read after a failed one (`won` False)."""
+        purpose, self._swapping = self._swapping, None
+        self._state, self._token = state, token
+        if self._ended is not None and state.lease is None and state.ended == self._ended:
+            return Standing.RELEASED
+        lease, ctx = state.lease, self._ctx
+        if lease is None or lease.term != ctx.term or lease.holder != ctx.me.agent_id:
+            return Standing.DEPOSED
+        if won and purpose == "form":
+            self._forming, self.epoch = False, state.epoch
+        if self._forming or self._ended is not None or not won:
+            self._swap()  # also a renewal that was lost: two beats must not be far apart
+        return Standing.HELD
+
+    def opened(self, epoch: int, address: str, port: int) -> None:
+        """Take the store's address."""
+        if epoch == self._store_asked:
+            self.store = (address, port)
+
+    def failed(self) -> None:
+        """The board did not answer, or its answer was lost: read it in a moment."""
+        self._swapping = None
+        self._ctx.after("board", BOARD_RETRY_S)
+
+    def look(self) -> None:
+        """Read the board, unless an answer is on its way."""
+        if self._swapping is None:
+            self._swapping = "read"
+            self._ctx.outbox.append(ReadBoard())
+
+    def _swap(self) -> None:
+        if self._swapping is not None:
+            return
+        state, lease = self._state, self._state.lease
+        assert lease is not None
+        if self._ended is not None:
+            finished = state.finished or self._ended.code == 0
+            self._swapping = "release"
+            state = replace(state, lease=None, ended=self._ended, finished=finished)
+        elif self._forming:
+            self._swapping = "form"
+            state = replace(state, epoch=self._next_epoch)
+        else:
+            self._swapping = "renew"
+            state = replace(state, lease=replace(lease, beat=lease.beat + 1))
+        self._ctx.outbox.append(SwapBoard(state, self._token))

@@ -1,0 +1,120 @@
+"""Membership: the pure state machine that every agent runs.
+
+Feed it what happened and the time; it returns what to do. It has no thread, no
+clock and no socket, so the tests run hundreds of agents through faults in a
+simulated network (tests/unit/elastic_trainer/test_membership_faults.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_trainer.agent.boards.board import BoardState, Token
+from elastic_trainer.agent.membership.campaign import Campaign
+from elastic_trainer.agent.membership.coordinator import Coordinator
+from elastic_trainer.agent.membership.effects import Conn, Context, Effect, Settings
+from elastic_trainer.agent.membership.follower import Follower
+from elastic_trainer.agent.membership.messages import Message
+from elastic_trainer.agent.membership.notices import Member, Report
+from elastic_trainer.agent.membership.roles import Done, End, Follow, Lead, Role, Seek, Stand, Turn
+from elastic_trainer.agent.membership.seeker import Seeker
+
+
+class Membership:
+    """One agent's part. Every method takes the agent's own monotonic time in seconds."""
+
+    def __init__(
+        self,
+        me: Member,
+        job: str,
+        settings: Settings,
+        *,
+        ready: bool = True,
+        readmit: bool = False,
+    ) -> None:
+        self.ctx = Context(me=me, job=job, settings=settings, ready=ready, readmit=readmit)
+        self.role: Role = Seeker(self.ctx)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this agent believes to hold the lease."""
+        return isinstance(self.role, Coordinator)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job is over for this agent."""
+        return isinstance(self.role, Done)
+
+    def start(self, now: float) -> list[Effect]:
+        """Begin."""
+        return self._run(now, lambda role: role.start())
+
+    def opened(self, conn: Conn, now: float) -> list[Effect]:
+        """A dial succeeded."""
+        return self._run(now, lambda role: role.opened(conn))
+
+    def closed(self, conn: Conn, now: float, *, refused: bool = False) -> list[Effect]:
+        """A connection ended or a dial failed."""
+        return self._run(now, lambda role: role.closed(conn, refused=refused))
+
+    def received(self, conn: Conn, message: Message, now: float) -> list[Effect]:
+        """A message came."""
+        return self._run(now, lambda role: role.received(conn, message))
+
+    def board_read(self, state: BoardState | None, token: Token | None, now: float) -> list[Effect]:
+        """Take the answer to ReadBoard."""
+        return self._run(now, lambda role: role.board_read(state, token))
+
+    def board_swapped(
+        self, state: BoardState, token: Token, now: float, *, won: bool
+    ) -> list[Effect]:
+        """Take the answer to SwapBoard."""
+        return self._run(now, lambda role: role.board_swapped(state, token, won=won))
+
+    def board_failed(self, error: str, now: float) -> list[Effect]:
+        """The board's storage did not answer."""
+        return self._run(now, lambda role: role.board_failed(error))
+
+    def store_opened(self, epoch: int, address: str, port: int, now: float) -> list[Effect]:
+        """Take the answer to OpenStore."""
+        return self._run(now, lambda role: role.store_opened(epoch, address, port))
+
+    def reported(self, report: Report, now: float) -> list[Effect]:
+        """Take a report of the local agent."""
+        return self._run(now, lambda role: role.reported(report))
+
+    def tick(self, now: float) -> list[Effect]:
+        """Fire the timers that are due."""
+        effects: list[Effect] = []
+        while due := sorted((t, name) for name, t in self.ctx.timers.items() if t <= now):
+            name = due[0][1]
+            del self.ctx.timers[name]
+            effects += self._run(now, lambda role, name=name: role.timer(name))  # type: ignore[misc]
+        return effects
+
+    def next_timer(self) -> float | None:
+        """When `tick` is to be called next; None: never."""
+        return min(self.ctx.timers.values(), default=None)
+
+    def _run(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
+        self.ctx.now = now
+        turn = handle(self.role)
+        while turn is not None:
+            self.role = _role_of(self.ctx, turn)
+            turn = self.role.start()
+        effects, self.ctx.outbox = self.ctx.outbox, []
+        return effects
+
+
+def _role_of(ctx: Context, turn: Turn) -> Role:
+    match turn:
+        case Seek():
+            return Seeker(ctx)
+        case Follow(link, term):
+            return Follower(ctx, link, term)
+        case Stand(sure):
+            return Campaign(ctx, sure=sure)
+        case Lead():
+            return Coordinator(ctx, turn)
+        case End():
+            return Done(ctx, turn)

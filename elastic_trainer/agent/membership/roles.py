@@ -1,0 +1,165 @@
+"""The role an agent plays in membership: seeking, following, campaigning, coordinating, done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_trainer.agent.boards.board import BoardState, Token
+from elastic_trainer.agent.membership.effects import Conn, Context, Settings
+from elastic_trainer.agent.membership.messages import (
+    Elect,
+    Join,
+    Leaves,
+    Message,
+    Reject,
+    Vote,
+    Won,
+)
+from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
+
+
+@dataclass(frozen=True, slots=True)
+class Seek:
+    """Turn to the board."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Take part under the coordinator of `term`, on the other end of `link`."""
+
+    link: Conn
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The coordinator is gone: campaign. `sure`: its address refused, so its process is dead."""
+
+    sure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """The board is won. `expected`: members of the last epoch that will join on these links.
+
+    `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
+    `expected` that have said nothing yet.
+    """
+
+    state: BoardState
+    token: Token
+    expected: dict[Conn, str] | None = field(default=None)
+    gone: tuple[str, ...] = ()
+    unheard: frozenset[Conn] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over for this agent."""
+
+    code: int
+    reason: str
+
+
+Turn = Seek | Follow | Stand | Lead | End
+"""What a handler returns to hand over to another role; `membership.py` makes the role."""
+
+
+def unfit_message(member: Member, settings: Settings) -> str:
+    """Say why a node with too few healthy accelerators is refused."""
+    return (
+        f"{member.node} has {member.workers} healthy accelerators, "
+        f"every node of this job needs {settings.workers}"
+    )
+
+
+def put_out(host: str, reason: str) -> str:
+    """Say why no agent on a machine may take part."""
+    return f"{host} was put out of the job: {reason}"
+
+
+class Role:
+    """Base of all roles: answers what any agent must answer, ignores the rest.
+
+    A handler that returns a turn hands over.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+
+    def start(self) -> Turn | None:
+        """Called once when the role is taken."""
+        return None
+
+    def opened(self, conn: Conn) -> Turn | None:
+        """A dial succeeded."""
+        return None
+
+    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
+        """A connection ended or a dial failed; `refused`: the host answered, nobody listens."""
+        return None
+
+    def received(self, conn: Conn, message: Message) -> Turn | None:
+        """Handle a message; other roles override and fall back to this."""
+        match message:
+            case Join():
+                self.ctx.send(conn, Reject(code=None, reason="not the coordinator"))
+                self.ctx.close(conn)
+            case Elect(job=job, term=term):
+                lost = job == self.ctx.job and self.has_lost(term)
+                self.ctx.send(conn, Vote(lost=lost))
+            case Leaves(agent_id=agent_id):
+                self.ctx.leaving.add(agent_id)
+            case _:
+                pass
+        return None
+
+    def has_lost(self, term: int) -> bool:
+        """Whether this agent, too, has lost the coordinator of `term`."""
+        return False
+
+    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
+        """Take the answer to ReadBoard."""
+        return None
+
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
+        """Take the answer to SwapBoard: the newest content, and whether it is ours."""
+        return None
+
+    def board_failed(self, error: str) -> Turn | None:
+        """Take a failed board call: its storage does not answer. Roles try again by a timer."""
+        return None
+
+    def store_opened(self, epoch: int, address: str, port: int) -> Turn | None:
+        """Take the answer to OpenStore."""
+        return None
+
+    def reported(self, report: Report) -> Turn | None:
+        """Take a report of the local agent; a coordinator to come is told then."""
+        self.ctx.note(report)
+        return None
+
+    def timer(self, name: str) -> Turn | None:
+        """Handle a timer that fired."""
+        return None
+
+
+def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
+    """Join the new coordinator over the connection it called on."""
+    ctx.coordinator = won.coordinator
+    ctx.join(conn)
+    return Follow(conn, won.term)
+
+
+class Done(Role):
+    """The job is over for this agent."""
+
+    def __init__(self, ctx: Context, end: End) -> None:
+        super().__init__(ctx)
+        self._end = end
+
+    def start(self) -> Turn | None:
+        """Tell the local agent, once."""
+        self.ctx.timers.clear()
+        self.ctx.tell(JobStopped(code=self._end.code, reason=self._end.reason))
+        return None

@@ -1,0 +1,1 @@
+"""What performs membership: sockets, proofs of identity, and one thread that serves them."""

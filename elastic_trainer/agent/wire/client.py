@@ -1,0 +1,259 @@
+"""MembershipClient: performs the membership machine's effects on real sockets and a real board.
+
+Three threads' worth of work, kept apart: the reactor answers peers and never waits;
+one worker talks to the board, whose storage may stall; one opens stores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from elastic_trainer.agent.boards.board import Board, BoardState, Token
+from elastic_trainer.agent.membership.effects import (
+    Close,
+    Dial,
+    Effect,
+    Log,
+    OpenStore,
+    ReadBoard,
+    Send,
+    Settings,
+    SwapBoard,
+    Tell,
+)
+from elastic_trainer.agent.membership.machine import Membership
+from elastic_trainer.agent.membership.messages import decode, encode
+from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.agent.wire.door import Throttle
+from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.transport import Endpoint
+
+EVENT_S = 10.0
+"""Of connections that did not prove themselves, and of a board that fails, one event in so long
+tells of however many."""
+
+OpenStoreCall = Callable[[int], tuple[str, int]]
+"""epoch -> (address, port) of a fresh store."""
+
+
+class MembershipClient:
+    """One agent's place in the job.
+
+    Args:
+        me: this node; its address and port are those of `endpoint`.
+        job: id of this submission; another job on the same run is refused.
+        settings: rungs and times.
+        board: shared by all jobs of the run.
+        endpoint: listens already, so that its port is known.
+        reactor: serves `endpoint`; started and stopped by its owner.
+        open_store: hosts the store of an epoch; may take a while.
+        log: `log(event, epoch, fields)`, called on the reactor's thread.
+        notify: called on the reactor's thread whenever a notice was queued.
+        ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
+        readmit: the operator lets the machine come back after it was put out.
+        executors: for the board and for stores; own threads when left out.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Member,
+        job: str,
+        settings: Settings,
+        board: Board,
+        endpoint: Endpoint,
+        reactor: Reactor,
+        open_store: OpenStoreCall,
+        log: Callable[[str, int | None, dict[str, Any]], None],
+        notify: Callable[[], None] = lambda: None,
+        ready: bool = True,
+        readmit: bool = False,
+        executors: tuple[Executor, Executor] | None = None,
+    ) -> None:
+        self._machine = Membership(me, job, settings, ready=ready, readmit=readmit)
+        self._settings, self._board, self._endpoint = settings, board, endpoint
+        self._reactor, self._open_store, self._log, self._notify = reactor, open_store, log, notify
+        self._board_work, self._store_work = executors or (
+            ThreadPoolExecutor(1, "holdfast-board"),
+            ThreadPoolExecutor(1, "holdfast-store"),
+        )
+        self._own_executors = executors is None
+        self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+        self._timer: float | None = None
+        self._started = self._closed = False
+        self._strangers, self._board_failures = Throttle(EVENT_S), Throttle(EVENT_S)
+
+    def start(self) -> None:
+        """Join the job; returns at once. Further calls do nothing."""
+        if not self._started:
+            self._started = True
+            self._reactor.call(self._begin)
+
+    def notice(self, timeout_s: float) -> Notice | None:
+        """Return the next notice, waiting at most `timeout_s`; None when there is none."""
+        with contextlib.suppress(queue.Empty):
+            return (
+                self._notices.get(timeout=timeout_s)
+                if timeout_s > 0
+                else (self._notices.get_nowait())
+            )
+        return None
+
+    def report(self, report: Report) -> None:
+        """Tell the coordinator; returns at once."""
+        self._reactor.call(lambda: self._do(self._machine.reported(report, time.monotonic())))
+
+    def close(self) -> None:
+        """Leave: peers see the connections end. Waits for nothing, a stalled board least of all."""
+        self._reactor.call(self._shut)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this agent coordinates, as far as it knows."""
+        return self._machine.is_coordinator
+
+    # --- Handler, on the reactor's thread -----------------------------------------------
+
+    def opened(self, conn: int) -> None:
+        """A dial succeeded."""
+        self._do(self._machine.opened(conn, time.monotonic()))
+
+    def closed(self, conn: int, *, refused: bool) -> None:
+        """A connection ended or a dial failed."""
+        self._do(self._machine.closed(conn, time.monotonic(), refused=refused))
+
+    def stranger(self, address: str, reason: str) -> None:
+        """A connection did not prove itself: said now and then, however many they are."""
+        self._say_now_and_then(self._strangers, "peer.refused", reason, address=address)
+
+    def _say_now_and_then(self, throttle: Throttle, event: str, reason: str, **more: str) -> None:
+        held_back = throttle.admit(time.monotonic())
+        if held_back is not None and not self._closed:
+            self._log(event, None, {**more, "reason": reason, "held_back": held_back})
+
+    def received(self, conn: int, payload: bytes) -> None:
+        """A frame came; who sends garbage is cut off."""
+        try:
+            message = decode(payload)
+        except ValueError:
+            self._endpoint.close(conn)
+            self._do(self._machine.closed(conn, time.monotonic()))
+            return
+        self._do(self._machine.received(conn, message, time.monotonic()))
+
+    # --- effects ----------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._endpoint.serve(self)
+        self._do(self._machine.start(time.monotonic()))
+
+    def _shut(self) -> None:
+        self._closed = True
+        self._endpoint.shut()
+        if self._own_executors:
+            self._board_work.shutdown(wait=False, cancel_futures=True)
+            self._store_work.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, effects: list[Effect]) -> None:  # noqa: C901  one case per effect
+        if self._closed:
+            return
+        for effect in effects:
+            match effect:
+                case Send(conns, message):
+                    payload = encode(message)
+                    for conn in conns:
+                        self._endpoint.send(conn, payload)
+                case Dial(conn, address, port, patience):
+                    timeout_s = self._settings.dial_timeout_s * patience
+                    self._endpoint.dial(conn, address, port, timeout_s)
+                case Close(conn):
+                    self._endpoint.close(conn)
+                case ReadBoard():
+                    self._submit(self._board_work, self._read_board)
+                case SwapBoard(state, token):
+                    self._submit(self._board_work, partial(self._swap_board, state, token))
+                case OpenStore(epoch):
+                    self._submit(self._store_work, partial(self._open, epoch))
+                case Tell(notice):
+                    self._notices.put(notice)
+                    self._notify()
+                case Log(event, epoch, fields):
+                    self._log(event, epoch, fields)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        due = self._machine.next_timer()
+        if due is not None and (self._timer is None or due < self._timer):
+            self._timer = due
+            self._reactor.call_at(due, lambda: self._tick(due))
+
+    def _tick(self, due: float) -> None:
+        if self._timer == due and not self._closed:
+            self._timer = None
+            self._do(self._machine.tick(time.monotonic()))
+
+    # --- on the board's and the store's threads ------------------------------------------------
+
+    def _read_board(self) -> None:
+        try:
+            found = self._board.get_state()
+            state = BoardState.decode(found[0]) if found else None
+        except Exception as error:  # noqa: BLE001  whatever the storage does, peers are answered
+            self._board_failed(error)
+            return
+        token = found[1] if found else None
+        self._later(lambda now: self._machine.board_read(state, token, now))
+
+    def _swap_board(self, state: BoardState, token: Token | None) -> None:
+        try:
+            found = self._board.set_state(state.encode(), token)
+            if found is None:
+                raise OSError("the board is empty after a swap")  # noqa: TRY301
+            newest = BoardState.decode(found[0])
+        except Exception as error:  # noqa: BLE001  as above
+            self._board_failed(error)
+            return
+        _, new_token, won = found
+        self._later(lambda now: self._machine.board_swapped(newest, new_token, now, won=won))
+
+    def _board_failed(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._reactor.call(
+            lambda: self._say_now_and_then(self._board_failures, "board.failed", text)
+        )
+        self._later(lambda now: self._machine.board_failed(text, now))
+
+    def _open(self, epoch: int) -> None:
+        try:
+            address, port = self._open_store(epoch)
+        except Exception as error:  # noqa: BLE001  said to the agent, tried again below
+            text = f"the store of epoch {epoch} could not be opened: {error}"
+            self._reactor.call(lambda: self._log("store.failed", epoch, {"reason": text}))
+            self._reactor.call(
+                lambda: self._reactor.call_at(
+                    time.monotonic() + 1.0,
+                    lambda: self._submit(self._store_work, partial(self._open, epoch)),
+                )
+            )
+            return
+        self._later(lambda now: self._machine.store_opened(epoch, address, port, now))
+
+    def _submit(self, executor: Executor, work: Callable[[], None]) -> None:
+        """Have `work` done on another thread; what it raises ends the agent like an error here."""
+        if self._closed:
+            return
+
+        def raise_here(done: Future[None]) -> None:
+            if not done.cancelled() and done.exception() is not None:
+                self._reactor.call(done.result)
+
+        executor.submit(work).add_done_callback(raise_here)
+
+    def _later(self, step: Callable[[float], list[Effect]]) -> None:
+        self._reactor.call(lambda: self._do(step(time.monotonic())))

@@ -1,0 +1,1 @@
+"""The workers of one node: started through the zygote, watched, heard, buried."""

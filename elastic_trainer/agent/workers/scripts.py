@@ -1,0 +1,194 @@
+"""What the agent does for scripts that know nothing of it.
+
+Arguments filled for each epoch, logs shown and searched, and a stop by SIGTERM where the
+script takes no requests. Of the built-in trainer only the stop's bookkeeping is used.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from elastic_trainer.agent.command.flags import Std
+from elastic_trainer.agent.membership.notices import EpochFormed
+from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
+from elastic_trainer.agent.workers.tail import Followed, LogFollower
+from elastic_trainer.agent.workers.workers import Workers, size_of
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure
+from elastic_trainer.heartbeat import Beat, Request, Section
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.templates import fill, values_of
+
+PROGRESS_S = 1.0
+"""Least time between two `script.progress` events."""
+
+
+@dataclass(slots=True)
+class _Stop:
+    """A request passed on as a signal."""
+
+    request: Request
+    kill_at: float
+    """Clock time at which SIGKILL follows SIGTERM."""
+    signalled: set[int] = field(default_factory=set)
+    """Local ranks that got SIGTERM."""
+
+
+class Scripts:
+    """The part of one agent that is for scripts; one epoch after the other.
+
+    Args:
+        task: what the workers run.
+        layouts: nodes of a rung -> its layout; empty where nobody asks.
+        log: the agent's events.
+        record_dir: where the job's events and logs are, for the workers; None for none.
+        follower: follows the logs; None where there is nothing to show and to look for.
+        split: stdout and stderr have logs of their own.
+        grace_s: between SIGTERM and SIGKILL.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        layouts: Mapping[int, ParallelLayout],
+        log: EventLog,
+        *,
+        record_dir: Path | None = None,
+        follower: LogFollower | None = None,
+        split: bool = False,
+        grace_s: float = 30.0,
+    ) -> None:
+        self._task, self._layouts, self._log = task, layouts, log
+        self._record_dir, self._follower, self._split = record_dir, follower, split
+        self._grace_s = grace_s
+        self._stop: _Stop | None = None
+        self._shown_step, self._shown_at = 0, float("-inf")
+        self.saved = True
+        """No worker of this epoch left on a signal without saying that it had saved."""
+
+    # -- the start of an epoch --------------------------------------------------------------
+
+    def begin(self, formed: EpochFormed, launches: Sequence[Launch]) -> list[Launch]:
+        """Return `launches` with what the epoch fills in; their logs are followed from here."""
+        self._stop, self.saved = None, True
+        self._shown_step, self._shown_at = 0, float("-inf")
+        dressed = [self._dressed(launch, formed) for launch in launches]
+        if self._follower is not None:
+            followed = [
+                Followed(launch.local_rank, std, path, size_of(path))
+                for launch in dressed
+                for std, path in ((Std.OUT, launch.log), (Std.ERR, launch.error_log))
+                if path is not None
+            ]
+            self._follower.follow(formed.epoch, followed)
+        return dressed
+
+    def _dressed(self, launch: Launch, formed: EpochFormed) -> Launch:
+        layout = self._layouts.get(formed.rung_nodes)
+        if layout is None:
+            return launch
+        env = {**launch.env, "HOLDFAST_LAYOUT": str(layout)}
+        if self._record_dir is not None:
+            env["HOLDFAST_RECORD_DIR"] = str(self._record_dir)
+        args = self._task.args
+        if self._task.kind != "main":
+            values = values_of(layout, formed.rung_nodes, str(self._record_dir or "."))
+            args = fill(args, values, local_rank=launch.local_rank)
+        if not self._split:
+            return replace(launch, env=env, args=args)
+        out, err = (launch.log.with_suffix(f".{name}.log") for name in ("stdout", "stderr"))
+        return replace(launch, env=env, args=args, log=out, error_log=err)
+
+    # -- progress ---------------------------------------------------------------------------
+
+    def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
+        """Return the workers' readings, with the steps that were found in their logs."""
+        steps = self._follower.steps(epoch) if self._follower is not None else {}
+        merged = dict(beats)
+        for local_rank, (step, changes) in steps.items():
+            if (beat := merged.get(local_rank)) is not None:
+                merged[local_rank] = replace(
+                    beat,
+                    step=max(beat.step, step),
+                    section=max(beat.section, Section.STEP),
+                    counter=beat.counter + changes,
+                )
+        return merged
+
+    def show_progress(self, step: int, now: float, *, last: bool = False) -> None:
+        """Put the job's step on record, for whoever watches it: the first of an epoch at once."""
+        if step > self._shown_step and (last or now - self._shown_at >= PROGRESS_S):
+            self._shown_step, self._shown_at = step, now
+            self._log.emit("script.progress", step=step)
+
+    # -- requests as signals ----------------------------------------------------------------
+
+    def ask(self, request: Request, now: float) -> None:
+        """Take a request that the workers' heartbeats have been given already."""
+        if self._task.kind != "main" and request & (Request.STOP | Request.GROW):
+            asked = request | (self._stop.request if self._stop else Request.NONE)
+            kill_at = self._stop.kill_at if self._stop else now + self._grace_s
+            self._stop = _Stop(asked, kill_at, self._stop.signalled if self._stop else set())
+
+    def turn(self, now: float, workers: Workers) -> None:
+        """Send what is due: SIGTERM to those who take no requests, SIGKILL to those who stay."""
+        stop = self._stop
+        if stop is None:
+            return
+        beats, pids = workers.beats(), workers.pids()
+        if any(beat.listens for beat in beats.values()):
+            return  # they leave at a step that they agree on
+        for local_rank, pid in pids.items():
+            if local_rank not in stop.signalled:
+                stop.signalled.add(local_rank)
+                self._log.emit(
+                    "worker.signalled",
+                    pid=pid,
+                    local_rank=local_rank,
+                    request="stop" if Request.STOP in stop.request else "growth",
+                    grace_s=self._grace_s,
+                )
+                workers.send(local_rank, signal.SIGTERM, group=self._task.kind == "command")
+                if _ignores(pid, signal.SIGTERM):
+                    # Forked workers ignore it until the script has a handler: nobody will save.
+                    workers.send(local_rank, signal.SIGKILL)
+            elif now >= stop.kill_at:
+                workers.send(local_rank, signal.SIGKILL)
+
+    def judge(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
+        """Return what the end of a worker means: one that was signalled to leave did not fail."""
+        stop = self._stop
+        if stop is None or exited.local_rank not in stop.signalled:
+            return failure
+        if exited.code not in {EXIT_DONE, EXIT_SAVED}:
+            self.saved = False
+        return None
+
+    def finished(self, exited: WorkerExited) -> bool:
+        """Return whether a worker that ended well has done all there is to do.
+
+        One that was signalled for the sake of growth has not: it starts again.
+        """
+        if exited.code == EXIT_DONE:
+            stop = self._stop
+            signalled = stop is not None and exited.local_rank in stop.signalled
+            return not signalled or (stop is not None and Request.GROW not in stop.request)
+        return False
+
+    def close(self) -> None:
+        """Show what was written last."""
+        if self._follower is not None:
+            self._follower.close()
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    """Return whether process `pid` ignores a signal, as the kernel has it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line[:7] == "SigIgn:"), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)

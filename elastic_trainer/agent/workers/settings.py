@@ -1,0 +1,66 @@
+"""What an agent is given: its configuration, and membership as it needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from elastic_trainer.agent.membership.notices import Member, Notice, Report
+
+
+class Membership(Protocol):
+    """What the agent needs of `MembershipClient`."""
+
+    def start(self) -> None:
+        """Join the job; returns at once."""
+
+    def notice(self, timeout_s: float) -> Notice | None:
+        """Return the next notice, waiting at most `timeout_s`; None when there is none."""
+
+    def report(self, report: Report) -> None:
+        """Tell the coordinator. Never blocks on a peer."""
+
+    def close(self) -> None:
+        """Leave, and end the client's threads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What one agent needs to know besides its workers and its membership."""
+
+    me: Member
+    run_id: str
+    workers: int
+    """Per node."""
+    scratch: Path
+    """Directory in memory, for heartbeats and error files."""
+    log_dir: Path
+    """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
+    snapshots: Path | None = None
+    """Directory in memory for the workers' snapshots; None when none are kept."""
+    stacks_dir: Path
+    """`stacks`: hung workers' go to a folder for each epoch in it."""
+    max_restarts: int
+    hang_ceiling_s: float
+    start_ceiling_s: float
+    role: str = "default"
+    """The workers' ROLE_NAME."""
+    hang_floor_s: float = 2.0
+    """Shortest limit that may be learned."""
+    pace_s: float = 10.0
+    """Between two reports of how long the workers' own work takes."""
+    blame_s: float = 2.0
+    """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
+    watch_all: bool = True
+    """False: workers may know nothing of heartbeats, so only those that beat are watched."""
+    leaves_alone: bool = False
+    """SIGTERM means this node only; the job goes on without it."""
+    kill_deadline_s: float = 10.0
+    """A worker not reaped by then costs the node its place."""
+    settle_s: float = 0.05
+    """How long to wait for the cause when the first failure seen is but a consequence."""
+    shared_settle_s: float = 0.2
+    """How long to wait whether the other workers end with the same error."""
+    tick_s: float = 0.1
+    """Between two looks at the heartbeats."""

@@ -1,0 +1,227 @@
+"""Follows the workers' logs in a thread: shows them on the console, finds the step in them.
+
+The agent's own thread never waits for a log's storage, nor for a reader of its output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from elastic_trainer.agent.command.flags import Std, Streams
+
+POLL_S = 0.1
+CHUNK_BYTES = 1 << 16
+"""Read of one file at a time, and the longest line that is kept together."""
+_HEADER = re.compile(r"^--- epoch \d+ rank .* ---\n", re.MULTILINE)
+"""The zygote's line at the start of each worker's log: for readers of the log only."""
+CLOSE_S = 2.0
+"""How long the end waits for what was written last."""
+
+
+class LogTail:
+    """What one file grows by, in whole lines, at most `CHUNK_BYTES` at a time.
+
+    A carriage return ends a line too: progress bars have no other.
+    """
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+        self._rest = b""
+        self._file: IO[bytes] | None = None
+
+    def read(self) -> str:
+        """Return the next lines with their ends; empty when there is nothing new.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+        """
+        if self._file is None:
+            if not self._path.exists():
+                return ""
+            self._file = self._path.open("rb")
+            self._file.seek(self._offset)
+        data = self._rest + self._file.read(CHUNK_BYTES)
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if end == 0 and len(data) > CHUNK_BYTES:
+            end = len(data)
+        self._rest = data[end:]
+        return data[:end].decode(errors="replace")
+
+    def close(self) -> str:
+        """Close the file; return the last line where it has no end."""
+        if self._file is not None:
+            self._file.close()
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """One log of one worker."""
+
+    local_rank: int
+    std: Std
+    path: Path
+    offset: int
+    """Where this epoch's part begins, in bytes."""
+
+
+@dataclass(slots=True)
+class _Open:
+    followed: Followed
+    tail: LogTail
+
+
+@dataclass(slots=True)
+class _Found:
+    """Steps found in a worker's logs."""
+
+    step: int = 0
+    times: int = 0
+    """How often the step has changed: a sign of progress each."""
+
+
+@dataclass(slots=True)
+class _Epoch:
+    number: int
+    logs: list[_Open]
+    found: dict[int, _Found] = field(default_factory=dict)
+
+
+class LogFollower:
+    """Follows the logs of one epoch after the other; starts with the first.
+
+    Args:
+        streams: local rank -> what the console shows of it.
+        pattern: regular expression with one group, the step; None: none is looked for.
+        role: for the prefixes.
+        out: the console's stdout.
+        err: its stderr.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[int, Streams],
+        pattern: str | None,
+        *,
+        role: str = "default",
+        out: IO[str] | None = None,
+        err: IO[str] | None = None,
+    ) -> None:
+        self._streams, self._role = streams, role
+        self._pattern = re.compile(pattern) if pattern else None
+        self._console = {Std.OUT: out or sys.stdout, Std.ERR: err or sys.stderr}
+        self._epochs: list[_Epoch] = []
+        """The newest last; older ones until they are read to their end."""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
+
+    def follow(self, epoch: int, logs: Sequence[Followed]) -> None:
+        """Go on with the logs of a new epoch, once the last one's are read to their end."""
+        opened = [_Open(log, LogTail(log.path, log.offset)) for log in logs]
+        with self._changed:
+            self._epochs.append(_Epoch(epoch, opened))
+            self._changed.notify()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def steps(self, epoch: int) -> dict[int, tuple[int, int]]:
+        """Return local rank -> (step, changes) as found in the logs of `epoch` so far."""
+        with self._changed:
+            found = self._epochs[-1] if self._epochs else None
+            if found is None or found.number != epoch:
+                return {}
+            return {rank: (each.step, each.times) for rank, each in found.found.items()}
+
+    def close(self) -> None:
+        """Show what was written last; takes at most `CLOSE_S`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    # -- the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                closed, epochs = self._closed, list(self._epochs)
+            more = False
+            for epoch in epochs:
+                more |= self._read(epoch)
+            if more:
+                continue
+            over = epochs if closed else epochs[:-1]
+            for epoch in over:
+                self._finish(epoch)
+            with self._changed:
+                # Never the newest: its steps are asked for until the next one comes.
+                self._epochs = [epoch for epoch in self._epochs if epoch not in epochs[:-1]]
+                if closed:
+                    return
+                if not self._closed and self._epochs[-1:] == epochs[-1:]:
+                    self._changed.wait(POLL_S)
+
+    def _read(self, epoch: _Epoch) -> bool:
+        """Read one piece of every log; return whether there may be more."""
+        more = False
+        for log in epoch.logs:
+            try:
+                text = log.tail.read()
+            except OSError as error:  # a lost disk must not stop training
+                self._show(log, f"(the log {log.followed.path} cannot be read: {error})\n")
+                log.tail.close()
+                epoch.logs = [each for each in epoch.logs if each is not log]
+                continue
+            if text:
+                more, text = True, _HEADER.sub("", text)
+                self._look(epoch, log.followed.local_rank, text)
+                self._show(log, text)
+        return more
+
+    def _finish(self, epoch: _Epoch) -> None:
+        for log in epoch.logs:
+            if rest := log.tail.close():
+                self._look(epoch, log.followed.local_rank, rest)
+                self._show(log, rest + "\n")
+        epoch.logs = []
+
+    def _look(self, epoch: _Epoch, local_rank: int, text: str) -> None:
+        """Take the newest step in `text`."""
+        if self._pattern is None:
+            return
+        step = None
+        for line in re.split(r"[\r\n]", text):
+            for match in self._pattern.finditer(line):
+                with contextlib.suppress(ValueError, TypeError):
+                    step = int(match[1])
+        if step is None or step < 0:
+            return
+        with self._changed:
+            found = epoch.found.setdefault(local_rank, _Found())
+            if found.times == 0 or step != found.step:
+                found.step, found.times = step, found.times + 1
+
+    def _show(self, log: _Open, text: str) -> None:
+        """Write to the console, with a prefix before every line where it is asked for."""
+        local_rank, std = log.followed.local_rank, log.followed.std
+        streams = self._streams.get(local_rank)
+        if streams is None or std not in streams.console:
+            return
+        if std in streams.prefix:
+            head = f"[{self._role}{local_rank}]:"
+            lines = re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text)
+            text = "".join(f"{head}{line}" for line in lines)
+        console = self._console[std]
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            console.write(text)
+            console.flush()

@@ -1,0 +1,331 @@
+"""The workers of one node: starts them through the zygote, watches, kills, counts the dead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.agent.hangs.stacks import Target
+from elastic_trainer.agent.membership.tasks import (
+    Happening,
+    Launch,
+    Task,
+    WorkerExited,
+    WorkerStarted,
+    ZygoteLost,
+)
+from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
+from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
+from elastic_trainer.stack_signal import flight_path, stacks_path
+
+LOG_TAIL_BYTES = 16384
+ORPHANS_S = 2.0
+"""How long workers may take to die after their zygote."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    launch: Launch
+    heartbeat: Heartbeat
+    log_offset: int
+    pid: int = 0
+    """0 until the zygote reports it."""
+    pidfd: int = -1
+
+
+@dataclass(slots=True)
+class _Epoch:
+    number: int = -1
+    workers: dict[int, _Worker] = field(default_factory=dict)
+    """local rank -> those not known to have ended."""
+
+
+class Workers:
+    """The workers of the current epoch, and the zygote behind them.
+
+    Every call returns at once but for `kill_all`, which has a deadline. The zygote starts
+    with the object, so that it warms up while the agent imports and joins.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        env: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.task, self._env, self._clock = task, dict(env), clock
+        self._zygote = self._start_zygote()
+        self._ready = False
+        self._epoch = _Epoch()
+        self._unsent: list[dict[str, Any]] = []
+        self._found: list[Happening] = []
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when `poll` has news; it may change."""
+        return self._zygote.fileno()
+
+    @property
+    def zygote_pid(self) -> int:
+        """Process id of the zygote."""
+        return self._zygote.pid
+
+    @property
+    def ready(self) -> bool:
+        """Whether the zygote has imported what it could, so that a launch begins at once."""
+        return self._ready
+
+    @property
+    def alive(self) -> int:
+        """How many workers were launched and are not known to have ended."""
+        return len(self._epoch.workers)
+
+    def launch(self, epoch: int, launches: list[Launch]) -> None:
+        """Start the workers of `epoch`; `poll` reports each. Nothing else may run."""
+        assert not self._epoch.workers, f"epoch {self._epoch.number} still has workers"
+        self._epoch = _Epoch(epoch)
+        for launch in launches:
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+            launch.error_file.unlink(missing_ok=True)
+            self._epoch.workers[launch.local_rank] = _Worker(
+                launch,
+                Heartbeat(launch.heartbeat, create=True),
+                size_of(launch.error_log or launch.log),
+            )
+            self._unsent.append(
+                {
+                    "op": "start",
+                    "epoch": epoch,
+                    "local_rank": launch.local_rank,
+                    "kind": self.task.kind,
+                    "target": self.task.target,
+                    "args": list(self.task.args if launch.args is None else launch.args),
+                    "fresh": self.task.fresh,
+                    "cwd": self.task.cwd,
+                    "env": dict(launch.env),
+                    "log": str(launch.log),
+                    "error_log": str(launch.error_log) if launch.error_log else None,
+                    "count_steps": self.task.count_steps,
+                }
+            )
+        self._flush()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Happening]:
+        """Return what has happened, waiting up to `timeout_s` for something to happen."""
+        self._read(0.0 if self._found else timeout_s)
+        found, self._found = self._found, []
+        return found
+
+    def beats(self) -> dict[int, Beat]:
+        """Return local rank -> newest reading, of the workers that run."""
+        return {rank: worker.heartbeat.read() for rank, worker in self._epoch.workers.items()}
+
+    def pids(self) -> dict[int, int]:
+        """Return local rank -> process id, of the workers that have started."""
+        return {rank: worker.pid for rank, worker in self._epoch.workers.items() if worker.pid}
+
+    def send(self, local_rank: int, number: signal.Signals, *, group: bool = False) -> None:
+        """Send a signal to one worker, or to all that it started; nothing when it has ended."""
+        worker = self._epoch.workers.get(local_rank)
+        if worker is None or worker.pidfd < 0:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(worker.pidfd, 0)  # its id is still its own
+            if group:
+                os.killpg(worker.pid, number)
+            else:
+                signal.pidfd_send_signal(worker.pidfd, number)
+
+    def paces(self) -> dict[int, Pace]:
+        """Return local rank -> where the time went, of the workers that run."""
+        return {rank: worker.heartbeat.pace() for rank, worker in self._epoch.workers.items()}
+
+    def processes(self) -> dict[int, Target]:
+        """Return local rank -> process, of the workers that have started."""
+        return {
+            local: Target(rank=w.launch.rank, pid=w.pid, heartbeat=w.launch.heartbeat)
+            for local, w in self._epoch.workers.items()
+            if w.pid
+        }
+
+    def ask(self, request: Request) -> None:
+        """Put `request` before every worker."""
+        for worker in self._epoch.workers.values():
+            worker.heartbeat.ask(request)
+
+    def kill_all(self, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
+        """SIGKILL every worker and wait until all are reaped, at most `deadline_s`.
+
+        Returns:
+            Those that ended, and the process ids of those that could not be made to.
+        """
+        deadline = self._clock() + deadline_s
+        if not self._ready:  # nothing was sent yet, so nobody is there to be killed
+            self._unsent.clear()
+            for local_rank in list(self._epoch.workers):
+                self._forget(local_rank)
+        if self._epoch.workers:
+            self._signal_all()
+        while self._epoch.workers and (left := deadline - self._clock()) > 0:
+            self._read(left)
+        if self._epoch.workers:
+            self._replace_zygote("did not reap its workers")
+        exits = [item for item in self._found if isinstance(item, WorkerExited)]
+        lost = [item for item in self._found if isinstance(item, ZygoteLost)]
+        self._found = list(lost)
+        return exits, [pid for item in lost for pid in item.unreapable]
+
+    def close(self) -> None:
+        """Kill the zygote and whatever runs, and unmap the heartbeats."""
+        self._signal_all()
+        self._zygote.close()
+        for local_rank in list(self._epoch.workers):
+            self._forget(local_rank)
+
+    # -- zygote ---------------------------------------------------------------------------
+
+    def _start_zygote(self) -> ZygoteClient:
+        return ZygoteClient(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
+
+    def _replace_zygote(self, why: str) -> None:
+        self._zygote.close()
+        # Workers die with it, by the kernel's hand. The kernel says who is really left, too.
+        lost = list(self._epoch.workers.items())
+        deadline = self._clock() + ORPHANS_S
+        unreapable = [w.pid for _, w in lost if not _ended(w, deadline - self._clock())]
+        # Before the exits, of which it is the cause.
+        self._found.append(ZygoteLost(detail=why, workers=len(lost), unreapable=tuple(unreapable)))
+        for local_rank, worker in lost:
+            self._exited(local_rank, worker, -int(signal.SIGKILL))
+        self._zygote, self._ready = self._start_zygote(), False
+
+    def _flush(self) -> None:
+        """Send what waits, once the zygote is warm: what was not sent can be taken back."""
+        if not self._ready:
+            return
+        try:
+            while self._unsent:
+                self._zygote.send(**self._unsent[0])
+                self._unsent.pop(0)
+        except ZygoteDiedError as error:
+            self._unsent.clear()
+            self._replace_zygote(str(error))
+
+    def _read(self, timeout_s: float) -> None:
+        try:
+            messages = self._zygote.receive(timeout_s)
+        except ZygoteDiedError as error:
+            self._unsent.clear()
+            self._replace_zygote(str(error))
+            return
+        for message in messages:
+            if message["event"] == "ready":
+                self._ready = True
+                self._flush()
+                continue
+            worker = self._epoch.workers.get(message["local_rank"])
+            if message["epoch"] != self._epoch.number or worker is None:
+                continue  # of an epoch that was given up
+            if message["event"] == "started":
+                self._started(worker, message)
+            else:
+                self._exited(message["local_rank"], worker, message["status"])
+
+    # -- workers --------------------------------------------------------------------------
+
+    def _started(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+        worker.pid = message["pid"]
+        # Kernels before 5.3 have none, and one that ended and was reaped is gone:
+        # the zygote's word has to do then.
+        with contextlib.suppress(OSError):
+            worker.pidfd = os.pidfd_open(worker.pid)
+        self._found.append(
+            WorkerStarted(
+                local_rank=worker.launch.local_rank,
+                rank=worker.launch.rank,
+                pid=worker.pid,
+                how=message["how"],
+                why=message["why"],
+            )
+        )
+
+    def _exited(self, local_rank: int, worker: _Worker, status: int) -> None:
+        record = _read_record(worker.launch.error_file)
+        bad = status not in {0, -int(signal.SIGKILL)}
+        self._found.append(
+            WorkerExited(
+                local_rank=local_rank,
+                rank=worker.launch.rank,
+                pid=worker.pid,
+                code=status if status >= 0 else None,
+                signal=-status if status < 0 else None,
+                record=record,
+                log_tail=_read_tail(worker) if bad and record is None else "",
+                beat=worker.heartbeat.read(),
+            )
+        )
+        self._forget(local_rank)
+
+    def _forget(self, local_rank: int) -> None:
+        worker = self._epoch.workers.pop(local_rank)
+        worker.heartbeat.close()
+        heartbeat = worker.launch.heartbeat
+        for path in (heartbeat, stacks_path(heartbeat), flight_path(heartbeat)):
+            path.unlink(missing_ok=True)
+        if worker.pidfd >= 0:
+            os.close(worker.pidfd)
+
+    def _signal_all(self) -> None:
+        for worker in self._epoch.workers.values():
+            if worker.pidfd >= 0:  # does not depend on the zygote being well
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+        # A zygote that is gone took its workers along; `_read` will find out.
+        with contextlib.suppress(ZygoteDiedError):
+            self._zygote.send(op="kill")
+
+
+def _ended(worker: _Worker, timeout_s: float) -> bool:
+    """Wait for the kernel to say that the process has ended, reaped or not."""
+    if worker.pidfd < 0:
+        return not worker.pid or not Path(f"/proc/{worker.pid}").exists()
+    return bool(select.select([worker.pidfd], [], [], max(0.0, timeout_s))[0])
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or torn by the worker's end
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _read_tail(worker: _Worker) -> str:
+    try:
+        with (worker.launch.error_log or worker.launch.log).open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(worker.log_offset, end - LOG_TAIL_BYTES))
+            return log.read(LOG_TAIL_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
+
+
+def size_of(log: Path) -> int:
+    """Return how long a log is so far, in bytes; 0 where there is none."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def has_run(beat: Beat) -> bool:
+    """Return whether the worker of this reading has completed a step of its epoch."""
+    return beat.section >= Section.STEP

@@ -1,0 +1,1 @@
+"""Kubernetes by its API: the backend, its client, and what objects mean in words."""

@@ -1,0 +1,400 @@
+"""Kubernetes by its API: submits PyTorchJobs, JobSets and TrainJobs, watches and ends them.
+
+A cluster that does not answer makes jobs UNKNOWN, never failed. Where the launcher does not see
+the pods' storage, what it begins with is sent there, and what comes of it is fetched, by exec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from launcher import stop_request
+from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.commands import Answer
+from launcher.backends.kubernetes.api import KubernetesApi
+from launcher.backends.kubernetes.config import connect
+from launcher.backends.kubernetes.documents import (
+    JOB_YAML,
+    POD,
+    RESOURCES,
+    Bundle,
+    Object,
+    attempt_of,
+    read_bundle,
+    stamped,
+)
+from launcher.backends.kubernetes.exec import run_in_pod, terminal_in_pod
+from launcher.backends.kubernetes.fetch import Fetcher
+from launcher.backends.kubernetes.files import Fetched, upload_stop
+from launcher.backends.kubernetes.look import Look
+from launcher.backends.kubernetes.pods import has_ended, in_order, is_ending, name_of, runs, time_of
+from launcher.backends.kubernetes.storage import Storage, StoragePatience
+from launcher.backends.kubernetes.submit import Creation
+from launcher.backends.kubernetes.watch import Watcher
+from launcher.backends.kubernetes.words import Seen, description_of, events_of, status_of
+from launcher.errors import PlatformError, UserError
+from launcher.render.kubernetes_names import RUN_LABEL
+
+CANCEL_S: Final = 30.0
+"""What pods of a job that is cancelled have to end; as Slurm's KillWait."""
+_AT_ONCE: Final = 16
+"""Calls that are on their way together."""
+_RECENT_S: Final = 9.0
+"""What was seen of a job serves `fetch` for so long: thousands of pods are megabytes."""
+_ROUND_S: Final = 20.0
+"""A watch that nobody waits for any more ends within this."""
+_FILES: Final = (JOB_YAML, "spec.yaml")
+
+
+class KubernetesBackend:
+    """Submits RUN/job.yaml and watches what comes of it; its documents say of which kind it is.
+
+    Args:
+        connected: returns the client of a context.
+        patience: time-outs of the storage.
+        sleep: waits.
+        mono: monotonic seconds.
+        wall: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        connected: Callable[[str], KubernetesApi] = connect,
+        *,
+        patience: StoragePatience | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        mono: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._connected, self._sleep, self._mono, self._wall = connected, sleep, mono, wall
+        self._patience = patience or StoragePatience()
+        self._apis: dict[str, KubernetesApi] = {}
+        self._bundles: dict[str, Bundle] = {}
+        self._kind = "kubernetes"
+        self._last: dict[JobRef, tuple[float, Seen]] = {}
+        """When a job was looked at last, and what was seen."""
+
+    @property
+    def name(self) -> str:
+        """Name of the target of the last job: pytorchjob, jobset, trainjob; before: kubernetes."""
+        return self._kind
+
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Let the server check all documents (dry run); nothing is made.
+
+        Raises:
+            UserError: HF750 to HF757 why it would not take them.
+            PlatformError: it is away.
+        """
+        creation = self._creation(read_bundle(files), files)
+        creation.dry_run()
+        context = creation.api.context
+        where = f"context {context}" if context else "this cluster"
+        return [f"Kubernetes would take it, in namespace {creation.namespace} of {where}"]
+
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return where the pods see `run_dir`."""
+        del run_dir
+        return read_bundle(files).run_dir
+
+    def submit(
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
+    ) -> JobRef:
+        """Check and make the documents; when this raises, nothing of them is left.
+
+        Raises:
+            UserError: HF611, HF615, HF750 to HF759.
+            PlatformError: the cluster is away.
+        """
+        assert tasks is None, "there are no arrays here"
+        bundle = read_bundle(files)
+        creation = self._creation(bundle, files, without)
+        creation.dry_run()
+        creation.clear()
+        if bundle.run_dir == str(run_dir):
+            made = creation.make()
+        else:
+            storage = self._storage(creation.api, creation.namespace, bundle)
+            made = self._submit_elsewhere(run_dir, creation, storage, fresh=not attempt_of(files))
+        return JobRef(
+            id=JobId(bundle.name),
+            submit_time=time_of((made.get("metadata") or {}).get("creationTimestamp")),
+            run_dir=str(run_dir),
+            cluster=f"{creation.api.context}/{creation.namespace}",
+        )
+
+    def _submit_elsewhere(
+        self, run_dir: Path, creation: Creation, storage: Storage, *, fresh: bool
+    ) -> Object:
+        """Send the run to the pods' storage, then make the documents."""
+        fetched = Fetched.load(run_dir)
+        with storage.pod() as pod:
+            storage.put(pod, fetched, fresh=fresh)
+            try:
+                return creation.make()
+            except BaseException:
+                if fresh:
+                    with contextlib.suppress(UserError, PlatformError):  # the first error counts
+                        storage.drop(pod)
+                raise
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return `job`: there are no arrays here."""
+        del index, run_dir
+        return job
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each of `jobs` stands; see `Backend.status`."""
+        answers: dict[JobRef, JobStatus] = {}
+        for cluster in dict.fromkeys(job.cluster for job in jobs):
+            asked = []
+            for job in [one for one in jobs if one.cluster == cluster]:
+                try:
+                    self._bundle(job)
+                except UserError as error:  # of this run; the others must show
+                    answers[job] = JobStatus(state=JobState.UNKNOWN, reason=error.message)
+                else:
+                    asked.append(job)
+            try:
+                seen = self._seen(asked)
+            except (UserError, PlatformError) as error:
+                away = JobStatus(
+                    state=JobState.UNKNOWN,
+                    reason=str(error),
+                    words="nothing is known of it now",
+                )
+                answers |= dict.fromkeys(asked, away)
+                continue
+            for job in asked:
+                self._last[job] = (self._mono(), seen[job])
+                answers[job] = status_of(
+                    seen[job],
+                    now_unix=self._wall(),
+                    stop_asked=stop_request.asked(Path(job.run_dir)),
+                )
+        return answers
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Delete the job: its pods save while they end. False: nothing runs to be asked.
+
+        A deletion is the one request that every pod gets, and their grace period is as long as a
+        save may take. That it is the whole run's end is in RUN/stop.json.
+        """
+        seen = self._seen([job])[job]
+        running = [name_of(pod) for pod in in_order(seen.pods) if runs(pod)]
+        if seen.job is None or has_ended(seen.job):
+            return False
+        if is_ending(seen.job):
+            return True
+        if not running:
+            return False
+        self._tell_stop(job, running)
+        self._delete(job, seen.job)
+        return True
+
+    def cancel(self, job: JobRef) -> None:
+        """Delete the job; its pods have 30 s. One that has ended already is no error."""
+        api, namespace = self._where(job)
+        seen = self._seen([job])[job]
+        if seen.job is not None and not is_ending(seen.job):
+            if has_ended(seen.job):
+                return
+            self._tell_stop(job, [name_of(pod) for pod in in_order(seen.pods) if runs(pod)])
+            self._delete(job, seen.job)
+
+        def end(pod: Object) -> None:
+            api.delete(POD, namespace, name_of(pod), grace_s=CANCEL_S)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(end, seen.pods))
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return what was fetched of the pods' own output, oldest first."""
+        found = (Path(job.run_dir) / "logs" / "pods").glob("*.log")
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return what the API has of the job and its pods."""
+        api, _ = self._where(job)
+        found = description_of(self._seen([job])[job])
+        return {"Context": api.context or "in the cluster", **found} if found else {}
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return the events of the job and its pods; clusters keep them for an hour or so."""
+        return events_of(self._seen([job], details=True)[job])
+
+    def fetch(self, job: JobRef) -> None:
+        """Bring what the run has written, and its pods' output, into `job.run_dir`.
+
+        Raises:
+            UserError: HF753, HF759: it cannot be had.
+            PlatformError: the cluster is away.
+        """
+        bundle = self._bundle(job)
+        api, namespace = self._where(job)
+        asked_at, seen = self._last.pop(job, (float("-inf"), None))
+        if seen is None or self._mono() - asked_at > _RECENT_S:
+            asked_at, seen = self._mono(), self._seen([job])[job]
+        fetcher = Fetcher(storage=self._storage(api, namespace, bundle), run_dir=Path(job.run_dir))
+        fetcher.fetch(seen, mark=f"{job.id} {job.submit_time}")
+        self._last[job] = (asked_at, seen)  # only what led to files is used again
+
+    def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
+        """Run a command in the pod called `node`, beside its agent.
+
+        Raises:
+            UserError, PlatformError: it cannot be started there.
+        """
+        api, namespace = self._where(job)
+        container = str(self._bundle(job).container["name"])
+        return run_in_pod(api, namespace, node, argv, container=container, timeout_s=timeout_s)
+
+    def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
+        """Run a command in the pod called `node` with this terminal; return its exit code.
+
+        Raises:
+            UserError, PlatformError: it cannot be started there.
+        """
+        api, namespace = self._where(job)
+        container = str(self._bundle(job).container["name"])
+        return terminal_in_pod(api, namespace, node, argv, container=container)
+
+    @contextlib.contextmanager
+    def noticing(self, job: JobRef) -> Iterator[threading.Event]:
+        """Set the event whenever the job or a pod of it changes; see `Notices`.
+
+        Who may not watch, or cannot, is not told: asking now and then goes on anyway.
+        """
+        api, namespace = self._where(job)
+        changed, over = threading.Event(), threading.Event()
+        labels = f"{RUN_LABEL}={job.id}"
+        for resource in (POD, RESOURCES[self._bundle(job).kind]):
+            watcher = Watcher(api=api, resource=resource, namespace=namespace, labels=labels)
+            threading.Thread(target=_notice, args=(watcher, changed, over), daemon=True).start()
+        try:
+            yield changed
+        finally:
+            over.set()
+
+    def inside(self, job: JobRef) -> tuple[str, str]:
+        """Return the interpreter with holdfast and the run directory, as the pods have them."""
+        bundle = self._bundle(job)
+        return bundle.python, bundle.run_dir
+
+    def _seen(self, jobs: Iterable[JobRef], *, details: bool = False) -> dict[JobRef, Seen]:
+        """Return what the API shows of jobs of one namespace."""
+        listed = list(jobs)
+        if not listed:
+            return {}
+        bundles = {str(job.id): self._bundle(job) for job in listed}
+        api, namespace = self._where(listed[0])
+        look = Look(api=api, namespace=namespace, now_unix=self._wall())
+        found = look.at(bundles, details=details)
+        self._kind = self._bundle(listed[-1]).target
+        return {job: _same(found[str(job.id)], job) for job in listed}
+
+    def _tell_stop(self, job: JobRef, pods: Sequence[str]) -> None:
+        """Let the agents know that the whole run is to end, where their storage is elsewhere."""
+        bundle, run_dir = self._bundle(job), Path(job.run_dir)
+        if bundle.run_dir == job.run_dir or not pods or not stop_request.asked(run_dir):
+            return
+        argv = [bundle.python, "-P", "-m", "launcher.node.files", "put", bundle.run_dir]
+        api, namespace = self._where(job)
+        # Should it not get there: the deletion, which every pod is told of, is enough.
+        with contextlib.suppress(UserError, PlatformError):
+            run_in_pod(
+                api,
+                namespace,
+                pods[0],
+                argv,
+                container=str(bundle.container["name"]),
+                stdin=upload_stop(run_dir),
+                timeout_s=30.0,
+            )
+
+    def _delete(self, job: JobRef, found: Object) -> None:
+        """Delete the job's object, after all that belongs to it."""
+        api, namespace = self._where(job)
+        uid = str((found.get("metadata") or {}).get("uid") or "")
+        resource = RESOURCES[self._bundle(job).kind]
+        api.delete(resource, namespace, job.id, uid=uid, propagation="Foreground")
+
+    def _bundle(self, job: JobRef) -> Bundle:
+        """Return what was submitted, from the files in the run directory.
+
+        Raises:
+            UserError: HF613 they cannot be read.
+        """
+        if job.run_dir not in self._bundles:
+            files = {}
+            for name in _FILES:
+                with contextlib.suppress(FileNotFoundError):
+                    path = Path(job.run_dir) / name
+                    files[name] = path.read_text(encoding="utf-8", errors="replace")
+            self._bundles[job.run_dir] = read_bundle(files)
+        return self._bundles[job.run_dir]
+
+    def _where(self, job: JobRef) -> tuple[KubernetesApi, str]:
+        """Return the cluster and the namespace that `job` was submitted to."""
+        context, _, namespace = job.cluster.rpartition("/")
+        return self._api(context), namespace
+
+    def _place(self, bundle: Bundle) -> tuple[KubernetesApi, str]:
+        """Return the cluster and the namespace that `bundle` is to go to."""
+        self._kind = bundle.target
+        api = self._api(bundle.context)
+        return api, bundle.namespace or api.namespace
+
+    def _api(self, context: str) -> KubernetesApi:
+        if context not in self._apis:
+            self._apis[context] = self._connected(context)
+        return self._apis[context]
+
+    def _creation(
+        self, bundle: Bundle, files: Mapping[str, str], without: Sequence[str] = ()
+    ) -> Creation:
+        api, namespace = self._place(bundle)
+        documents = stamped(
+            bundle,
+            namespace=namespace,
+            attempt=attempt_of(files),
+            submission=os.urandom(8).hex(),
+            without=without,
+        )
+        return Creation(api=api, namespace=namespace, documents=documents, sleep=self._sleep)
+
+    def _storage(self, api: KubernetesApi, namespace: str, bundle: Bundle) -> Storage:
+        return Storage(
+            api=api, namespace=namespace, bundle=bundle, patience=self._patience, wall=self._wall
+        )
+
+
+def _notice(watcher: Watcher, changed: threading.Event, over: threading.Event) -> None:
+    with contextlib.suppress(UserError, PlatformError):
+        while not over.is_set():
+            for _ in watcher.states(_ROUND_S):
+                changed.set()
+                if over.is_set():
+                    return
+
+
+def _same(seen: Seen, job: JobRef) -> Seen:
+    """Return `seen` without an object that is a later submission under the same name."""
+    if seen.job is None or job.submit_time is None:
+        return seen
+    made = time_of((seen.job.get("metadata") or {}).get("creationTimestamp"))
+    later = made is not None and made > job.submit_time + 1.0
+    return replace(seen, job=None, pods=()) if later else seen

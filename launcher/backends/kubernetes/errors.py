@@ -1,0 +1,206 @@
+"""What the API server refuses, as errors with the way out. Pure.
+
+Whether to try again is a type. What the caller may expect (no such object, one that is there
+already) has a type of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from launcher.backends.kubernetes.documents import Resource
+from launcher.errors import HoldfastError, PermanentError, TemporaryError, UserError
+
+ROLE: Final = "holdfast-submitter"
+"""The Role in manifests/ that grants what the launcher asks for."""
+ACCOUNTS_ROLE: Final = "holdfast-accounts"
+"""The one for runs that have an account of their own."""
+_OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
+_MOST_WAIT_S: Final = 60.0
+"""A server's Retry-After is not believed beyond this."""
+_INSTALL: Final[dict[str, str]] = {
+    "pytorchjobs": (
+        "the Kubeflow Training Operator v1: kubectl apply --server-side -k "
+        "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3'"
+    ),
+    "jobsets": (
+        "JobSet: kubectl apply --server-side -f "
+        "https://github.com/kubernetes-sigs/jobset/releases/download/v0.8.0/manifests.yaml"
+    ),
+    "trainjobs": (
+        "the Kubeflow Trainer v2: kubectl apply --server-side -k "
+        "'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.0.0'"
+    ),
+}
+_INSTALL["trainingruntimes"] = _INSTALL["trainjobs"]
+
+
+class NotThereError(PermanentError):
+    """There is no such object (any more)."""
+
+
+class ConflictError(PermanentError):
+    """An object of that name is there already, or has changed since it was read."""
+
+
+class GoneError(PermanentError):
+    """The server has forgotten that state (410): list anew."""
+
+
+class BusyError(TemporaryError):
+    """The server is busy or away; nothing was done.
+
+    Args:
+        message: for people.
+        retry_after_s: when it wants to be asked again; None: it did not say.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class BrokenOffError(TemporaryError):
+    """The connection broke off: whether the call did its work is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What was asked, for messages."""
+
+    verb: str
+    """As in rules of Roles: get, list, create, delete, …"""
+    resource: Resource
+    namespace: str
+    name: str = ""
+    server: str = ""
+    """Its address."""
+
+    def __str__(self) -> str:
+        """Return it for people: create pytorchjobs.kubeflow.org in namespace train."""
+        name = f" {self.name}" if self.name else ""
+        return f"{self.verb} {self.resource.name}{name} in namespace {self.namespace}"
+
+
+def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> HoldfastError:
+    """Return the error for an answer of the API server that is none of success.
+
+    Args:
+        call: what was asked.
+        status: of HTTP.
+        body: of the answer; a Status object, or any text.
+        headers: of the answer; names in any case.
+    """
+    answer = _status(body)
+    message = " ".join(str(answer.get("message") or body or f"HTTP {status}").split())[:1000]
+    found: HoldfastError
+    match status:
+        case 401:
+            found = UserError(
+                "HF752",
+                f"the cluster at {call.server} does not accept the kubeconfig's credentials: "
+                f"{message}; log in again, or use another context (kubernetes.context)",
+            )
+        case 403:
+            found = _forbidden(call, message)
+        case 404:
+            found = _not_found(call, answer, message)
+        case 409:
+            found = ConflictError(f"cannot {call}: {message}")
+        case 410:
+            found = GoneError(message)
+        case 400 | 413 | 422:
+            found = UserError(
+                "HF757",
+                f"Kubernetes refuses to {call}: {message}; mend what it names in the job file's "
+                "section kubernetes",
+            )
+        case _ if status == 429 or status >= 500:
+            known = {key.lower(): value for key, value in headers.items()}
+            found = BusyError(
+                f"the Kubernetes API at {call.server} is busy or away: {message}",
+                retry_after(known.get("retry-after", "")),
+            )
+        case _:
+            found = PermanentError(f"cannot {call}: HTTP {status}: {message}")
+    return found
+
+
+def retry_after(text: str) -> float | None:
+    """Return the seconds of a header Retry-After; None: it has none that can be read."""
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return min(found, _MOST_WAIT_S) if found >= 0 else None
+
+
+def _status(body: str) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _forbidden(call: Call, message: str) -> UserError:
+    if "exceeded quota" in message:
+        return UserError(
+            "HF756",
+            f"a quota of namespace {call.namespace} forbids it: {message}; ask for less, end other "
+            "jobs, or ask an administrator (kubectl describe resourcequota)",
+        )
+    if "being terminated" in message:
+        return UserError(
+            "HF755",
+            f"namespace {call.namespace} is being removed; name another in kubernetes.namespace, "
+            "or make it again once it is gone",
+        )
+    if "denied the request" in message or "violates PodSecurity" in message:
+        return UserError(
+            "HF757", f"a policy of the cluster refuses to {call}: {message}; mend what it names"
+        )
+    if "service account" in message or re.search(r'serviceaccount "[^"]*" not found', message):
+        return UserError("HF757", f"cannot {call}: {message}; mend kubernetes.service_account")
+    verb, resource = _missing_right(call, message)
+    role = ACCOUNTS_ROLE if resource.partition(".")[0] in _OF_ACCOUNTS else ROLE
+    return UserError(
+        "HF753",
+        f"you may not {verb} {resource} in namespace {call.namespace}: {message}; the Role {role} "
+        "of manifests/ grants it: an administrator applies manifests/ once and binds you with "
+        f"kubectl create rolebinding NAME --role {role} --user YOU --namespace {call.namespace}",
+    )
+
+
+def _missing_right(call: Call, message: str) -> tuple[str, str]:
+    """Return the verb and the resource that are missing, from the server's own words."""
+    match = re.search(r'cannot (\w+) resource "([^"]+)" in API group "([^"]*)"', message)
+    if match is None:
+        return call.verb, call.resource.name
+    verb, plural, group = match.groups()
+    return verb, f"{plural}.{group}" if group else plural
+
+
+def _not_found(call: Call, answer: Mapping[str, Any], message: str) -> HoldfastError:
+    details = answer.get("details")
+    about = details if isinstance(details, dict) else {}
+    if about.get("kind") == "namespaces" or re.search(r'namespaces? "[^"]*" not found', message):
+        return UserError(
+            "HF755",
+            f"there is no namespace {call.namespace}: make it with kubectl create namespace "
+            f"{call.namespace}, or mend kubernetes.namespace",
+        )
+    if about.get("name") or not call.resource.group:
+        return NotThereError(f"cannot {call}: {message}")
+    plural = call.resource.plural
+    if plural in _INSTALL:
+        return UserError(
+            "HF754",
+            f"the cluster does not know {call.resource.name} ({call.resource.api}): an "
+            f"administrator has to install {_INSTALL[plural]}; or submit --to another kind",
+        )
+    return NotThereError(f"the cluster does not know {call.resource.name}")

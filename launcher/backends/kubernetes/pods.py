@@ -1,0 +1,318 @@
+"""What pods, their events and nodes say: what keeps one from running, how one failed. Pure.
+
+Objects are as the API has them, plain JSON types. Nothing here assumes that a field is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from launcher.backends.kubernetes.documents import AGENTS, Object
+
+STUCK_S: Final = 30.0
+"""A pod that is still there so long after its time to end was over has a node that is away."""
+_TRACKED: Final = "batch.kubernetes.io/job-tracking"
+"""The finalizer by which a Job holds its pods until it has counted them."""
+DONE: Final = ("Succeeded", "Completed", "Complete")
+"""Conditions of a job that has done its work: PyTorchJob, JobSet, TrainJob."""
+_MOST_CHARS: Final = 400
+"""Of a message of the platform's."""
+
+_WAITING: Final[dict[str, str]] = {
+    "ImagePullBackOff": "its image cannot be pulled; mend kubernetes.image, or name a secret for "
+    "the registry in kubernetes.image_pull_secrets",
+    "ErrImagePull": "its image cannot be pulled; mend kubernetes.image, or name a secret for the "
+    "registry in kubernetes.image_pull_secrets",
+    "ErrImageNeverPull": "its image is not on the node and must not be pulled; mend "
+    "kubernetes.image_pull_policy",
+    "InvalidImageName": "its image has no valid name; mend kubernetes.image",
+    "CreateContainerConfigError": "its container cannot be set up: a Secret or ConfigMap that it "
+    "names is missing",
+    "CreateContainerError": "its container cannot be made",
+    "RunContainerError": "its container cannot be started",
+    "CrashLoopBackOff": "its container ends again and again, and is started later each time",
+}
+"""Reasons of a waiting container -> what they mean."""
+
+_UNSCHEDULABLE: Final = (
+    (
+        re.compile(r"Insufficient ([\w./-]+)"),
+        "no node has enough free {0}; it starts when others end, or never if no node has as much",
+    ),
+    (
+        re.compile(r"untolerated taint \{([^}:]+)"),
+        "nodes are kept for others by the taint {0}; see kubernetes.tolerations",
+    ),
+    (
+        re.compile(r'persistentvolumeclaim "([^"]+)" not found'),
+        "there is no claim {0}; make it, or mend kubernetes.claim",
+    ),
+    (
+        re.compile(r"unbound immediate PersistentVolumeClaims"),
+        "its claim has no volume yet; see kubectl get pvc",
+    ),
+    (
+        re.compile(r"node affinity|node selector"),
+        "no node is what it asks for; see kubernetes.node_selector, topology and exclude",
+    ),
+    (re.compile(r"unschedulable"), "nodes are cordoned"),
+)
+"""Parts of the scheduler's message -> what they mean; the first that is there counts."""
+
+_NOT_MOUNTED: Final = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What keeps one pod from doing its part."""
+
+    pod: str
+    reason: str
+    """The platform's own words."""
+    words: str
+    """For people, with the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How the agent of one pod ended by an error."""
+
+    pod: str
+    node: str
+    code: int
+    """Exit code; 128 and more: a signal, or a pod that may be tried again."""
+    reason: str
+    """The platform's word, as OOMKilled."""
+    message: str
+    t_unix: float
+
+
+def text_of(value: Any) -> str:
+    """Return a text of the platform's on one line, and not endlessly."""
+    flat = " ".join(str(value or "").split())
+    return flat if len(flat) <= _MOST_CHARS else flat[: _MOST_CHARS - 1] + "…"
+
+
+def time_of(value: Any) -> float | None:
+    """Return a time of the API (RFC 3339) in Unix seconds; None: there is none."""
+    try:
+        found = datetime.fromisoformat(str(value))
+    except ValueError:
+        return None
+    return found.timestamp() if found.tzinfo is not None else None
+
+
+def name_of(thing: Mapping[str, Any]) -> str:
+    """Return the name of an object."""
+    return str((thing.get("metadata") or {}).get("name") or "")
+
+
+def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
+    """Return the condition `kind` of an object, whatever its status; None: there is none."""
+    for found in (thing.get("status") or {}).get("conditions") or ():
+        if isinstance(found, dict) and found.get("type") == kind:
+            return found
+    return None
+
+
+def is_true(thing: Mapping[str, Any], *kinds: str) -> Object | None:
+    """Return the first condition of `kinds` that holds; None: none does."""
+    for kind in kinds:
+        found = condition(thing, kind)
+        if found is not None and str(found.get("status")).lower() == "true":
+            return found
+    return None
+
+
+def has_ended(job: Mapping[str, Any]) -> bool:
+    """Whether a job has come to its end, a good one or not."""
+    return is_true(job, *DONE, "Failed") is not None
+
+
+def agent_status(pod: Mapping[str, Any]) -> Object:
+    """Return the status of the container that runs the agent; empty: it has none yet."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    found = [one for one in statuses if isinstance(one, dict)]
+    named = [one for one in found if one.get("name") in AGENTS]
+    return (named or found or [{}])[0]
+
+
+def phase_of(pod: Mapping[str, Any]) -> str:
+    """Return its phase: Pending, Running, Succeeded, Failed, Unknown."""
+    return str((pod.get("status") or {}).get("phase") or "Pending")
+
+
+def is_ending(pod: Mapping[str, Any]) -> bool:
+    """Whether it has been deleted and is still there."""
+    return bool((pod.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def runs(pod: Mapping[str, Any]) -> bool:
+    """Whether its agent runs now, as far as the platform knows."""
+    return is_alive(pod) and not is_ending(pod)
+
+
+def is_alive(pod: Mapping[str, Any]) -> bool:
+    """Whether a command can be run in it: its agent runs, though it may be ending."""
+    state = agent_status(pod).get("state") or {}
+    return phase_of(pod) == "Running" and ("running" in state or not state)
+
+
+def host_of(pod: Mapping[str, Any]) -> str:
+    """Return the name of its node; empty: it has none yet."""
+    return str((pod.get("spec") or {}).get("nodeName") or "")
+
+
+def in_order(pods: Iterable[Object]) -> list[Object]:
+    """Return pods by name, numbers by their value."""
+
+    def key(pod: Object) -> list[tuple[bool, int, str]]:
+        parts = re.split(r"(\d+)", name_of(pod))
+        return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+
+    return sorted(pods, key=key)
+
+
+def trouble_of(
+    pod: Object,
+    *,
+    events: Sequence[Object] = (),
+    ready: Mapping[str, bool] | None = None,
+    now_unix: float,
+) -> Trouble | None:
+    """Return what keeps `pod` from running; None: nothing, or nothing that is known.
+
+    Args:
+        pod: the pod.
+        events: events of the namespace, any.
+        ready: node -> whether it answers, of the nodes that were asked about.
+        now_unix: the time.
+    """
+    name, phase = name_of(pod), phase_of(pod)
+    stuck = _stuck(pod, ready or {}, now_unix)
+    if stuck is not None:
+        return stuck
+    if is_ending(pod) or phase in ("Succeeded", "Failed"):
+        return None
+    waiting = (agent_status(pod).get("state") or {}).get("waiting") or {}
+    reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
+    if reason in _WAITING:
+        return Trouble(
+            pod=name, reason=_joined(reason, message), words=_WAITING[reason] + _last_end(pod)
+        )
+    scheduled = condition(pod, "PodScheduled")
+    if scheduled is not None and str(scheduled.get("status")).lower() == "false":
+        return _unscheduled(name, scheduled)
+    return _started_badly(pod, events, ready or {})
+
+
+def failures(pods: Iterable[Object]) -> list[Failure]:
+    """Return how agents ended by an error, the earliest first; of a pod its last end."""
+    found = []
+    for pod in pods:
+        status = agent_status(pod)
+        ended = (status.get("state") or {}).get("terminated")
+        if not isinstance(ended, dict):
+            ended = (status.get("lastState") or {}).get("terminated")
+        whole = pod.get("status") or {}
+        if isinstance(ended, dict) and ended.get("exitCode") not in (0, None):
+            code, reason = int(ended["exitCode"]), str(ended.get("reason") or "")
+            message, when = ended.get("message"), ended.get("finishedAt")
+        elif phase_of(pod) == "Failed" and not isinstance(ended, dict):
+            # Evicted, or killed by its node: no container could say anything.
+            code, reason = 1, str(whole.get("reason") or "")
+            message, when = whole.get("message"), whole.get("startTime")
+        else:
+            continue
+        plain = reason in ("", "Error", "Completed")
+        found.append(
+            Failure(
+                pod=name_of(pod),
+                node=host_of(pod),
+                code=code,
+                reason=str(whole.get("reason") or "") if plain else reason,
+                message=text_of(message or whole.get("message")),
+                t_unix=time_of(when) or float("inf"),
+            )
+        )
+    return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
+
+
+def _stuck(pod: Object, ready: Mapping[str, bool], now_unix: float) -> Trouble | None:
+    """Return the trouble of a pod that stays Terminating for ever."""
+    metadata = pod.get("metadata") or {}
+    over = time_of(metadata.get("deletionTimestamp"))  # its grace period is in it already
+    if over is None or now_unix - over < STUCK_S:
+        return None
+    name, node, namespace = name_of(pod), host_of(pod), str(metadata.get("namespace") or "default")
+    # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
+    silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
+    minutes = max(1, int((now_unix - over) / 60))
+    taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    force = f"kubectl delete pod {name} --namespace {namespace} --grace-period=0 --force"
+    # A Job with a failure policy replaces only what has failed, and its finalizer outlives force.
+    if _TRACKED in (metadata.get("finalizers") or ()):
+        way = f"{taint} (deleting the pod by force is not enough: the Job waits for it to fail)"
+    else:
+        way = f"{force} (needs the verb delete on pods, as the Role holdfast-submitter grants), or "
+        way += taint
+    return Trouble(
+        pod=name,
+        reason=f"pod {name} is Terminating, node {node} {silent}",
+        words=f"pod {name} should have ended {minutes} min ago, but its node {node} {silent}. The "
+        "job goes on without it; no new pod takes its place while this one is there. Where the "
+        f"node is surely off: {way}",
+    )
+
+
+def _started_badly(
+    pod: Object, events: Sequence[Object], ready: Mapping[str, bool]
+) -> Trouble | None:
+    name, phase, node = name_of(pod), phase_of(pod), host_of(pod)
+    for event in events if phase == "Pending" else ():
+        about = event.get("involvedObject") or {}
+        if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
+            return Trouble(
+                pod=name,
+                reason=_joined(str(event["reason"]), text_of(event.get("message"))),
+                words="its volumes cannot be mounted; mend kubernetes.claim or volumes, or see "
+                f"kubectl describe pod {name}",
+            )
+    if phase == "Running" and ready.get(node) is False:
+        return Trouble(
+            pod=name,
+            reason=f"node {node} is NotReady",
+            words=f"its node {node} does not answer; the job goes on without it",
+        )
+    return None
+
+
+def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:
+    reason, message = str(scheduled.get("reason") or ""), text_of(scheduled.get("message"))
+    words = "no node takes it"
+    if reason == "SchedulingGated":
+        words = "it is held by a scheduling gate until its queue has placed it"
+    for pattern, meaning in _UNSCHEDULABLE:
+        match = pattern.search(message)
+        if match is not None:
+            words = meaning.format(*match.groups())
+            break
+    return Trouble(pod=name, reason=_joined(reason, message), words=words)
+
+
+def _last_end(pod: Mapping[str, Any]) -> str:
+    """Return how its container ended last, to be added to a sentence; empty: it has not."""
+    ended = (agent_status(pod).get("lastState") or {}).get("terminated") or {}
+    if "exitCode" not in ended:
+        return ""
+    reason = str(ended.get("reason") or "")
+    said = f", {reason}" if reason not in ("", "Error", "Completed") else ""
+    return f"; last with code {ended['exitCode']}{said}"
+
+
+def _joined(reason: str, message: str) -> str:
+    return f"{reason}: {message}" if reason and message else reason or message

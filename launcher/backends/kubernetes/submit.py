@@ -1,0 +1,223 @@
+"""Makes the documents of a bundle on a cluster: all of them, or none.
+
+First the server checks every one of them (dry run). Then they are made in order, the job last,
+each with a mark of this call. Whatever goes wrong, Ctrl-C included, what has the mark is removed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from launcher.backends.kubernetes.api import KubernetesApi
+from launcher.backends.kubernetes.documents import (
+    MANAGED_BY,
+    SUBMISSION,
+    TARGETS,
+    Object,
+    resource_of,
+)
+from launcher.backends.kubernetes.errors import BrokenOffError, ConflictError, NotThereError
+from launcher.backends.kubernetes.pods import has_ended, is_ending, name_of
+from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError
+from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
+
+KEEP: Final = "holdfast.dev/keep"
+"""Annotation: it outlives the job, as the board does."""
+_TRIES: Final = 3
+GONE_S: Final = 180.0
+"""An ended job of the same name may take so long to go."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Creation:
+    """Documents that are to be made together.
+
+    Args:
+        api: the cluster.
+        namespace: where.
+        documents: in order, the job last, marked by `stamped`.
+        sleep: waits between tries.
+        mono: monotonic seconds.
+    """
+
+    api: KubernetesApi
+    namespace: str
+    documents: Sequence[Object]
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    made: list[Object] = field(default_factory=list)
+    """What may have been made, in order."""
+
+    def dry_run(self) -> None:
+        """Let the server check all documents; nothing is made.
+
+        Raises:
+            UserError: HF753 to HF757 what it refuses.
+            PlatformError: it is away.
+        """
+        for document in self.documents:
+            try:
+                self.api.create(resource_of(document), self.namespace, document, dry_run=True)
+            except ConflictError:
+                continue  # it is fine, and there already: see `clear`
+            except (NotThereError, UserError) as error:
+                if not _lacks_another(document, error):
+                    raise
+
+    def clear(self) -> None:
+        """Remove what a former submission of the same run has left.
+
+        Raises:
+            UserError: HF615 its job is live; HF758 the name is another's.
+            PermanentError: what is being removed does not go.
+        """
+        left = []
+        for document in reversed(self.documents):
+            resource, name = resource_of(document), name_of(document)
+            found = self.api.get(resource, self.namespace, name)
+            if found is None:
+                continue
+            self._check_ours(document, found)
+            if _is_kept(document):
+                continue
+            is_job = document["kind"] in TARGETS
+            if is_job and not (is_ending(found) or has_ended(found)):
+                raise UserError(
+                    "HF615",
+                    f"the run has a live job already: {document['kind']} {name} in namespace "
+                    f"{self.namespace}; cancel it first (holdfast cancel RUN --save)",
+                )
+            if not is_ending(found):
+                how = "Foreground" if is_job else "Background"
+                uid = str((found.get("metadata") or {}).get("uid") or "")
+                self.api.delete(resource, self.namespace, name, uid=uid, propagation=how)
+            left.append(document)
+            if is_job:  # what belongs to it goes after it
+                self._wait_gone(document)
+        for document in left:
+            self._wait_gone(document)
+
+    def make(self) -> Object:
+        """Make all documents and let them belong to the job; return the job as it is there.
+
+        Raises:
+            UserError, PlatformError: as the server says; nothing of it is left then.
+        """
+        try:
+            found: list[Object] = []
+            for document in self.documents:
+                if _is_kept(document) and self._get(document) is not None:
+                    continue
+                if found and document is not self.documents[-1] and not _is_kept(document):
+                    document["metadata"]["ownerReferences"] = [_owner(found[0])]
+                self.made.append(document)  # before: the answer may be lost
+                found.append(self._create(document))
+            job = found[-1]
+            if len(found) > 1:
+                # The first goes with the job, the others with the first: one right to patch is
+                # enough. The job's own pods go before all: they save while they end.
+                change = {"metadata": {"ownerReferences": [_owner(job)]}}
+                self.api.patch(resource_of(found[0]), self.namespace, name_of(found[0]), change)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        return job
+
+    def _create(self, document: Object) -> Object:
+        """Make one document; one that was made although the answer was lost is taken for it."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return self.api.create(resource_of(document), self.namespace, document)
+            except (BrokenOffError, ConflictError) as error:
+                found = self._get(document)
+                if found is not None and _mark(found) == _mark(document):
+                    return found
+                if found is not None:
+                    self._check_ours(document, found)
+                if isinstance(error, ConflictError) or not left:
+                    raise
+                self.sleep(1.0)
+        raise AssertionError("the last try returns or raises")
+
+    def _undo(self, error: BaseException) -> None:
+        """Remove what was made, last first.
+
+        Raises:
+            PermanentError: some of it is left, by name.
+        """
+        left = []
+        for document in reversed(self.made):
+            try:
+                found = self._get(document)
+                if found is None or _mark(found) != _mark(document):
+                    continue
+                uid = str((found.get("metadata") or {}).get("uid") or "")
+                self.api.delete(resource_of(document), self.namespace, name_of(document), uid=uid)
+            except (PlatformError, UserError):
+                left.append(f"{resource_of(document).name}/{name_of(document)}")
+        if left:
+            raise PermanentError(
+                f"{error or type(error).__name__}; and this could not be removed again: kubectl "
+                f"delete --namespace {self.namespace} {' '.join(left)}"
+            ) from error
+
+    def _get(self, document: Object) -> Object | None:
+        return self.api.get(resource_of(document), self.namespace, name_of(document))
+
+    def _check_ours(self, document: Object, found: Object) -> None:
+        """Check that what is there belongs to this run.
+
+        Raises:
+            UserError: HF758 it does not.
+        """
+        labels = (found.get("metadata") or {}).get("labels") or {}
+        mine = document["metadata"]["labels"][RUN_LABEL]
+        if labels.get(MANAGED_LABEL) != MANAGED_BY or labels.get(RUN_LABEL) != mine:
+            raise UserError(
+                "HF758",
+                f"there is a {document['kind']} {name_of(document)} in namespace {self.namespace} "
+                "already, which is none of this run's; submit under another name",
+            )
+
+    def _wait_gone(self, document: Object) -> None:
+        """Wait by asking: watching such objects takes rights that submitting does not."""
+        resource, name = resource_of(document), name_of(document)
+        end = self.mono() + GONE_S
+        while self._get(document) is not None:
+            if self.mono() >= end:
+                raise TemporaryError(
+                    f"{resource.name}/{name} of the former submission is still being removed; see "
+                    "holdfast why RUN, and submit again"
+                )
+            self.sleep(0.5)
+
+
+def _lacks_another(document: Object, error: Exception) -> bool:
+    """Whether a document is refused only for want of another one, which a dry run does not make."""
+    if document["kind"] == "RoleBinding":  # it is compared with its Role
+        return isinstance(error, NotThereError)
+    return document["kind"] == "TrainJob" and "runtimeRef" in str(error)
+
+
+def _is_kept(document: Object) -> bool:
+    noted: dict[str, Any] = (document.get("metadata") or {}).get("annotations") or {}
+    return str(noted.get(KEEP, "")).lower() == "true"
+
+
+def _owner(owner: Object) -> Object:
+    """Return the reference to an owner that waits for nothing when it goes."""
+    return {
+        "apiVersion": owner["apiVersion"],
+        "kind": owner["kind"],
+        "name": name_of(owner),
+        "uid": owner["metadata"]["uid"],
+        "blockOwnerDeletion": False,
+    }
+
+
+def _mark(document: Object) -> str:
+    noted = (document.get("metadata") or {}).get("annotations") or {}
+    return str(noted.get(SUBMISSION) or "")

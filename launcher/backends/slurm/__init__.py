@@ -1,0 +1,1 @@
+"""Slurm by its own commands: the backend, its questions, and what the answers mean."""

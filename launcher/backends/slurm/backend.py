@@ -1,0 +1,323 @@
+"""Slurm by its own commands: submits, watches, cancels.
+
+A controller that does not answer makes jobs UNKNOWN, never failed. What may be done twice is
+tried again after a temporary failure; sbatch is not, unless the job was surely not taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.commands import (
+    Answer,
+    Commands,
+    SystemCommands,
+    TimedOutError,
+    retried,
+)
+from launcher.backends.slurm import parse, words
+from launcher.backends.slurm.parse import SlurmJob
+from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
+from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError, Where
+
+SCRIPT: Final = words.SCRIPT
+"""Name of the batch script in a bundle."""
+
+_WAY_OUT: Final = (
+    "run this where Slurm's commands are, as on a login node, or use `holdfast render --to slurm` "
+    "here and `sbatch` there"
+)
+_PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo")
+_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
+"""Of the variables of Slurm those that say where it is; all others would change what is asked."""
+_PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+
+
+class SlurmBackend:
+    """Submits RUN/job.sbatch and watches it.
+
+    Args:
+        commands: the seam to Slurm's programs; None: those on PATH.
+        env: environment; None: this process's.
+        patience: time-outs.
+        sleep: waits between tries.
+        mono: monotonic seconds.
+        wall: Unix seconds.
+    """
+
+    name = "slurm"
+
+    def __init__(
+        self,
+        commands: Commands | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        patience: Patience | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        mono: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        base = os.environ if env is None else env
+        self.ignored = ignored_variables(base)
+        """Variables of sbatch that are set here and were not passed on."""
+        self._commands = commands or SystemCommands(
+            slurm_environment(base), way_out=dict.fromkeys(_PROGRAMS, _WAY_OUT)
+        )
+        self._patience = patience or Patience()
+        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._queries = SlurmQueries(self._commands, self._patience, sleep)
+
+    def check(self, files: Mapping[str, str]) -> list[str]:
+        """Ask by `sbatch --test-only`: would Slurm take it, and when would it start?
+
+        Raises:
+            UserError: HF650 no sbatch here; HF652 Slurm would refuse it.
+            TemporaryError: the controller does not answer.
+        """
+        answer = self._act(["sbatch", "--test-only"], stdin=files[SCRIPT])
+        if answer.code:
+            raise self._refused(answer)
+        found = parse.parse_test_only(answer.err + answer.out)
+        if found is None:
+            return [f"sbatch --test-only: {flat(answer.complaint) or 'no objection'}"]
+        start, nodes = found
+        when = "" if start is None else f" at {_local(start)}"
+        return [f"Slurm would start it{when}" + (f" on {nodes}" if nodes else "")]
+
+    def submit(
+        self,
+        run_dir: Path,
+        files: Mapping[str, str],
+        *,
+        tasks: Sequence[int] | None = None,
+        without: Sequence[str] = (),
+    ) -> JobRef:
+        """Submit RUN/job.sbatch; when this raises, no job of ours is in the queue.
+
+        Raises:
+            UserError: HF650 no sbatch here; HF652 sbatch refused it, in its own words.
+            TemporaryError: the controller does not answer.
+            PermanentError: sbatch answered something that is no job's id.
+        """
+        assert SCRIPT in files, f"the bundle has no {SCRIPT}"
+        script, before = run_dir / SCRIPT, self._wall()
+        only = [] if tasks is None else [f"--array={','.join(map(str, tasks))}"]
+        only += [f"--exclude={parse.excluded(files[SCRIPT], without)}"] if without else []
+        try:
+            answer = retried(
+                lambda: self._sbatch([*only, str(script)]),
+                for_s=self._patience.retry_act_s,
+                sleep=self._sleep,
+            )
+        except _UnsureError as error:
+            return self._adopted(script, run_dir, TemporaryError(f"{error}; submit it again"))
+        submitted = parse.parse_submitted(answer.out)
+        if submitted is None:
+            said = flat(answer.complaint) or "nothing"
+            lost = PermanentError(f"sbatch answered with no job's id, but: {said}")
+            return self._adopted(script, run_dir, lost)
+        job_id, cluster = submitted
+        job = JobRef(id=JobId(job_id), submit_time=before, run_dir=str(run_dir), cluster=cluster)
+        # By the script alone: this machine's clock may be anything.
+        timeless = dataclasses.replace(job, submit_time=None)
+        told = self.status([timeless])[timeless].submitted
+        return job if told is None else dataclasses.replace(job, submit_time=told)
+
+    def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
+        """Return `run_dir`: it is on storage that all nodes share."""
+        del files
+        return str(run_dir)
+
+    def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
+        """Return the submission of one task of an array: 123_4."""
+        return dataclasses.replace(job, id=JobId(f"{job.id}_{index}"), run_dir=str(run_dir))
+
+    def status(self, jobs: Sequence[JobRef]) -> dict[JobRef, JobStatus]:
+        """Return where each of `jobs` stands; see `Backend.status`.
+
+        Raises:
+            UserError: HF650 Slurm is not installed here.
+        """
+        answers: dict[JobRef, JobStatus] = {}
+        for cluster in dict.fromkeys(job.cluster for job in jobs):
+            asked = [job for job in jobs if job.cluster == cluster]
+            known, away = self._queries.jobs(asked, cluster)
+            for job in asked:
+                told = known.get(job)
+                answers[job] = _unknown(away) if told is None else words.status_of(told)
+        return answers
+
+    def ask_to_save(self, job: JobRef) -> bool:
+        """Send the batch shell USR2, as the end of its time does; False: it does not run.
+
+        Only to a job that runs: scancel tries for minutes to signal one that waits.
+        """
+        if self.status([job])[job].state is not JobState.RUNNING:
+            return False
+        argv = ["scancel", "--batch", "--signal=USR2", *_cluster(job), job.id]
+        try:
+            answer = self._commands.run(argv, timeout_s=self._patience.query_s)
+        except TimedOutError:
+            return False  # it was put back into the queue a moment ago
+        if answer.code and not words.had_ended(answer.err):
+            raise failure(answer)
+        return answer.code == 0
+
+    def cancel(self, job: JobRef) -> None:
+        """End the job by scancel; one that has ended already is no error."""
+        answer = self._act(["scancel", *_cluster(job), job.id])
+        if answer.code and not words.had_ended(answer.err):
+            raise failure(answer)
+
+    def output_files(self, job: JobRef) -> list[Path]:
+        """Return the logs of the batch script: one for each submission, its requeues included."""
+        run_dir, task = Path(job.run_dir), job.id.partition("_")[2]
+        logs = run_dir.parent / "logs" if task else run_dir / "logs"
+        found = logs.glob(f"slurm-*_{task}.out" if task else "slurm-*.out")
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
+    def describe(self, job: JobRef) -> dict[str, str]:
+        """Return the fields of `scontrol show job`, else those of sacct."""
+        fields = self._queries.fields(job)
+        if fields:
+            return fields
+        rows = self._queries.accounts(job)
+        if not rows:
+            return {}
+        last = rows[-1]
+        shown = {
+            "JobId": last.id,
+            "JobName": last.name or "",
+            "JobState": last.state,
+            "Reason": last.reason,
+            "NodeList": last.nodes,
+        }
+        return {key: value for key, value in shown.items() if value}
+
+    def events(self, job: JobRef) -> list[PlatformEvent]:
+        """Return when it was queued, started and ended, as sacct and scontrol keep it."""
+        rows = self._queries.accounts(job)
+        now = parse.of_scontrol(self._queries.fields(job))
+        if now is not None and not any(row.submit == now.submit for row in rows):
+            rows.append(now)
+        found = [event for row in rows for event in _events(row)]
+        return sorted(dict.fromkeys(found), key=lambda event: event.t_unix)
+
+    def fetch(self, job: JobRef) -> None:
+        """Do nothing: what the run has written is there."""
+
+    def _act(self, argv: list[str], *, stdin: str = "") -> Answer:
+        """Run something that may be done twice; temporary failures are tried again."""
+
+        def act() -> Answer:
+            answer = self._commands.run(argv, timeout_s=self._patience.act_s, stdin=stdin)
+            if answer.code and words.is_temporary(answer.complaint):
+                raise failure(answer)
+            return answer
+
+        return retried(act, for_s=self._patience.retry_act_s, sleep=self._sleep)
+
+    def _sbatch(self, argv: Sequence[str]) -> Answer:
+        """Run sbatch once. What surely was not taken may be tried again; the rest is unsure."""
+        try:
+            answer = self._commands.run(
+                ["sbatch", "--parsable", *argv], timeout_s=self._patience.act_s
+            )
+        except TimedOutError as error:
+            raise _UnsureError(str(error)) from error
+        if answer.code == 0:
+            return answer
+        if words.is_temporary(answer.complaint):
+            if words.was_not_sent(answer.complaint):
+                raise failure(answer)
+            raise _UnsureError(str(failure(answer)))
+        raise self._refused(answer)
+
+    def _adopted(self, script: Path, run_dir: Path, lost: PlatformError) -> JobRef:
+        """Look for the job of a script whose sbatch broke off: it may have been taken.
+
+        Raises:
+            PlatformError: `lost`, when it is not in the queue.
+        """
+        deadline = self._mono() + self._patience.adopt_s
+        while True:
+            job = self._queries.job_of(str(script))
+            if job is not None:
+                return JobRef(id=JobId(job.id), submit_time=job.submit, run_dir=str(run_dir))
+            if self._mono() >= deadline:
+                raise lost
+            self._sleep(2.0)
+
+    def _refused(self, answer: Answer) -> UserError | PlatformError:
+        """Return the error for what sbatch will not take, in its own words."""
+        said = flat(answer.complaint) or f"exit code {answer.code}"
+        if words.is_not_configured(said):
+            return failure(answer)
+        key, way_out = words.refusal(said)
+        names = self._queries.partitions() if key == "slurm.partition" else []
+        if names:
+            listed = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
+            way_out = f"there are {listed}"
+        return UserError("HF652", f"Slurm refuses the job: {said}; {way_out}", where=Where(key=key))
+
+
+class _UnsureError(PermanentError):
+    """Sbatch broke off: the controller may have taken the job. Never tried again blindly."""
+
+
+def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of Slurm's commands: what is asked is what we ask.
+
+    Its variables override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and those of
+    a job that this runs in would leak into the new one. Times come as Unix seconds, messages in
+    English.
+    """
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name in _KEPT or not name.startswith(_PREFIXES)
+    }
+    return {**kept, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+
+
+def ignored_variables(env: Mapping[str, str]) -> list[str]:
+    """Return sbatch's variables in `env`: the job file says what is submitted, so they are not."""
+    return sorted(name for name in env if name.startswith("SBATCH_"))
+
+
+def _cluster(job: JobRef) -> list[str]:
+    return [f"--clusters={job.cluster}"] if job.cluster else []
+
+
+def _unknown(away: str) -> JobStatus:
+    """Return the answer about a job that nobody told about."""
+    if away:
+        return JobStatus(state=JobState.UNKNOWN, reason=away, words="nothing is known of it now")
+    return JobStatus(
+        state=JobState.UNKNOWN,
+        reason=NO_SUCH_JOB,
+        words="Slurm does not know it (any more), and keeps no accounts that do",
+    )
+
+
+def _local(t_unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t_unix))
+
+
+def _events(job: SlurmJob) -> list[PlatformEvent]:
+    status = words.status_of(job)
+    found = []
+    if job.submit is not None:
+        found.append(PlatformEvent(t_unix=job.submit, text="queued"))
+    if status.started is not None:
+        found.append(PlatformEvent(t_unix=status.started, text=f"started on {job.nodes}"))
+    if status.ended is not None:
+        code = "" if status.code is None else f" with code {status.code}"
+        found.append(PlatformEvent(t_unix=status.ended, text=f"ended{code}: {job.state}"))
+    return found

@@ -1,0 +1,130 @@
+"""Validation errors -> Problems in the user's words, with lines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from launcher.errors import Problem
+from launcher.jobspec.source import Path, Source, describe
+
+MODEL_TAGS: Final = ("by-name", "by-dimensions")
+"""What the `model` union adds to the path of an error."""
+
+_EXPECTED: Final[dict[str, str]] = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "model_type": "a section (a mapping of keys)",
+    "model_attributes_type": "a section (a mapping of keys)",
+    "dict_type": "a section (a mapping of keys)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+_BOUNDS: Final[dict[str, tuple[str, str]]] = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+_TOO_BIG: Final = ("int_parsing_size", "string_too_long")
+
+
+def problems_of(
+    error: ValidationError, source: Source, sections: Mapping[str, type[BaseModel]]
+) -> list[Problem]:
+    """Return one problem for each error, at its line; `sections` maps path -> model."""
+    return [_problem(detail, source, sections) for detail in error.errors(include_url=False)]
+
+
+def _problem(
+    detail: ErrorDetails, source: Source, sections: Mapping[str, type[BaseModel]]
+) -> Problem:
+    path: Path = tuple(detail["loc"])
+    if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
+        path = (path[0], *path[2:])
+    if path and path[-1] == "[key]":  # a wrong name in a mapping of names: it is its own place
+        path = path[:-1]
+    kind = detail["type"]
+    where = source.where(path)
+    if kind == "extra_forbidden":
+        return Problem("HF010", where, _unknown(path, sections))
+    if kind == "missing":
+        outer = source.where(path[:-1]) if len(path) > 1 else where
+        place = type(where)(outer.file, outer.line, where.key)
+        return Problem("HF011", place, _missing(path, sections))
+    code, message = _value_message(kind, detail)
+    return Problem(code, where, message)
+
+
+def _value_message(kind: str, detail: ErrorDetails) -> tuple[str, str]:  # noqa: PLR0911  a table of cases
+    value, context = detail.get("input"), detail.get("ctx", {})
+    found = describe(value)
+    if kind.startswith("HF"):
+        return kind, detail["msg"]
+    if kind in _EXPECTED:
+        return "HF012", f"expected {_EXPECTED[kind]}, found {found}{_hint(kind, value)}"
+    if kind in _BOUNDS:
+        words, key = _BOUNDS[kind]
+        return "HF013", f"expected {words} {_number(context[key])}, found {found}"
+    if kind == "finite_number":
+        return "HF013", f"expected a finite number, found {found}"
+    if kind == "literal_error":
+        return "HF014", f"expected {context['expected'].replace(chr(39), '')}, found {found}"
+    if kind in _TOO_BIG:
+        return "HF013", f"{found} is too long"
+    return "HF012", f"{detail['msg']}, found {found}"
+
+
+def _hint(kind: str, value: Any) -> str:
+    """Return how to write what was most likely meant."""
+    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        text = value.replace("_", "").replace(",", "")
+        if text.lstrip("+-").replace(".", "", 1).isdigit():
+            return f"; write {text} without quotes or commas"
+    if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off"):
+        return "; YAML 1.2 knows only true and false"
+    if kind in ("tuple_type", "list_type"):
+        return "; write [a, b]"
+    return ""
+
+
+def _number(bound: Any) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def _missing(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
+    model = sections.get(".".join(str(part) for part in path[:-1]))
+    info = model.model_fields.get(str(path[-1])) if model else None
+    meaning = f": {info.description}" if info and info.description else ""
+    return f"is missing{meaning}"
+
+
+def _unknown(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
+    """Return a message that names the nearest known key, here or in another section."""
+    *outer, last = [str(part) for part in path]
+    section = ".".join(outer)
+    known = list(sections[section].model_fields) if section in sections else []
+    import difflib
+
+    near = difflib.get_close_matches(last.lower(), known, n=1, cutoff=0.6)
+    elsewhere = [
+        f"{name}.{key}".lstrip(".")
+        for name, model in sections.items()
+        for key in model.model_fields
+        if key == last and name != section
+    ]
+    if near:
+        return f"unknown key; did you mean {'.'.join([*outer, near[0]])}?"
+    if elsewhere:
+        return f"unknown key here; did you mean {elsewhere[0]}?"
+    if not known:
+        return "unknown key"
+    return f"unknown key; {section or 'a job file'} has {', '.join(known)}"

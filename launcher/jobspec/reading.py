@@ -1,0 +1,223 @@
+"""YAML text -> JobSpec; every mistake in one go, with file, line and way out.
+
+`parse_spec` is pure. `load_spec` is the one place that reads files: the
+job file, and the config.json that `model` may name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from elastic_trainer.command import UNKNOWN_STEPS
+from elastic_trainer.hf_config import ConfigError, parse_hf_config
+from elastic_trainer.models import PRESETS, ModelShape
+from launcher.errors import Problem, UserError, Where
+from launcher.jobspec import values
+from launcher.jobspec.check import cross_check
+from launcher.jobspec.errors import MODEL_TAGS, problems_of
+from launcher.jobspec.source import Source, read_source
+from launcher.jobspec.spec import SECTIONS, JobSpec
+
+ReadText = Callable[[str], str]
+"""Path as written in the job file -> text of that file; raises OSError."""
+
+_PLACEHOLDERS: Final[dict[str, Any]] = {
+    "name": "job",
+    "model": "tiny",
+    "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+    "train": {"seq_len": 1, "global_batch": 1, "steps": 1},
+    "data": {"path": "."},
+}
+"""Stand in for what is missing or wrong, so that the rest can be checked in the same go."""
+
+
+_DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
+FOR_COMMANDS: Final[dict[str, Any]] = {
+    "model": {
+        "num_layers": 10_000,
+        "dim": 2 * _DIVISIBLE,
+        "num_heads": _DIVISIBLE,
+        "ffn_dim": _DIVISIBLE,
+        "vocab_size": _DIVISIBLE,
+    },
+    "train": {"seq_len": 2 * _DIVISIBLE, "global_batch": _DIVISIBLE, "steps": UNKNOWN_STEPS},
+    "data": {"path": "."},
+}
+"""What a command may leave out, since only it knows: values that allow any layout."""
+
+
+def parse_spec(
+    text: str,
+    file: str = "job.yaml",
+    sets: Sequence[str] = (),
+    *,
+    read: ReadText | None = None,
+) -> JobSpec:
+    """Return the job that `text` describes, with the overrides `sets` applied.
+
+    Args:
+        text: the YAML.
+        file: name for messages.
+        sets: overrides as `train.steps=50`, later ones winning.
+        read: reads the config.json that `model` may name; without it such a
+            model is refused.
+
+    Raises:
+        UserError: every mistake found, in the order of the file.
+    """
+    source = read_source(text, file, sets)
+    problems = list(source.problems)
+    reported = {problem.where.key for problem in problems}
+    left_out = _fill_for_command(source)
+    spec, found = _validate(source)
+    problems += [problem for problem in found if problem.where.key not in reported]
+    bad = {problem.where.key for problem in problems if problem.where.key}
+    if spec is not None:
+        spec.remember(source, text, sets)
+        problems += _complete(spec, bad | left_out, read)
+    mistakes = [problem for problem in problems if not problem.is_warning]
+    if mistakes:
+        raise UserError.many(mistakes)
+    assert spec is not None, "a spec without problems is valid"
+    return spec
+
+
+def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
+    """Find the model's dimensions and check the rules that span several keys."""
+    shape, problem = _shape_of(spec, read)
+    spec.complete(shape)
+    found = [problem] if problem and "model" not in bad else []
+    found += cross_check(spec, bad | {problem.where.key for problem in found})
+    spec.warn(found)
+    return found
+
+
+def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
+    """Read a job file.
+
+    Relative paths in it are relative to its folder, `Path(path).absolute().parent`.
+
+    Raises:
+        UserError: HF001 or HF002 when it cannot be read; else as `parse_spec`.
+    """
+    file = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
+        raise UserError("HF002", message, where=Where(file)) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"cannot be read: {reason}; check the path"
+        raise UserError("HF001", message, where=Where(file)) from error
+    folder = Path(path).absolute().parent
+
+    def read(name: str) -> str:
+        """Read the config.json of a model, given itself or by its folder."""
+        try:
+            model_path = folder / Path(name).expanduser()
+        except RuntimeError as error:  # ~name of somebody who is not known here
+            raise FileNotFoundError(str(error)) from error
+        if model_path.is_dir():
+            model_path /= "config.json"
+        return model_path.read_text(encoding="utf-8")
+
+    return parse_spec(text, file, sets, read=read)
+
+
+def _fill_for_command(source: Source) -> set[str]:
+    """Put stand-ins for what a job with `command` leaves out into `source`; return their keys."""
+    if source.data.get("command") is None:
+        return set()
+    left_out = set()
+    for key, stand_in in FOR_COMMANDS.items():
+        given = source.data.get(key)
+        if given is None:
+            source.data[key] = dict(stand_in)
+            left_out.add(key)
+        elif key == "train" and isinstance(given, dict):
+            missing = {name: value for name, value in stand_in.items() if name not in given}
+            source.data[key] = {**given, **missing}
+            left_out |= {f"{key}.{name}" for name in missing}
+    return left_out
+
+
+def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+    """Return the spec and its problems; with problems, wrong values are replaced."""
+    data = {
+        key: value
+        for key, value in source.data.items()
+        if value is not None or key not in SECTIONS  # an empty section is one with defaults
+    }
+    values.build(JobSpec)
+    try:
+        return JobSpec.model_validate(data), []
+    except ValidationError as error:
+        problems = problems_of(error, source, SECTIONS)
+        bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
+    data = copy.deepcopy(data)
+    for path in bad:
+        _drop(data, [part for part in path if part not in MODEL_TAGS])
+    for key, stand_in in _PLACEHOLDERS.items():
+        if not isinstance(stand_in, dict):
+            data.setdefault(key, stand_in)
+        elif isinstance(data.setdefault(key, {}), dict):
+            data[key] = {**stand_in, **data[key]}
+    if isinstance(data["model"], dict) and any(path[0] == "model" for path in bad):
+        data["model"] = "tiny"
+    try:
+        return JobSpec.model_validate(data), problems
+    except ValidationError:
+        return None, problems  # mistakes of mistakes: what was found must do
+
+
+def _drop(data: Any, path: Sequence[str | int]) -> None:
+    """Remove what lies at `path`; a bad list item takes the whole list with it."""
+    for index, part in enumerate(path):
+        last = index == len(path) - 1 or isinstance(path[index + 1], int)
+        if not isinstance(data, dict) or part not in data:
+            return
+        if last:
+            data.pop(part)
+            return
+        data = data[part]
+
+
+def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:
+    """Return the model's dimensions, or a stand-in and the problem with `model`."""
+    model, where = spec.model, spec.source.where_key("model")
+    stand_in = PRESETS["tiny"]
+    if not isinstance(model, str):
+        raw = dict(model)
+        heads = raw["num_heads"] if raw["num_kv_heads"] is None else raw["num_kv_heads"]
+        return ModelShape(**{**raw, "num_kv_heads": heads, "head_dim": raw["head_dim"] or 0}), None
+    if model in PRESETS:
+        return PRESETS[model], None
+    if "/" not in model and not model.endswith(".json"):
+        import difflib
+
+        near = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        message = (
+            f"{model} is unknown; {hint}Presets: {', '.join(PRESETS)}; or give dimensions, "
+            "or the path of a config.json"
+        )
+        return stand_in, Problem("HF020", where, message)
+    try:
+        return parse_hf_config((read or _read_nothing)(model)), None
+    except ConfigError as error:
+        code, reason = error.code, str(error)
+    except UnicodeDecodeError:
+        code, reason = "HF021", "not UTF-8 text"
+    except OSError as error:
+        code, reason = "HF021", f"cannot be read: {error.strerror or error}"
+    return stand_in, Problem(code, where, f"{model}: {reason}")
+
+
+def _read_nothing(name: str) -> str:
+    raise ConfigError("HF021", f"files such as {name} cannot be read here")

@@ -1,0 +1,175 @@
+"""JobSpec: one job, every section of it, and what follows from them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final
+
+from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
+
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+from launcher.errors import Problem
+from launcher.hardware import tight_domain
+from launcher.jobspec import sections, values
+from launcher.jobspec.env import Env
+from launcher.jobspec.errors import MODEL_TAGS
+from launcher.jobspec.kubernetes import Kubernetes, Security, Topology
+from launcher.jobspec.numbers import Numbers
+from launcher.jobspec.rules import Facts
+from launcher.jobspec.slurm import Slurm
+from launcher.jobspec.source import Source
+
+Model = Annotated[
+    Annotated[values.Text, Tag(MODEL_TAGS[0])]
+    | Annotated[sections.ModelDimensions, Tag(MODEL_TAGS[1])],
+    Discriminator(lambda value: MODEL_TAGS[isinstance(value, dict | sections.ModelDimensions)]),
+]
+
+
+class JobSpec(values.Section):
+    """One job: what a user wrote, checked and complete with defaults."""
+
+    name: values.JobName = Field(description="Name of the job, and of its runs.")
+    model: Model = Field(
+        description="A preset, a mapping of dimensions, or the path of a Hugging Face config.json."
+    )
+    layout: sections.Layout = values.optional_section("Parallelism.")
+    cluster: sections.Cluster = Field(description="The machines.")
+    train: sections.Train = Field(description="What is trained.")
+    data: sections.Data = Field(description="Where the tokens come from.")
+    checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
+    elastic: sections.Elastic = values.optional_section("How the job lives with failures.")
+    numbers: Numbers = values.optional_section("What follows from wrong numbers.")
+    code: sections.Code = values.optional_section("The code frozen.")
+    env: Env = values.optional_section("What workers run in.")
+    network: sections.Network = values.optional_section("Addresses and ports.")
+    command: values.Command = Field(
+        None, description="A torchrun script with arguments, instead of the built-in trainer."
+    )
+    slurm: Slurm = values.optional_section("sbatch's options.")
+    kubernetes: Kubernetes = values.optional_section("Where and how pods run.")
+
+    _source: Source = PrivateAttr()
+    _text: str = PrivateAttr(default="")
+    _set_texts: tuple[str, ...] = PrivateAttr(default=())
+    _shape: ModelShape = PrivateAttr()
+    _warnings: tuple[Problem, ...] = PrivateAttr(default=())
+
+    def remember(
+        self,
+        source: Source,
+        text: str,
+        sets: Sequence[str],
+    ) -> None:
+        """Keep what this was read from; `reading.py` does so for every spec."""
+        self._source, self._text, self._set_texts = source, text, tuple(sets)
+
+    def complete(self, shape: ModelShape) -> None:
+        """Keep the dimensions of the model, which may stand in a file of their own."""
+        self._shape = shape
+
+    def warn(self, found: Sequence[Problem]) -> None:
+        """Keep what is legal but may not be meant."""
+        self._warnings = tuple(problem for problem in found if problem.is_warning)
+
+    @property
+    def source(self) -> Source:
+        """The values as written, with their lines."""
+        return self._source
+
+    @property
+    def text(self) -> str:
+        """The YAML as written, before any --set."""
+        return self._text
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The overrides applied, in order."""
+        return self._set_texts
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is legal but may not be meant."""
+        return self._warnings
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's dimensions, wherever they came from."""
+        return self._shape
+
+    @property
+    def model_name(self) -> str:
+        """The preset or path, or `the model` when given by its dimensions."""
+        return self.model if isinstance(self.model, str) else "the model"
+
+    @property
+    def device(self) -> str:
+        """`cpu` for the emulated cluster, else `cuda`."""
+        return "cpu" if self.cluster.gpu == "cpu" else "cuda"
+
+    @property
+    def facts(self) -> Facts:
+        """What the layout rules need to know."""
+        return Facts(
+            model_name=self.model_name,
+            shape=self.shape,
+            nodes=self.cluster.nodes,
+            gpus_per_node=self.cluster.gpus_per_node,
+            domain=tight_domain(self.cluster.gpu, self.cluster.gpus_per_node),
+            seq_len=self.train.seq_len,
+            global_batch=self.train.global_batch,
+            micro_batch=self.train.micro_batch,
+            schedule=self.layout.schedule,
+            interleave=self.layout.interleave,
+            allow_tp_across_nodes=self.layout.allow_tp_across_nodes,
+        )
+
+    @property
+    def full_layout(self) -> ParallelLayout:
+        """The layout on all nodes, with `dp: auto` solved."""
+        want = self.layout
+        replica = want.tp * want.cp * want.pp
+        dp = self.facts.num_gpus // replica if want.dp == "auto" else want.dp
+        return ParallelLayout(
+            dp=dp,
+            tp=want.tp,
+            pp=want.pp,
+            cp=want.cp,
+            dp_replicate=want.dp_replicate,
+            order=want.order,
+        )
+
+    @property
+    def min_nodes(self) -> int:
+        """Fewest nodes to train on; by default those of one dp replica."""
+        if self.elastic.min_nodes is not None:
+            return self.elastic.min_nodes
+        replica = self.layout.tp * self.layout.cp * self.layout.pp
+        return min(self.cluster.nodes, -(-replica // self.cluster.gpus_per_node))
+
+    def problem(self, code: str, key: str, message: str) -> Problem:
+        """Return a Problem at the line where `key` (as `data.path`) was written."""
+        return Problem(code, self._source.where_key(key), message)
+
+
+SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
+    "": JobSpec,
+    "model": sections.ModelDimensions,
+    "layout": sections.Layout,
+    "cluster": sections.Cluster,
+    "train": sections.Train,
+    "train.optimizer": sections.Optimizer,
+    "data": sections.Data,
+    "checkpoint": sections.Checkpoint,
+    "elastic": sections.Elastic,
+    "numbers": Numbers,
+    "code": sections.Code,
+    "env": Env,
+    "network": sections.Network,
+    "slurm": Slurm,
+    "kubernetes": Kubernetes,
+    "kubernetes.security": Security,
+    "kubernetes.topology": Topology,
+}
+"""Dotted path -> model of every section."""

@@ -1,0 +1,225 @@
+"""The values of a job file: which texts and numbers are taken, one at a time. Pure.
+
+A validator names its code as the error type; `spec.py` turns that into a Problem.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+import sys
+from types import ModuleType
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+)
+from pydantic_core import PydanticCustomError
+
+from elastic_trainer.command import split_command
+from elastic_trainer.layout import AXES
+from elastic_trainer.templates import explain, unknown_names
+from launcher.jobspec.source import describe
+
+
+def refuse(code: str, message: str) -> PydanticCustomError:
+    """Return the error that `spec.py` turns into a Problem with this code."""
+    # The detour over the context keeps braces in values from being read as a template.
+    return PydanticCustomError(code, "{message}", {"message": message})
+
+
+def plain_text(value: str) -> str:
+    """Check a text of one line.
+
+    Raises:
+        PydanticCustomError: HF015, there is none, or something in it is no character.
+    """
+    if not value.strip():
+        raise refuse("HF015", "expected some text, found none")
+    if any(ord(char) < 32 or ord(char) == 127 for char in value):
+        raise refuse("HF015", "line breaks and control characters are not allowed")
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
+        raise refuse("HF015", "half a surrogate pair is no character; write it out")
+    return value
+
+
+_NAME: Final = r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?"
+
+
+def _job_name(value: str) -> str:
+    if re.fullmatch(_NAME, value):
+        return value
+    near = re.sub(r"[^a-z0-9]+", "-", value.lower())[:50].strip("-") or "my-run"
+    raise refuse(
+        "HF015",
+        f"{describe(value)} is not a name that every platform takes: at most 50 lower-case "
+        f"letters, digits and inner hyphens, as {near}",
+    )
+
+
+def _dp(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise refuse("HF012", f"expected a whole number or auto, found {describe(value)}")
+
+
+def _order(value: tuple[str, ...]) -> tuple[str, ...]:
+    if sorted(value) != sorted(AXES):
+        listed = ", ".join(value)
+        raise refuse(
+            "HF117",
+            f"[{listed}] must name tp, cp, pp and dp once each, innermost first; "
+            "the default is [tp, cp, pp, dp]",
+        )
+    return value
+
+
+def _schedule(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise refuse("HF012", f"expected 1f1b or interleaved, found {describe(value)}")
+    name = re.sub(r"[^a-z0-9]", "", value.lower())
+    if name.startswith(("zb", "zerobubble", "dualpipe", "interleavedzerobubble", "v")):
+        raise refuse(
+            "HF115",
+            f"{value}: with FSDP2 the zero-bubble schedules compute wrong gradients without "
+            "an error; use 1f1b, or interleaved with interleave: 2",
+        )
+    known = {"1f1b": "1f1b", "interleaved": "interleaved", "interleaved1f1b": "interleaved"}
+    if name not in known:
+        raise refuse("HF014", f"expected 1f1b or interleaved, found {describe(value)}")
+    return known[name]
+
+
+_PORTS: Final = r"([0-9]{1,5})-([0-9]{1,5})"
+
+
+def _ports(value: str) -> str:
+    match = re.fullmatch(_PORTS, value)
+    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not (1024 <= low <= high <= 65535):
+        raise refuse(
+            "HF015",
+            f"expected low-high within 1024-65535, as 29400-29499, found {describe(value)}",
+        )
+    return value
+
+
+def _cidr(value: str) -> str:
+    try:
+        ipaddress.ip_network(value, strict=False)
+    except ValueError:
+        raise refuse(
+            "HF015", f"expected a network such as 10.0.0.0/8, found {describe(value)}"
+        ) from None
+    return value
+
+
+def _command(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = shlex.split(value)
+        except ValueError as error:
+            raise refuse("HF015", f"{error}: quote the arguments as a shell wants them") from None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise refuse(
+            "HF012", f"expected a command line or a list of texts, found {describe(value)}"
+        )
+    try:
+        command = split_command(value)
+    except ValueError as error:
+        raise refuse("HF015", str(error)) from None
+    for name in unknown_names(command.args):
+        raise refuse("HF511", explain(name))
+    return tuple(value)
+
+
+def _pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise refuse("HF015", f"{error}: expected a regular expression") from None
+    if groups != 1:
+        raise refuse("HF015", rf"expected one group, the step, as step (\d+), found {groups}")
+    return value
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML 1.1 reads a bare off as false
+
+
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Degree = Annotated[int, Field(ge=1, le=10**6)]
+Steps = Annotated[int, Field(ge=0, le=10**12)]
+Seconds = Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]
+JobName = Annotated[str, AfterValidator(_job_name)]
+DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
+Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
+Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
+Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
+Ports = Annotated[Text, AfterValidator(_ports)]
+Cidr = Annotated[Text, AfterValidator(_cidr)]
+Pattern = Annotated[Text, AfterValidator(_pattern)]
+
+
+Command = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(lambda value: None if value is None else _command(value)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class Section(BaseModel):
+    """What all sections share: nothing unknown, nothing converted, nothing changed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
+
+
+_PLUGINS: Final = "pydantic.plugin._loader"
+
+
+def build(section: type[BaseModel]) -> None:
+    """Have pydantic build what `section` and all within it need, once.
+
+    Before it builds anything, pydantic looks for plugins through everything that is installed,
+    which takes as long as the building. There are none for job files, so it is told so by a
+    module that stands in for its own meanwhile. Where there is no such module it looks.
+    """
+    stands_in = _PLUGINS not in sys.modules
+    if stands_in:
+        module = ModuleType(_PLUGINS)
+        module.__dict__["get_plugins"] = tuple
+        sys.modules[_PLUGINS] = module
+    try:
+        section.model_rebuild()
+    finally:
+        if stands_in:
+            del sys.modules[_PLUGINS]
+
+
+def optional_section(description: str) -> Any:
+    """Return the field of a section that may be left out: it is one with its defaults then.
+
+    An empty mapping is validated in its place. A factory that calls the section would have
+    pydantic build what it needs for it a second time, which takes longer than all the rest.
+    """
+    return Field(default_factory=dict, validate_default=True, description=description)

@@ -1,0 +1,1 @@
+"""Checkpoints from the launcher's side: listed, started from, converted."""

@@ -1,0 +1,1 @@
+"""Runs on this machine's emulated nodes, with faults on purpose."""

@@ -1,0 +1,248 @@
+"""Faults as data: `--fault kill-node:2@30` -> Fault. Pure.
+
+A fault has an action, perhaps a target, the step after which it strikes, and
+perhaps the phase it waits for. Who carries it out (backends/local.py) and when
+(ops/local/run.py) is elsewhere; faults at random times are in ops/local/chaos.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.events import Event
+from elastic_trainer.injected import Inside
+from launcher.errors import Problem, UserError
+
+
+class FaultAction(enum.StrEnum):
+    """What can be done to an emulated cluster."""
+
+    KILL_NODE = "kill-node"
+    """Power loss: the agent, its zygote and its workers die at once."""
+    KILL_AGENT = "kill-agent"
+    """SIGKILL of a node's agent alone: its zygote and its workers must die with it."""
+    KILL_ZYGOTE = "kill-zygote"
+    """SIGKILL of a node's zygote alone: its workers die with it, the agent starts another."""
+    KILL_WORKER = "kill-worker"
+    """SIGKILL of one worker, named by its global rank."""
+    KILL_COORDINATOR = "kill-coordinator"
+    """Power loss of the node that coordinates at that moment."""
+    RETURN_NODE = "return-node"
+    """Power on a dead node again; without a target the one dead for longest."""
+    PAUSE_NODE = "pause-node"
+    """SIGSTOP of everything on a node: it falls silent and closes nothing."""
+    RESUME_NODE = "resume-node"
+    """SIGCONT of a paused node."""
+    PAUSE_WORKER = "pause-worker"
+    """SIGSTOP of one worker, named by its global rank: it hangs."""
+    SPIN_WORKER = "spin-worker"
+    """One worker computes for ever, at 100 % of a processor, and gets nowhere."""
+    WEDGE_WORKER = "wedge-worker"
+    """One worker never enters the next step's all-reduce; all others wait in it."""
+    STARVE_WORKER = "starve-worker"
+    """The data loader of one worker delivers nothing any more."""
+    SLOW_WORKER = "slow-worker"
+    """One worker's forward takes longer from now on, until it ends: a straggler."""
+
+
+class Phase(enum.StrEnum):
+    """What a fault may strike in the middle of, instead of in steady training."""
+
+    RENDEZVOUS = "rendezvous"
+    """From the end of an epoch (or the start of the run) until the next one is published."""
+    RESTORE = "restore"
+    """While the workers of a new epoch load their state."""
+    SAVE = "save"
+    """While a checkpoint is being written."""
+    GROWTH = "growth"
+    """While an epoch ends for the sake of nodes that joined."""
+
+
+_ACTIONS = {**{str(action): str(action) for action in FaultAction}, "stop-node": "pause-node"}
+_PHASES = {str(phase): str(phase) for phase in Phase}
+_NEEDS_TARGET = {
+    FaultAction.KILL_NODE,
+    FaultAction.KILL_AGENT,
+    FaultAction.KILL_ZYGOTE,
+    FaultAction.KILL_WORKER,
+    FaultAction.PAUSE_NODE,
+    FaultAction.PAUSE_WORKER,
+    FaultAction.SPIN_WORKER,
+    FaultAction.WEDGE_WORKER,
+    FaultAction.STARVE_WORKER,
+    FaultAction.SLOW_WORKER,
+}
+_NO_TARGET = {FaultAction.KILL_COORDINATOR}
+INSIDE = {
+    FaultAction.SPIN_WORKER: Inside.SPIN,
+    FaultAction.WEDGE_WORKER: Inside.WEDGE,
+    FaultAction.STARVE_WORKER: Inside.STARVE,
+    FaultAction.SLOW_WORKER: Inside.SLOW,
+}
+"""What a worker does to itself when it is asked to; of the trainer only."""
+_ON_WORKER = {FaultAction.KILL_WORKER, FaultAction.PAUSE_WORKER, *INSIDE}
+_FORM = re.compile(
+    r"(?P<action>[a-z-]+)(?::(?P<target>[0-9]+))?@(?P<step>[0-9]+)(?:/(?P<phase>[a-z]+))?"
+)
+
+_BEGINS = {
+    "run.started": Phase.RENDEZVOUS,
+    "epoch.aborted": Phase.RENDEZVOUS,
+    "checkpoint.started": Phase.SAVE,
+}
+
+VALID_FORMS = (
+    "kill-node:2@30 (node2 after step 30), kill-agent:2@30, kill-zygote:2@30, "
+    "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
+    "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
+    "pause-worker:1@30, spin-worker:1@30, wedge-worker:1@30, starve-worker:1@30, "
+    "slow-worker:1@30; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
+    "first one after step 30"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. It strikes once, when step `step` has been completed for the first time.
+
+    With a phase it waits for the next beginning of that phase from there on.
+    """
+
+    action: FaultAction
+    target: int | None
+    """Index of the node (node0 is 0), or the rank for a worker; None: see the action."""
+    step: int
+    phase: Phase | None = None
+
+    @property
+    def brings_back(self) -> bool:
+        """Whether it ends a fault rather than makes one; such ones also strike a parked job."""
+        return self.action in (FaultAction.RETURN_NODE, FaultAction.RESUME_NODE)
+
+    @property
+    def on_worker(self) -> bool:
+        """Whether it strikes one worker, and `target` is its rank."""
+        return self.action in _ON_WORKER
+
+    def __str__(self) -> str:
+        """Return the text form, `kill-node:2@30` or `kill-node:2@30/save`."""
+        target = "" if self.target is None else f":{self.target}"
+        phase = "" if self.phase is None else f"/{self.phase}"
+        return f"{self.action}{target}@{self.step}{phase}"
+
+
+def parse_fault(
+    text: str, *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
+) -> Fault:
+    """Read one `ACTION[:TARGET]@STEP[/PHASE]`.
+
+    Args:
+        text: the argument of one `--fault`.
+        num_nodes: emulated nodes; targets are 0 to `num_nodes - 1`.
+        num_workers: workers of the top rung; ranks are 0 to `num_workers - 1`.
+        steps: last step of the run; a fault after it would never strike.
+        start_step: the step the run starts from.
+
+    Raises:
+        UserError: HF601 unknown form, HF602 target missing, superfluous or out of
+            range, HF603 a step that is never completed.
+    """
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise UserError(
+            "HF601",
+            f"--fault {text}: not of the form ACTION[:TARGET]@STEP[/PHASE]; valid: {VALID_FORMS}",
+        )
+    action = FaultAction(_known(text, "action", match["action"], _ACTIONS))
+    phase = None
+    if match["phase"] is not None:
+        phase = Phase(_known(text, "phase", match["phase"], _PHASES))
+    target = None if match["target"] is None else int(match["target"])
+    step = int(match["step"])
+    _check_target(text, action, target, num_nodes=num_nodes, num_workers=num_workers)
+    # The first rendezvous, of the start, comes before any step.
+    first = start_step + (phase is None)
+    if not first <= step < steps:
+        started = f", the run starts from step {start_step}" if start_step else ""
+        raise UserError(
+            "HF603",
+            f"--fault {text}: a fault strikes after a completed step and before the last one; "
+            f"use {first} to {steps - 1} (train.steps is {steps}{started})",
+        )
+    return Fault(action, target, step, phase)
+
+
+def parse_faults(
+    texts: Sequence[str], *, num_nodes: int, num_workers: int, steps: int, start_step: int = 0
+) -> tuple[Fault, ...]:
+    """Read every `--fault`, in the order in which they strike.
+
+    Raises:
+        UserError: as `parse_fault`, with the mistakes of all faults at once.
+    """
+    faults: list[Fault] = []
+    problems: list[Problem] = []
+    for text in texts:
+        try:
+            faults.append(
+                parse_fault(
+                    text,
+                    num_nodes=num_nodes,
+                    num_workers=num_workers,
+                    steps=steps,
+                    start_step=start_step,
+                )
+            )
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError.many(problems)
+    return tuple(sorted(faults, key=lambda fault: fault.step))
+
+
+def phases_begun(events: Iterable[Event]) -> frozenset[Phase]:
+    """Return the phases that begin with one of `events`."""
+    begun = set()
+    for event in events:
+        if event.event in _BEGINS:
+            begun.add(_BEGINS[event.event])
+        elif event.event == "recovery.phase" and event.fields.get("phase") == "model":
+            begun.add(Phase.RESTORE)  # it comes next
+        elif event.event == "trainer.stopping" and event.fields.get("why") == "growth":
+            begun.add(Phase.GROWTH)
+    return frozenset(begun)
+
+
+def _known(text: str, what: str, word: str, known: Mapping[str, str]) -> str:
+    if word in known:
+        return known[word]
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError("HF601", f"--fault {text}: unknown {what} {word}; {hint}valid: {VALID_FORMS}")
+
+
+def _check_target(
+    text: str, action: FaultAction, target: int | None, *, num_nodes: int, num_workers: int
+) -> None:
+    if target is None:
+        if action in _NEEDS_TARGET:
+            raise UserError(
+                "HF602", f"--fault {text}: {action} needs a target; valid: {VALID_FORMS}"
+            )
+        return
+    if action in _NO_TARGET:
+        raise UserError(
+            "HF602",
+            f"--fault {text}: {action} takes no target; write {action}@{text.split('@')[1]}",
+        )
+    limit, word = (num_workers, "rank") if action in _ON_WORKER else (num_nodes, "node")
+    if target >= limit:
+        raise UserError(
+            "HF602",
+            f"--fault {text}: there is no {word} {target}; this run has {limit}: "
+            f"use 0 to {limit - 1}",
+        )

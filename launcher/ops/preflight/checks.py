@@ -1,0 +1,309 @@
+"""The checks of `holdfast preflight`, each run on a node, and what follows from their findings.
+
+A check is a function `(Expected) -> Finding` with a name; more come from distributions with an
+entry point in the group `holdfast.preflight` (name -> function), or by the Python interface. It
+runs in a process of its own on the node, as the user, in the workers' environment. The verdict
+over all nodes (who differs from the others) is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+GROUP: Final = "holdfast.preflight"
+"""Entry points of this group are checks, too."""
+SHM: Final = Path("/dev/shm")  # noqa: S108  where agents keep snapshots
+_MIB: Final = 1 << 20
+_GIB: Final = 1 << 30
+_WRITE_BYTES: Final = 64 * _MIB
+_QUERY_S: Final = 30.0
+SLOW_WRITE: Final = 0.25
+"""A node that writes slower than this part of the median is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the nodes are to have."""
+
+    gpus: int = 0
+    """Per node; 0: none are looked for."""
+    directory: str = "."
+    """Shared folder to write into: that of the checkpoints."""
+    min_free_gib: float = 1.0
+    """Of its file system."""
+    min_shm_gib: float = 1.0
+    """Free in /dev/shm."""
+    max_clock_s: float = 1.0
+    """Offset of a node's clock from the median of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found on one node. Plain values only: it travels."""
+
+    check: str
+    level: str = "ok"
+    """ok, warn or fail."""
+    text: str = ""
+    """For people: what was found, and for warn and fail the way out."""
+    value: Any = None
+    """What is compared between nodes: a number or a text; None: nothing is."""
+
+
+Check = Callable[[Expected], Finding]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """What one node said."""
+
+    node: str
+    findings: tuple[Finding, ...] = ()
+    problem: str = ""
+    """Why it said nothing; empty: it did."""
+
+    @property
+    def level(self) -> str:
+        """The worst of its findings."""
+        if self.problem:
+            return "fail"
+        levels = {finding.level for finding in self.findings}
+        return "fail" if "fail" in levels else "warn" if "warn" in levels else "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a node's process returns."""
+
+    host: str
+    findings: tuple[Finding, ...] = field(default=())
+
+
+# -- on the node -------------------------------------------------------------------------------
+
+
+def check_gpus(expected: Expected) -> Finding:
+    """Count the GPUs that answer."""
+    name = "gpus"
+    if expected.gpus == 0:
+        return Finding(check=name, text="none expected", value=None)
+    found, how = _count_gpus()
+    if found == expected.gpus:
+        return Finding(check=name, text=f"{found} answer", value=found)
+    return Finding(
+        check=name,
+        level="fail",
+        text=f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it",
+        value=found,
+    )
+
+
+def _count_gpus() -> tuple[int, str]:
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(
+                query, capture_output=True, text=True, timeout=_QUERY_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return 0, f"nvidia-smi within {_QUERY_S:g} s"
+        lines = {line.strip() for line in done.stdout.splitlines()}
+        return len({line for line in lines if line.isdecimal()}), "nvidia-smi"
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0, "the driver"
+
+
+def check_storage(expected: Expected) -> Finding:
+    """Write and sync 64 MiB in the shared folder; look at its free space."""
+    name, folder = "storage", Path(expected.directory)
+    probe = folder / f".holdfast-preflight-{socket.gethostname()}-{os.getpid()}"
+    try:
+        usage = shutil.disk_usage(folder)
+        begin = time.monotonic()
+        with probe.open("xb") as file:
+            for _ in range(_WRITE_BYTES // _MIB):
+                file.write(os.urandom(1024) * 1024)
+            file.flush()
+            os.fsync(file.fileno())
+        speed = _WRITE_BYTES / _MIB / max(time.monotonic() - begin, 1e-9)
+    except OSError as error:
+        why = f"{folder} cannot be written: {error.strerror or error}"
+        return Finding(check=name, level="fail", text=f"{why}; mend the mount or the rights")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    free = usage.free / _GIB
+    if free < expected.min_free_gib:
+        text = f"{folder}: {free:.1f} GiB free, {expected.min_free_gib:g} wanted; make room"
+        return Finding(check=name, level="fail", text=text, value=speed)
+    return Finding(check=name, text=f"{speed:.0f} MiB/s, {free:.0f} GiB free", value=speed)
+
+
+def check_shm(expected: Expected) -> Finding:
+    """Look at the room in /dev/shm, where agents keep the newest state."""
+    usage = shutil.disk_usage(SHM)
+    free, total = usage.free / _GIB, usage.total / _GIB
+    text = f"{free:.1f} of {total:.1f} GiB free"
+    if free < expected.min_shm_gib:
+        text += f", {expected.min_shm_gib:g} wanted; enlarge or empty {SHM}"
+        return Finding(check="shm", level="fail", text=text)
+    return Finding(check="shm", text=text)
+
+
+def check_clock(expected: Expected) -> Finding:
+    """Compare this node's clock with that of the storage, which all nodes share."""
+    probe = Path(expected.directory) / f".holdfast-clock-{socket.gethostname()}-{os.getpid()}"
+    try:
+        probe.touch(exist_ok=False)
+        before = time.time()
+        os.utime(probe)  # the server's time, where there is a server
+        after = time.time()
+        offset = (before + after) / 2 - probe.stat().st_mtime
+    except OSError as error:
+        return Finding(check="clock", level="warn", text=f"cannot be compared: {error.strerror}")
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return Finding(check="clock", text=f"{offset:+.3f} s from the storage's", value=offset)
+
+
+def check_versions(expected: Expected) -> Finding:
+    """Tell the versions that must be the same everywhere; nothing is imported."""
+    del expected
+    said = [f"python {platform.python_version()}"]
+    for name in ("torch", "holdfast"):
+        try:
+            said.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            said.append(f"{name} none")
+    text = ", ".join(said)
+    return Finding(check="versions", text=text, value=text)
+
+
+def check_leftovers(expected: Expected) -> Finding:
+    """Look for what killed agents have left in /dev/shm: memory that nobody can use."""
+    del expected
+    stale = [path for path in SHM.glob("holdfast-*") if _is_stale(path)]
+    if not stale:
+        return Finding(check="leftovers", text="none")
+    size = sum(_size(path) for path in stale)
+    what = f"{len(stale)} stale folders, {size / _GIB:.1f} GiB, as {min(stale)}"
+    return Finding(check="leftovers", level="warn", text=f"{what}; remove them")
+
+
+def _is_stale(path: Path) -> bool:
+    """Return whether nobody holds the lock of an agent's folder (agent/workers/scratch.py)."""
+    try:
+        lock = os.open(path / "owner", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another user's, or being made
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for inside, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += Path(inside, name).lstat().st_blocks * 512
+    return total
+
+
+CHECKS: Final[dict[str, Check]] = {
+    "gpus": check_gpus,
+    "storage": check_storage,
+    "shm": check_shm,
+    "clock": check_clock,
+    "versions": check_versions,
+    "leftovers": check_leftovers,
+}
+"""Name -> check, in the order of the table."""
+
+
+def all_checks() -> dict[str, Check]:
+    """Return the built-in checks and those of installed distributions."""
+    found = dict(CHECKS)
+    for point in metadata.entry_points(group=GROUP):
+        found[point.name] = point.load()
+    return found
+
+
+def run_checks(checks: Mapping[str, Check], expected: Expected) -> Answer:
+    """Run `checks` here, one after the other; a check that fails itself is a failed check."""
+    findings = []
+    for name, check in checks.items():
+        try:
+            findings.append(check(expected))
+        except Exception as error:  # noqa: BLE001  others' code: what it raises is its finding
+            text = f"the check itself failed: {type(error).__name__}: {error}"
+            findings.append(Finding(check=name, level="fail", text=text))
+    return Answer(host=socket.gethostname(), findings=tuple(findings))
+
+
+# -- over all nodes ----------------------------------------------------------------------------
+
+
+def judge(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]:
+    """Return `reports` with what only a comparison of all nodes shows. Pure."""
+    clocks = _values(reports, "clock")
+    speeds = _values(reports, "storage")
+    versions = Counter(_values(reports, "versions").values())
+    usual = versions.most_common(1)[0][0] if versions else None
+    middle = statistics.median(clocks.values()) if clocks else 0.0
+    fast = statistics.median(speeds.values()) if speeds else 0.0
+
+    def judged(node: str, finding: Finding) -> Finding:
+        value = finding.value
+        if finding.level != "ok" or value is None:
+            return finding
+        if finding.check == "clock" and abs(value - middle) > expected.max_clock_s:
+            text = f"{value - middle:+.1f} s from the other nodes' clocks; mend NTP on {node}"
+            return _worse(finding, "fail", text)
+        if finding.check == "storage" and value < SLOW_WRITE * fast:
+            text = f"{value:.0f} MiB/s, the median is {fast:.0f}; look at its network"
+            return _worse(finding, "warn", text)
+        if finding.check == "versions" and value != usual:
+            return _worse(finding, "fail", f"{value}; most nodes have {usual}")
+        return finding
+
+    return [
+        NodeReport(
+            node=report.node,
+            findings=tuple(judged(report.node, finding) for finding in report.findings),
+            problem=report.problem,
+        )
+        for report in reports
+    ]
+
+
+def _values(reports: Sequence[NodeReport], check: str) -> dict[str, Any]:
+    return {
+        report.node: finding.value
+        for report in reports
+        for finding in report.findings
+        if finding.check == check and finding.value is not None
+    }
+
+
+def _worse(finding: Finding, level: str, text: str) -> Finding:
+    return Finding(check=finding.check, level=level, text=text, value=finding.value)

@@ -1,0 +1,1 @@
+"""The picture of a run, as a page or as one PNG."""

@@ -1,0 +1,94 @@
+"""What a report shows: folded from the record, and put into words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.events import Event
+from launcher.ops.record import timeline
+
+_MAX_POINTS = 2000
+
+Curve = Sequence[tuple[int, float]]
+"""(step, loss), in step order."""
+
+
+@dataclass(kw_only=True)
+class ReportData:
+    """Everything a report shows."""
+
+    title: str
+    summary: Mapping[str, Any]
+    loss: Curve
+    redone: Sequence[Curve] = ()
+    """Steps that were done but did not count, one curve per epoch."""
+    progress: Sequence[tuple[float, int]] = ()
+    """(seconds since the run's start, step), in order of time, redone ones included."""
+    extra: Mapping[str, Curve] = field(default_factory=dict)
+    """Curves of other runs to compare with: label -> curve."""
+    notes: Sequence[tuple[str, str]] = ()
+    """(heading, text) shown below the charts; the text may have several lines."""
+
+
+def report_data(
+    events: Sequence[Event],
+    summary: Mapping[str, Any],
+    *,
+    title: str,
+    extra: Mapping[str, Curve] | None = None,
+    notes: Sequence[tuple[str, str]] = (),
+) -> ReportData:
+    """Fold the record of a run into what its report shows."""
+    spans = timeline.epochs(events)
+    counted = timeline.lineage(spans)
+    counts = {(done.epoch, done.step) for done in counted}
+    redone = []
+    for span in spans:
+        lost = [(s.step, s.loss) for s in span.steps.values() if (s.epoch, s.step) not in counts]
+        curve = sorted((step, loss) for step, loss in lost if loss is not None)
+        redone += [curve] if curve else []
+    origin = next((e.t_unix for e in events if e.event == "run.started"), None)
+    done = sorted((s for span in spans for s in span.steps.values()), key=lambda s: s.t)
+    origin = origin if origin is not None else (done[0].t if done else 0.0)
+    return ReportData(
+        title=title,
+        summary=summary,
+        loss=[(s.step, s.loss) for s in counted if s.loss is not None],
+        redone=redone,
+        progress=[(s.t - origin, s.step) for s in done],
+        extra=extra or {},
+        notes=notes,
+    )
+
+
+def short_layout(layout: str) -> str:
+    """Return `dp4-pp1-cp1-tp2` as `dp4-tp2`: axes of degree 1 say nothing."""
+    parts = [part for part in layout.split("-") if part.lstrip("abcdefghijklmnopqrstuvwxyz") != "1"]
+    return "-".join(parts) or layout.split("-", maxsplit=1)[0]
+
+
+def thin(points: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
+    """Return at most about `most` points, the last one among them."""
+    stride = -(-len(points) // most) or 1
+    kept = list(points[::stride])
+    if points and kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def differences(run: Curve, other: Curve) -> list[tuple[int, float]]:
+    """Return (step, relative distance of the losses) for the steps that both have."""
+    there = dict(other)
+    return [(k, abs(loss - there[k]) / abs(there[k])) for k, loss in run if there.get(k)]
+
+
+def kind_text(failure: Mapping[str, Any]) -> str:
+    """Return the failure's kind in words: `node_lost` as `node lost`."""
+    return str(failure["kind"]).replace("_", " ")
+
+
+def seconds_text(value: float | None) -> str:
+    """Return seconds for people; a dash where there is no number."""
+    return "-" if value is None else f"{value:.2f} s"

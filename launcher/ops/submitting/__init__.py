@@ -1,0 +1,1 @@
+"""From a job file to a submitted run, all or nothing; submitting it again; cancelling it."""

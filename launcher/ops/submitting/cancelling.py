@@ -1,0 +1,177 @@
+"""Ends a run for good: asks it to save, waits as long as the clock chain allows, makes sure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher import stop_request
+from launcher.backends.base import Backend, JobId, JobRef, JobState, JobStatus
+from launcher.errors import UserError
+from launcher.ops.fetching import fetched
+from launcher.ops.record.newest import News, read_news
+from launcher.ops.runs import Run, chain_after, current_job
+
+_POLL_S = 2.0
+_ENDING_S = 120.0
+"""After a save, or a plain cancel: the platform clears nodes and notes the end."""
+_AGAIN_S = 30.0
+"""A request may be lost: to a node that has just failed, to a script that was starting."""
+_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), ("job.yaml", "terminationGracePeriodSeconds:"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled:
+    """What became of it."""
+
+    status: JobStatus
+    saved_step: int | None
+    """Newest step on storage; None: nothing was saved."""
+    code: int | None
+    """The job's exit code, by the platform or the run's own record."""
+    was_over: bool = False
+    """There was nothing to cancel."""
+
+    @property
+    def saved(self) -> bool:
+        """Whether the job itself has saved and left."""
+        return self.code == 91 or self.status.state is JobState.SAVED
+
+
+@dataclass(slots=True, kw_only=True)
+class Canceller:
+    """Cancels one run.
+
+    Args:
+        run: which.
+        backend: its platform's.
+        say: shows progress, a line each.
+        wait_s: how long a save may take; after that the job is ended without one.
+    """
+
+    run: Run
+    backend: Backend
+    say: Callable[[str], None]
+    wait_s: float
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    _trouble: str = ""
+
+    def cancel(self, *, save: bool) -> Cancelled:
+        """End the run; with `save` its state is saved first.
+
+        From here on none of its jobs goes back into the queue, whatever they end with.
+
+        Raises:
+            UserError: HF612 the run directory cannot be written.
+            PlatformError: the platform does not answer, or refuses.
+        """
+        job = current_job(self.run)
+        status = self.backend.status([job])[job]
+        if status.state.is_final:
+            return self._outcome(job, status, was_over=True)
+        self._ask_to_stay_stopped()
+        if save and status.state is not JobState.PENDING:
+            status = self._saved(job)
+            if status.state.is_final:
+                return self._outcome(job, status)
+            self.say("it has not ended in time; it is cancelled without a further save")
+        for other in self._chain(job):
+            self.backend.cancel(other)
+        return self._outcome(job, self._wait(job, _ENDING_S))
+
+    def _saved(self, job: JobRef) -> JobStatus:
+        """Ask for a save and wait until the job has ended, or its time is over."""
+        deadline = self.mono() + self.wait_s + _ENDING_S
+        self.say(f"asking job {job.id} to save and to end (at most {self.wait_s:.0f} s)")
+        asked_at, told = -_AGAIN_S, ""
+        while True:
+            if self.mono() - asked_at >= _AGAIN_S:
+                self.backend.ask_to_save(job)
+                asked_at = self.mono()
+            status = self.backend.status([job])[job]
+            news = self._news(job)
+            now = _progress(status, news)
+            if now != told:
+                self.say(now)
+                told = now
+            # Pending: it was put back into the queue a moment before it was asked.
+            if status.state.is_final or status.state is JobState.PENDING:
+                return status
+            if self.mono() >= deadline:
+                return status
+            self.sleep(_POLL_S)
+
+    def _wait(self, job: JobRef, seconds: float) -> JobStatus:
+        deadline = self.mono() + seconds
+        while True:
+            status = self.backend.status([job])[job]
+            if status.state.is_final or self.mono() >= deadline:
+                return status
+            self.sleep(_POLL_S / 4)
+
+    def _chain(self, job: JobRef) -> list[JobRef]:
+        """Return the jobs of the run, successors first, so that none starts meanwhile."""
+        submission = self.run.submission
+        if submission is None:
+            return [job]
+        first = submission.job
+        after = chain_after(self.run.path, first.id)
+        jobs = [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
+        return list(reversed(jobs))
+
+    def _ask_to_stay_stopped(self) -> None:
+        try:
+            stop_request.ask(self.run.path, why="holdfast cancel", t_unix=self.wall())
+        except OSError as error:
+            raise UserError(
+                "HF612",
+                f"run directory {self.run.path} cannot be written: {error.strerror or error}; "
+                "the job would be put back into the queue; make room, or grant the permission, and "
+                "cancel again",
+            ) from error
+
+    def _news(self, job: JobRef) -> News:
+        """Return the run's own record, brought here where it is elsewhere."""
+        trouble = fetched(self.backend, job)
+        if trouble and trouble != self._trouble:
+            self.say(trouble)
+        self._trouble = trouble
+        return read_news(self.run.path)
+
+    def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
+        news = self._news(job)
+        code = status.code if status.code is not None else news.code
+        return Cancelled(
+            status=status, saved_step=news.progress.saved_step, code=code, was_over=was_over
+        )
+
+
+def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
+    """Return how long a save may take, by what was submitted, which counts before the job file.
+
+    The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
+    grace period.
+    """
+    for folder in (run_dir, run_dir.parent):
+        for name, marker in _SAVE_TIMES:
+            try:
+                text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            _, found, rest = text.partition(marker)
+            digits = rest.split(maxsplit=1)[0] if found and rest.split() else ""
+            if digits.isascii() and digits.isdigit() and len(digits) < 7:
+                return float(digits)
+    return fallback_s
+
+
+def _progress(status: JobStatus, news: News) -> str:
+    now = news.progress
+    saved = "nothing saved yet" if now.saved_step is None else f"saved: step {now.saved_step}"
+    if news.code is not None:
+        return f"{status.state}: the agents have ended with {news.code}, {saved}"
+    return f"{status.state}: {now.state}, {now.step_text}, {saved}"

@@ -1,0 +1,211 @@
+"""`holdfast submit --resume`: submit a run, or the runs of an array, again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import stop_request
+from launcher.backends.base import Backend, JobRef, JobState
+from launcher.errors import UserError
+from launcher.ops import permissions
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.fetching import fetched
+from launcher.ops.record.newest import read_news
+from launcher.ops.record.put_out import PutOut, read_put_out
+from launcher.ops.runs import Run, Submission, current_job
+from launcher.ops.submitting.keeping import upgrade_run
+from launcher.ops.submitting.submit import note_submitted
+from launcher.targets import target_named
+
+LIVE = (JobState.PENDING, JobState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What came of `submit --resume RUN`."""
+
+    run: Run
+    """With its new submission; as it was where there was nothing to do."""
+    job: JobRef | None
+    """None: it has done its last step."""
+    upgraded: list[str] | None = None
+    """With --upgrade: what has changed, a line each."""
+    without: tuple[PutOut, ...] = ()
+    """Nodes that were put out since its last submission: this one keeps off them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedSweep:
+    """What came of `submit --resume SWEEP`; every task is in one of the three lists."""
+
+    job: JobRef | None
+    """The array that was submitted; None: no task has anything left to do."""
+    again: list[Run]
+    """Those that go on, with their new submissions."""
+    live: list[Run]
+    """Those that are waiting or running: they are left alone."""
+    done: list[Run]
+    """Those that have done their last step."""
+    upgraded: dict[str, list[str]] | None = None
+    """With --upgrade: what has changed, by task."""
+    without: tuple[PutOut, ...] = ()
+    """Nodes that any task has put out since its last submission: all of them keep off these."""
+
+
+def resume(
+    run: Run,
+    backend: Backend,
+    *,
+    upgrade_code: bool = False,
+    all_nodes: bool = False,
+    wall: Callable[[], float] = time.time,
+) -> Resumed:
+    """Submit a run again: it goes on from its newest checkpoint.
+
+    Args:
+        run: which; its newest submission must have ended.
+        backend: its platform's.
+        upgrade_code: freeze the working directory anew.
+        all_nodes: use nodes too that were put out.
+        wall: the clock.
+
+    Raises:
+        UserError: HF615 it has a live job; HF653 it was never submitted.
+        PlatformError: the platform is away, or answers garbage.
+    """
+    submission = _submission(run)
+    job = current_job(run)
+    status = backend.status([job])[job]
+    if status.state in LIVE:
+        raise UserError(
+            "HF615",
+            f"{run.path} has a live job already: {submission.target} job {job.id} is "
+            f"{status.state}; cancel it first (holdfast cancel {run.shown} --save)",
+        )
+    fetched(backend, job)
+    if read_news(run.path).code == 0:
+        return Resumed(run=run, job=None)
+    index = submission.job.id.partition("_")[2]
+    tasks = {int(index): run} if index else None
+    with permissions.umask(permissions.umask_of(run.path)):
+        upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
+        off = () if all_nodes else _put_out([run])
+        hosts = [each.host for each in off]
+        job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
+        ref = backend.task_of(job, int(index), run.path) if index else job
+        noted = note_submitted(run.path, submission.target, ref, without=hosts)
+        return Resumed(run=noted, job=ref, upgraded=upgraded, without=off)
+
+
+def resume_sweep(
+    runs: Sequence[Run],
+    backend: Backend,
+    *,
+    upgrade_code: bool = False,
+    all_nodes: bool = False,
+    wall: Callable[[], float] = time.time,
+) -> ResumedSweep:
+    """Submit those runs of an array again that have ended before their last step, as one array.
+
+    Args:
+        runs: of all tasks, in the folders named like their indices.
+        backend: the platform's.
+        upgrade_code: freeze the working directory anew, for each of them.
+        all_nodes: use nodes too that were put out.
+        wall: the clock.
+
+    Raises:
+        UserError: HF653 one was never submitted.
+        PlatformError: the platform is away, or answers garbage.
+    """
+    targets = {run.path: _submission(run).target for run in runs}
+    jobs = {run.path: current_job(run) for run in runs}
+    told = backend.status(list(jobs.values()))
+    live = [run for run in runs if told[jobs[run.path]].state in LIVE]
+    ended = [run for run in runs if run not in live]
+    done = [run for run in ended if read_news(run.path).code == 0]
+    tasks = {int(run.path.name): run for run in ended if run not in done}
+    if not tasks:
+        return ResumedSweep(job=None, again=[], live=live, done=done)
+    with permissions.umask(permissions.umask_of(runs[0].path)):
+        upgraded = {
+            run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
+            for run in tasks.values()
+        }
+        off = () if all_nodes else _put_out(tasks.values())
+        hosts = [each.host for each in off]
+        job = _submit_again(list(tasks.values()), backend, tasks=tasks, without=hosts, wall=wall)
+        again = []
+        for index, run in tasks.items():
+            ref = backend.task_of(job, index, run.path)
+            again.append(note_submitted(run.path, targets[run.path], ref, without=hosts))
+    said = upgraded if upgrade_code else None
+    return ResumedSweep(job=job, again=again, live=live, done=done, upgraded=said, without=off)
+
+
+def _put_out(runs: Iterable[Run]) -> tuple[PutOut, ...]:
+    """Return the nodes that any of the runs has put out since its last submission."""
+    found: dict[str, PutOut] = {}
+    for run in runs:
+        submission = _submission(run)
+        if target_named(submission.target).exclude is None:
+            continue
+        since = submission.job.submit_time or 0.0
+        found |= {each.host: each for each in read_put_out(run.path, since_unix=since)}
+    return tuple(found[host] for host in sorted(found))
+
+
+def _submission(run: Run) -> Submission:
+    if run.submission is None:
+        raise UserError(
+            "HF653",
+            f"{run.path} was never submitted; go on with it by: holdfast run --resume {run.shown}",
+        )
+    return run.submission
+
+
+def _prepare(
+    run: Run, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
+) -> list[str] | None:
+    """See that a run can go on; with `upgrade_code` return what has changed."""
+    folder = run.path.parent if _submission(run).job.id.partition("_")[2] else run.path
+    if backend.nodes_run_dir(folder, _bundle(folder)) == str(folder):
+        run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
+    return upgrade_run(run.path, wall=wall) if upgrade_code else None
+
+
+def _submit_again(
+    runs: Sequence[Run],
+    backend: Backend,
+    *,
+    tasks: dict[int, Run] | None,
+    without: Sequence[str],
+    wall: Callable[[], float],
+) -> JobRef:
+    """Submit the bundle once more, `without` nodes, of an array only `tasks`.
+
+    When that fails, all stay as they are.
+    """
+    stopped = [run for run in runs if stop_request.asked(run.path)]
+    for run in stopped:
+        stop_request.withdraw(run.path)
+    folder = runs[0].path if tasks is None else runs[0].path.parent
+    try:
+        only = None if tasks is None else sorted(tasks)
+        return backend.submit(folder, _bundle(folder), tasks=only, without=without)
+    except BaseException:
+        for run in stopped:
+            stop_request.ask(run.path, why="submit --resume failed", t_unix=wall())
+        raise
+
+
+def _bundle(folder: Path) -> dict[str, str]:
+    """Return the files that were submitted; a task's are those of its array."""
+    return {
+        path.name: path.read_text(encoding="utf-8", errors="replace")
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    }

@@ -1,0 +1,351 @@
+"""`holdfast submit` without the command line: prepare, submit all or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from elastic_trainer.config import TrainConfig
+from launcher.backends.base import Backend, JobRef
+from launcher.errors import Problem, UserError
+from launcher.jobspec.reading import load_spec
+from launcher.jobspec.spec import JobSpec
+from launcher.live import live_problems
+from launcher.ops import permissions
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.checkpoints.commits import refuse_foreign
+from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
+from launcher.ops.submitting.freeze import Frozen, remove_frozen
+from launcher.ops.submitting.keeping import Survey, keep_run, survey_run
+from launcher.ops.submitting.sweep import Values, as_sets, sweep_tasks
+from launcher.planning.clock import clock_chain
+from launcher.planning.search import Plan, plan
+from launcher.render.bundle import Bundle
+from launcher.render.kubernetes_facts import pod_image
+from launcher.targets import Target, target_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is to be submitted; nothing has been written or contacted."""
+
+    target: str
+    run_id: str
+    run_dir: Path
+    files: Bundle
+    specs: tuple[JobSpec, ...]
+    """One, or one for each task."""
+    values: tuple[Values, ...]
+    """Of each task of a sweep; of a plain job one empty mapping."""
+    tasks: tuple[int, ...] | None
+    """Indices of an array's tasks; None: it is none."""
+    base_dir: Path
+    warnings: tuple[Problem, ...]
+    kept: Survey
+    """What is to be kept with the run: code, environment."""
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories: one, or one for each task."""
+        if self.tasks is None:
+            return [self.run_dir]
+        return [self.run_dir / str(index) for index in self.tasks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """What was submitted."""
+
+    target: str
+    job: JobRef
+    run_dir: Path
+    runs: list[Run]
+    frozen: Frozen | None = None
+
+
+def prepare(
+    job: str,
+    *,
+    target: str,
+    stamp: str,
+    python: str,
+    sets: Sequence[str] = (),
+    sweep: Sequence[str] = (),
+    run_dir: Path | None = None,
+    look: bool = True,
+) -> Prepared:
+    """Read, plan and render `job`.
+
+    Args:
+        job: path of the job file.
+        target: name of the platform.
+        stamp: local time as text, to name the run.
+        python: interpreter with holdfast, for nodes where the job names none.
+        sets: arguments of `--set`.
+        sweep: arguments of `--sweep`.
+        run_dir: None: `./runs/<name>-<stamp>`.
+        look: check that the job's paths are there; nodes may see others than this machine.
+
+    Raises:
+        UserError: anything wrong with the above.
+    """
+    platform = target_named(target)
+    values = sweep_tasks(sweep) if sweep else [{}]
+    specs = [load_spec(job, [*sets, *as_sets(each)]) for each in values]
+    base_dir = Path(job).absolute().parent
+    look = look and not platform.sees_other_paths
+    image = pod_image(specs[0]) if platform.sees_other_paths else None
+    for spec in specs if look else []:
+        if problems := live_problems(spec, base_dir):
+            raise UserError.many(problems)
+    plans = [plan(spec) for spec in specs]
+    run_id = f"{specs[0].name}-{stamp}"
+    directory = (run_dir or Path("runs") / run_id).absolute()
+    places = {"run_id": run_id, "run_dir": directory, "base_dir": base_dir, "python": python}
+    if sweep:
+        files = _render_sweep(platform, target, list(zip(specs, plans, strict=True)), places)
+    else:
+        files = platform.load_renderer()(specs[0], plans[0], **places)
+    tasks = _tasks(files)
+    if tasks is not None:
+        _refuse_shared_checkpoints(specs)
+    return Prepared(
+        target=target,
+        run_id=run_id,
+        run_dir=directory,
+        files=files,
+        specs=tuple(specs),
+        values=tuple(values),
+        tasks=tasks,
+        base_dir=base_dir,
+        warnings=tuple(plans[0].warnings),
+        kept=_survey(specs[0], base_dir=base_dir, run_dir=directory, look=look, image=image),
+    )
+
+
+def submit(
+    prepared: Prepared, backend: Backend, *, wall: Callable[[], float] = time.time
+) -> Submitted:
+    """Make the run directory, freeze the code, submit. All or nothing.
+
+    Raises:
+        UserError: HF611, HF612 the run directory; HF652 the platform refuses; others.
+        PlatformError: the platform is away, or answers garbage.
+    """
+    slurm = prepared.specs[0].slurm
+    # For sbatch too, which hands it on to the job.
+    with permissions.umask(slurm.umask):
+        with _undone_on_failure(prepared.run_dir) as made:
+            permissions.make_run_dir(prepared.run_dir, group=slurm.group)
+            there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
+            shared = there == str(prepared.run_dir)
+            frozen = _make(prepared, made, wall, shared=shared)
+            job = backend.submit(prepared.run_dir, prepared.files)
+        runs = []
+        indices = prepared.tasks or (None,)
+        for index, run_dir in zip(indices, prepared.runs, strict=True):
+            ref = job if index is None else backend.task_of(job, index, run_dir)
+            runs.append(note_submitted(run_dir, prepared.target, ref))
+    return Submitted(
+        target=prepared.target, job=job, run_dir=prepared.run_dir, runs=runs, frozen=frozen
+    )
+
+
+def _render_sweep(
+    platform: Target, name: str, tasks: list[tuple[JobSpec, Plan]], places: dict[str, object]
+) -> Bundle:
+    renderer = platform.load_sweep_renderer()
+    if renderer is None:
+        raise UserError(
+            "HF205", f"--sweep: {name} runs no arrays; submit to slurm, or one run at a time"
+        )
+    first, ladder = tasks[0][0], tasks[0][1].ladder
+    for spec, planned in tasks[1:]:
+        same = (
+            (spec.cluster, spec.slurm, spec.env, spec.name)
+            == (first.cluster, first.slurm, first.env, first.name)
+        ) and planned.ladder.max_nodes == ladder.max_nodes
+        if not same or clock_chain(spec, planned.ladder) != clock_chain(first, ladder):
+            raise UserError(
+                "HF654",
+                "--sweep: its values change what is asked of Slurm (nodes, times, environment), "
+                "but tasks of an array ask for the same; submit such runs one by one",
+            )
+    return renderer(tasks, **places)
+
+
+def _tasks(files: Bundle) -> tuple[int, ...] | None:
+    """Return the indices of the tasks that a bundle has folders for; None: it is no array."""
+    if run_dirs.JOB_JSON in files:
+        return None
+    names = [name.partition("/") for name in files]
+    return tuple(sorted(int(a) for a, _, b in names if b == run_dirs.JOB_JSON and a.isdigit()))
+
+
+def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
+    """Tasks that saved into one folder would take each other's checkpoints for their own."""
+    folders = [spec.checkpoint.dir for spec in specs]
+    shared = folders[0] is not None and (len(specs) == 1 or len(set(folders)) < len(folders))
+    if shared:
+        raise UserError(
+            "HF654",
+            f"checkpoint.dir: {folders[0]} would be shared by the tasks; leave it out, then each "
+            "has RUN/INDEX/checkpoints",
+        )
+
+
+def _make(
+    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool
+) -> Frozen | None:
+    """Write the run directory, and one for each task; return the frozen code of the first.
+
+    Where storage is not `shared` the checkpoint directory is nothing of this machine's.
+    """
+    run_dirs.create(prepared.run_dir, {})
+    frozen = None
+    top = {name: text for name, text in prepared.files.items() if "/" not in name}
+    _write(prepared.run_dir, top)
+    if prepared.tasks is not None:
+        listed = zip(prepared.tasks, _padded(prepared), strict=True)
+        rows = [{"index": index, "values": values} for index, values in listed]
+        _write(prepared.run_dir, {SWEEP: json.dumps({"v": 1, "tasks": rows}, indent=1) + "\n"})
+    for run_dir in prepared.runs:
+        if prepared.tasks is not None:
+            start = f"{run_dir.name}/"
+            inner = {
+                name.removeprefix(start): text
+                for name, text in prepared.files.items()
+                if name.startswith(start)
+            }
+            run_dirs.create(run_dir, inner)
+        if shared:
+            _check_checkpoints(run_dirs.load(run_dir), made)
+        # The tasks of an array share one copy of everything.
+        like = None if run_dir == prepared.runs[0] else prepared.runs[0]
+        home = prepared.run_dir
+        frozen = keep_run(run_dir, prepared.kept, home=home, like=like, wall=wall)
+    return frozen
+
+
+def _survey(
+    spec: JobSpec, *, base_dir: Path, run_dir: Path, look: bool, image: str | None
+) -> Survey:
+    if spec.slurm.group is not None:
+        permissions.check_group(spec.slurm.group)
+    return survey_run(spec, base_dir=base_dir, run_dir=run_dir, look=look, pod_image=image)
+
+
+def _padded(prepared: Prepared) -> list[Values]:
+    """Return the values of each task; those of a plain array have none of their own."""
+    assert prepared.tasks is not None
+    same = len(prepared.values) == len(prepared.tasks)
+    return list(prepared.values) if same else [{} for _ in prepared.tasks]
+
+
+def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
+    refuse_foreign(config)
+    directory = Path(config.checkpoint.dir)
+    existed = directory.exists()
+    run_dirs.check_checkpoint_dir(config)
+    if not existed:
+        made.append(directory)
+
+
+def _write(folder: Path, files: Bundle) -> None:
+    try:
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            "HF612",
+            f"run directory {folder} cannot be written: {error.strerror or error}; "
+            "use another --run-dir",
+        ) from error
+
+
+@contextmanager
+def _undone_on_failure(run_dir: Path) -> Iterator[list[Path]]:
+    """Remove the run directory, and empty folders in the list, should anything fail."""
+    refused = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
+    existed = run_dir.exists()
+    made: list[Path] = []
+    first_missing = run_dir
+    while not first_missing.parent.exists():
+        first_missing = first_missing.parent
+    try:
+        yield made
+    except BaseException:
+        if not refused:  # what was there before is not ours
+            for folder in made:
+                _remove_if_empty(folder)
+            _empty(run_dir)
+            if not existed:
+                _remove_if_empty(run_dir)
+                folder = run_dir.parent
+                while folder != first_missing.parent:
+                    _remove_if_empty(folder)
+                    folder = folder.parent
+        raise
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in `folder`; frozen code is read-only."""
+    if not folder.is_dir():
+        return
+    for code in [*folder.glob("code"), *folder.glob("[0-9]*/code")]:
+        remove_frozen(code)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:
+        return  # not there, or it has something in it
+
+
+def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence[str] = ()) -> Run:
+    """Write down what was submitted.
+
+    The job is in the queue now: that this cannot be written must not look like a failure to
+    submit, so the error names the job.
+
+    Raises:
+        UserError: HF612, that error.
+    """
+    assert is_run(run_dir), run_dir
+    config = run_dirs.load(run_dir)
+    submission = Submission(
+        target=target,
+        job=job,
+        run_id=config.run_id,
+        launcher_version=launcher_version(),
+        without=tuple(without),
+    )
+    try:
+        write_submitted(run_dir, submission)
+    except OSError as error:
+        raise UserError(
+            "HF612",
+            f"{target} job {job.id} is submitted, but {run_dir} cannot be written: "
+            f"{error.strerror or error}",
+        ) from error
+    return Run(path=run_dir, submission=submission, shown=str(run_dir))
+
+
+def launcher_version() -> str:
+    """Return the version of this launcher; empty for a checkout that is not installed."""
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,153 @@
+"""Watches a submitted run until it has ended: `submit --watch` and `logs -f`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus, Notices
+from launcher.backends.code_words import CODE_WORDS, state_of
+from launcher.errors import PlatformError
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.fetching import fetched
+from launcher.ops.record.newest import news_of, read_news
+from launcher.ops.record.progress import View
+from launcher.ops.record.record import RunRecord
+from launcher.ops.runs import Run, current_job
+from launcher.ops.watching.follow_logs import Line, LogReader
+
+_MISSING = 3
+"""So many answers in a row that there is no such job: it has gone from the platform's memory."""
+_CHANGED_S = 1.0
+"""A platform that says that something has changed is asked after this, not more often."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    """Asks the platform now and then, and looks at files more often.
+
+    Args:
+        run: which run.
+        backend: its platform's.
+        say: shows what the platform does with the job, a line each.
+        ask_s: between two questions to the platform; controllers serve many users.
+        look_s: between two looks at the files.
+        fetch_s: between two times that files are fetched, where storage is not shared.
+    """
+
+    run: Run
+    backend: Backend
+    say: Callable[[str], None]
+    ask_s: float = 10.0
+    look_s: float = 0.5
+    fetch_s: float = 3.0
+    sleep: Callable[[float], None] = time.sleep
+    mono: Callable[[], float] = time.monotonic
+    _told: str = ""
+    _trouble: str = ""
+    _fetch_due: float = float("-inf")
+
+    def logs(self, reader: LogReader, show: Callable[[list[Line]], None]) -> JobStatus:
+        """Show what is logged until the job has ended, over all its requeues; return its end."""
+
+        def look(last: bool) -> None:
+            reader.look()
+            show(reader.poll(last=last))
+
+        return self._until_the_end(look)
+
+    def progress(self, view: View) -> JobStatus:
+        """Draw the run's progress until the job has ended; return its end."""
+        record = RunRecord(self.run.path)
+        progress = news_of([], run_dirs.load(self.run.path)).progress
+        with view:
+
+            def look(last: bool) -> None:
+                del last
+                fresh = record.poll()
+                lines = progress.apply(fresh)
+                progress.up = [*progress.members, *progress.spares]
+                progress.num_nodes = max(len(progress.up), 1)
+                view.update(progress, lines)
+
+            return self._until_the_end(look)
+
+    def _until_the_end(self, look: Callable[[bool], None]) -> JobStatus:
+        missing = 0
+        with self._noticing() as changed:
+            while True:
+                changed.clear()
+                status = self._ask()
+                missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
+                if status.state.is_final or missing >= _MISSING:
+                    self._fetch(now=True)
+                    look(True)
+                    return self._end(status)
+                now = self.mono()
+                while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
+                    self._fetch()
+                    look(False)
+                    self.sleep(self.look_s)
+
+    def _noticing(self) -> AbstractContextManager[threading.Event]:
+        """Return what tells that the platform should be asked now."""
+        if isinstance(self.backend, Notices):
+            return self.backend.noticing(current_job(self.run))
+        return nullcontext(threading.Event())
+
+    def _fetch(self, *, now: bool = False) -> None:
+        """Bring what is new, where it has to be brought; say what keeps it from coming, once."""
+        if not now and self.mono() < self._fetch_due:
+            return
+        trouble = fetched(self.backend, current_job(self.run))
+        self._fetch_due = self.mono() + self.fetch_s
+        if trouble != self._trouble:
+            self._trouble = trouble
+            if trouble:
+                self.say(trouble)
+
+    def _ask(self) -> JobStatus:
+        """Ask the platform; say what is new. One that is away is no end."""
+        job = current_job(self.run)
+        try:
+            status = self.backend.status([job])[job]
+        except PlatformError as error:
+            status = JobStatus(state=JobState.UNKNOWN, reason=str(error))
+        # Of a job that is gone the run may know more, once all of it is here.
+        if not (status.state.is_final and status.reason == NO_SUCH_JOB):
+            self._tell(status)
+        return status
+
+    def _tell(self, status: JobStatus) -> None:
+        """Say where the job stands, where that is new."""
+        text = self._text(status)
+        if text != self._told:
+            self._told = text
+            self.say(text)
+
+    def _end(self, status: JobStatus) -> JobStatus:
+        """Return the end of a job and say it; of one that is forgotten, as the run tells it.
+
+        Not sooner: a job that is put back into the queue has an attempt that ended, too.
+        """
+        code = read_news(self.run.path).code if status.reason == NO_SUCH_JOB else None
+        if code is not None:
+            words = CODE_WORDS.get(code, "")
+            status = JobStatus(state=state_of(code), code=code, words=words, source="events")
+        self._tell(status)
+        return status
+
+    def _text(self, status: JobStatus) -> str:
+        parts = [str(status.state)]
+        if status.words or status.reason:
+            parts.append(status.words or status.reason)
+        text = ": ".join(parts)
+        if status.state is JobState.PENDING and status.expected_start is not None:
+            start = time.localtime(status.expected_start)
+            text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
+        if status.state is JobState.RUNNING and status.nodes:
+            text += f" on {len(status.nodes)} nodes"
+        return text
