@@ -70,6 +70,8 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     if not result.status.state.is_final:
         begun = "is cancelled, but the platform has not noted the end yet"
     click.echo(f"{found.shown} {begun}: {state}, {where}")
+    if not result.status.state.is_final and result.status.words:
+        click.echo(f"{target}: {result.status.words}")
     if not result.was_over and result.code != 0:
         click.echo(f"go on with it by: holdfast submit --resume {found.shown}")
     return EXIT_DONE if good else EXIT_FAILED

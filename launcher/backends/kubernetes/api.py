@@ -348,7 +348,10 @@ def _broken(error: BaseException, server: str) -> HoldfastError:
         )
     unsent = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError)
     if isinstance(error, unsent) or isinstance(reason, unsent):
-        return BusyError(f"the Kubernetes API at {server} does not answer: {text}")
+        return BusyError(
+            f"the Kubernetes API at {server} does not answer: {text}; see kubectl cluster-info, or "
+            "use another context (kubernetes.context)"
+        )
     return BrokenOffError(f"the Kubernetes API at {server} broke off: {text}")
 
 

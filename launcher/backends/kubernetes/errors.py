@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +37,7 @@ _INSTALL: Final[dict[str, str]] = {
         "'https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.0.0'"
     ),
 }
+_RIGHT: Final = re.compile(r'User "([^"]+)" cannot (\w+) resource "([^"]+)" in API group "([^"]*)"')
 _INSTALL["trainingruntimes"] = _INSTALL["trainjobs"]
 
 
@@ -166,23 +168,25 @@ def _forbidden(call: Call, message: str) -> UserError:
         )
     if "service account" in message or re.search(r'serviceaccount "[^"]*" not found', message):
         return UserError("HF757", f"cannot {call}: {message}; mend kubernetes.service_account")
-    verb, resource = _missing_right(call, message)
+    return _missing_right(call, message)
+
+
+def _missing_right(call: Call, message: str) -> UserError:
+    """Return who lacks which right, and what grants it."""
+    who, verb, resource, said = "YOU", call.verb, call.resource.name, f": {message}"
+    match = _RIGHT.search(message)
+    if match is not None:  # then all of it is told in our words
+        who, verb, plural, group = match.groups()
+        resource, said = f"{plural}.{group}" if group else plural, f", as {who}"
     role = ACCOUNTS_ROLE if resource.partition(".")[0] in _OF_ACCOUNTS else ROLE
+    named = shlex.quote(who) if match else who
     return UserError(
         "HF753",
-        f"you may not {verb} {resource} in namespace {call.namespace}: {message}; the Role {role} "
-        "of manifests/ grants it: an administrator applies manifests/ once and binds you with "
-        f"kubectl create rolebinding NAME --role {role} --user YOU --namespace {call.namespace}",
+        f"you may not {verb} {resource} in namespace {call.namespace}{said}; the Role {role} of "
+        "manifests/base grants it: an administrator applies that to the namespace once, and binds "
+        f"you: kubectl create rolebinding NAME --role {role} --user {named} --namespace "
+        f"{call.namespace}",
     )
-
-
-def _missing_right(call: Call, message: str) -> tuple[str, str]:
-    """Return the verb and the resource that are missing, from the server's own words."""
-    match = re.search(r'cannot (\w+) resource "([^"]+)" in API group "([^"]*)"', message)
-    if match is None:
-        return call.verb, call.resource.name
-    verb, plural, group = match.groups()
-    return verb, f"{plural}.{group}" if group else plural
 
 
 def _not_found(call: Call, answer: Mapping[str, Any], message: str) -> HoldfastError:

@@ -19,6 +19,7 @@ from launcher.backends.kubernetes.pods import (
     is_alive,
     is_ending,
     name_of,
+    stuck_s,
     time_of,
 )
 from launcher.backends.kubernetes.storage import Storage, first_that_works
@@ -73,12 +74,15 @@ class Fetcher:
                 fetched.save()
 
     def _files(self, seen: Seen, fetched: Fetched, mark: str) -> None:
-        over = seen.job is None or has_ended(seen.job)
-        if over and fetched.complete == mark:
+        gone = seen.job is None or has_ended(seen.job)
+        if gone and fetched.complete == mark:
             return
-        alive = [pod for pod in in_order(seen.pods) if is_alive(pod)]
+        now = self.storage.wall()
+        late = [pod for pod in seen.pods if stuck_s(pod, now) is not None]  # their nodes are away
+        alive = [pod for pod in in_order(seen.pods) if is_alive(pod) and pod not in late]
         alive.sort(key=is_ending)  # those that stay first
         names = [name_of(pod) for pod in alive]
+        over = gone or bool(late and not names and is_ending(seen.job or {}))
         error = first_that_works(names, lambda pod: self.storage.fetch(pod, fetched))
         if names and error is None:
             return  # what ends now has something to say later
@@ -88,7 +92,7 @@ class Fetcher:
             return
         with self.storage.pod() as pod:
             self.storage.fetch(pod, fetched)
-        if not names:
+        if gone and not names:
             fetched.complete = mark
 
     def _board(self) -> None:

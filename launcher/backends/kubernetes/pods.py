@@ -183,6 +183,7 @@ def trouble_of(
     events: Sequence[Object] = (),
     ready: Mapping[str, bool] | None = None,
     now_unix: float,
+    job_ends: bool = False,
 ) -> Trouble | None:
     """Return what keeps `pod` from running; None: nothing, or nothing that is known.
 
@@ -191,9 +192,10 @@ def trouble_of(
         events: events of the namespace, any.
         ready: node -> whether it answers, of the nodes that were asked about.
         now_unix: the time.
+        job_ends: its whole job has been deleted.
     """
     name, phase = name_of(pod), phase_of(pod)
-    stuck = _stuck(pod, ready or {}, now_unix)
+    stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
     if stuck is not None:
         return stuck
     if is_ending(pod) or phase in ("Succeeded", "Failed"):
@@ -242,16 +244,28 @@ def failures(pods: Iterable[Object]) -> list[Failure]:
     return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
 
 
-def _stuck(pod: Object, ready: Mapping[str, bool], now_unix: float) -> Trouble | None:
+def stuck_s(pod: Mapping[str, Any], now_unix: float) -> float | None:
+    """Return for how long a pod should have been gone; None: it is not stuck."""
+    # The grace period is in that time already.
+    over = time_of((pod.get("metadata") or {}).get("deletionTimestamp"))
+    return None if over is None or now_unix - over < STUCK_S else now_unix - over
+
+
+def _stuck(
+    pod: Object, ready: Mapping[str, bool], now_unix: float, *, job_ends: bool
+) -> Trouble | None:
     """Return the trouble of a pod that stays Terminating for ever."""
     metadata = pod.get("metadata") or {}
-    over = time_of(metadata.get("deletionTimestamp"))  # its grace period is in it already
-    if over is None or now_unix - over < STUCK_S:
+    late_s = stuck_s(pod, now_unix)
+    if late_s is None:
         return None
     name, node, namespace = name_of(pod), host_of(pod), str(metadata.get("namespace") or "default")
     # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
     silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
-    minutes = max(1, int((now_unix - over) / 60))
+    minutes = max(1, int(late_s / 60))
+    so = "The job goes on without it; no new pod takes its place while this one is there"
+    if job_ends:
+        so = "The job stays while this pod is there"
     taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
     force = f"kubectl delete pod {name} --namespace {namespace} --grace-period=0 --force"
     # A Job with a failure policy replaces only what has failed, and its finalizer outlives force.
@@ -263,9 +277,8 @@ def _stuck(pod: Object, ready: Mapping[str, bool], now_unix: float) -> Trouble |
     return Trouble(
         pod=name,
         reason=f"pod {name} is Terminating, node {node} {silent}",
-        words=f"pod {name} should have ended {minutes} min ago, but its node {node} {silent}. The "
-        "job goes on without it; no new pod takes its place while this one is there. Where the "
-        f"node is surely off: {way}",
+        words=f"pod {name} should have ended {minutes} min ago, but its node {node} {silent}. "
+        f"{so}. Where the node is surely off: {way}",
     )
 
 

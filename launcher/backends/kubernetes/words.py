@@ -85,7 +85,7 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     """
     job = seen.job
     if job is None:
-        return _gone(seen, stop_asked=stop_asked)
+        return _gone(seen, now_unix, stop_asked=stop_asked)
     done = is_true(job, *DONE)
     failed = None if done else is_true(job, "Failed")
     nodes = tuple(name_of(pod) for pod in in_order(seen.pods) if runs(pod))
@@ -103,7 +103,7 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
         return JobStatus(
             state=JobState.RUNNING,
             reason="Terminating",
-            words=_ending_words(seen, now_unix),
+            words=f"it is ending; {_leaving(seen, now_unix)}",
             **told,
         )
     troubles = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
@@ -160,14 +160,14 @@ def description_of(seen: Seen) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value}
 
 
-def _gone(seen: Seen, *, stop_asked: bool) -> JobStatus:
+def _gone(seen: Seen, now_unix: float, *, stop_asked: bool) -> JobStatus:
     """Return the status of a job whose object is not there."""
     left = tuple(name_of(pod) for pod in in_order(seen.pods))
     if left:
         return JobStatus(
             state=JobState.RUNNING,
             reason="Terminating",
-            words=f"it was deleted; {len(left)} of its pods save and end",
+            words=f"it was deleted; {_leaving(seen, now_unix)}",
             nodes=left,
             source="pods",
         )
@@ -302,14 +302,19 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
 
 
 def _trouble(seen: Seen, pod: Object, now_unix: float) -> Trouble | None:
-    return trouble_of(pod, events=seen.events, ready=seen.ready, now_unix=now_unix)
+    return trouble_of(
+        pod,
+        events=seen.events,
+        ready=seen.ready,
+        now_unix=now_unix,
+        job_ends=seen.job is None or is_ending(seen.job),
+    )
 
 
-def _ending_words(seen: Seen, now_unix: float) -> str:
+def _leaving(seen: Seen, now_unix: float) -> str:
+    """Return what the pods of a deleted job do."""
     stuck = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
-    if stuck:
-        return f"it is ending; {stuck[0].words}"
-    return f"it is ending; {len(seen.pods)} of its pods save and end"
+    return stuck[0].words if stuck else f"{len(seen.pods)} of its pods save and end"
 
 
 def _is_held(job: Mapping[str, Any]) -> bool:

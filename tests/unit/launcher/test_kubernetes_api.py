@@ -79,7 +79,13 @@ def test_what_the_user_can_mend_has_a_code(status, message, code, words):
 
 def test_the_missing_right_is_the_one_that_the_server_names():
     message = 'User "eve" cannot list resource "pods" in API group "" in the namespace "train"'
-    assert "you may not list pods in namespace train" in refused(403, message).message
+    told = refused(403, message).message
+    assert "you may not list pods in namespace train, as eve; the Role holdfast-submitter" in told
+    assert told.endswith("--role holdfast-submitter --user eve --namespace train")
+    told = refused(403, message.replace("eve", "a b; c")).message
+    assert "--user 'a b; c' --namespace" in told
+    told = refused(403, "no, says a webhook").message
+    assert "in namespace train: no, says a webhook; the Role" in told
 
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet", "TrainJob", "TrainingRuntime"])

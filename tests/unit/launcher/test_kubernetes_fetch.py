@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ class Maps:
 def fetch(run_dir, state):
     """Fetch a run of which all files are here already."""
     bundle = SimpleNamespace(run_dir="/holdfast/llama")
-    storage = SimpleNamespace(api=Maps(state), bundle=bundle, namespace="train")
+    storage = SimpleNamespace(api=Maps(state), bundle=bundle, namespace="train", wall=lambda: 0.0)
     Fetcher(storage=storage, run_dir=run_dir).fetch(Seen(job=None), mark="")
 
 
@@ -60,3 +61,50 @@ def test_what_is_no_board_is_told(tmp_path, board, state):
     (board / ELSEWHERE).write_text("kubernetes://train/llama-board\n")
     with pytest.raises(PermanentError, match="the board of the run cannot be read"):
         fetch(tmp_path, state)
+
+
+class Storage:
+    """A claim that is reached through pods; that of a dark node answers nothing."""
+
+    def __init__(self):
+        self.api, self.namespace, self.asked = Maps(None), "train", []
+        self.bundle = SimpleNamespace(run_dir="/holdfast/llama")
+
+    def wall(self):
+        return 1_767_229_200.0  # 2026-01-01T01:00:00Z
+
+    @contextlib.contextmanager
+    def pod(self):
+        yield "made-for-it"
+
+    def fetch(self, pod, fetched):
+        self.asked.append(pod)
+
+
+def ending(name, deleted):
+    return {
+        "metadata": {"name": name, "uid": name, "deletionTimestamp": deleted},
+        "status": {"phase": "Running"},
+    }
+
+
+LEAVING = {"metadata": {"name": "llama", "deletionTimestamp": "2026-01-01T00:50:00Z"}}
+
+
+@pytest.mark.parametrize("job", [{"metadata": {"name": "llama"}}, LEAVING, None])
+def test_a_pod_that_should_be_gone_is_not_asked(tmp_path, job):
+    pods = [ending("a", "2026-01-01T00:50:00Z"), ending("b", "2026-01-01T01:00:30Z")]
+    storage = Storage()
+    Fetcher(storage=storage, run_dir=tmp_path).fetch(Seen(job=job, pods=pods), mark="1")
+    assert storage.asked == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("job", "asked"),
+    [({"metadata": {"name": "llama"}}, []), (LEAVING, ["made-for-it"]), (None, ["made-for-it"])],
+)
+def test_what_is_left_of_a_job_on_a_dark_node_does_not_keep_its_files(tmp_path, job, asked):
+    storage = Storage()
+    fetcher = Fetcher(storage=storage, run_dir=tmp_path)
+    fetcher.fetch(Seen(job=job, pods=[ending("a", "2026-01-01T00:50:00Z")]), mark="1")
+    assert storage.asked == asked

@@ -294,6 +294,16 @@ def test_a_job_that_is_being_deleted_runs_until_it_is_gone():
     assert (found.state, found.reason) == ("running", "Terminating")
 
 
+def test_a_deleted_job_names_the_pod_that_keeps_it():
+    gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z")
+    leaving = job(condition("Running"), deletionTimestamp="2026-01-01T00:49:00Z")
+    for here, start in ((leaving, "it is ending; pod "), (None, "it was deleted; pod ")):
+        found = told(here, [gone], ready={"gpu-7": False})
+        assert found.words.startswith(start)
+        assert "its node gpu-7 is NotReady. The job stays while this pod is there." in found.words
+        assert "kubectl delete pod tiny-worker-1" in found.words
+
+
 def test_a_job_that_is_gone():
     assert told(None, stop_asked=True).state == "cancelled"
     found = told(None)
