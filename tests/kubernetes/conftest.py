@@ -34,6 +34,7 @@ from pathlib import Path
 
 import pytest
 from k8s_cluster import Cluster
+from k8s_user import User, write_corpus
 from pod_network import why_not
 from standin import StandIn
 
@@ -75,3 +76,26 @@ def cluster(standin: StandIn | None, tmp_path: Path) -> Iterator[Cluster]:
     if standin is not None and standin.errors:
         errors, standin.errors[:] = list(standin.errors), []
         raise ExceptionGroup("in the stand-in", [e for e in errors if isinstance(e, Exception)])
+
+
+@pytest.fixture
+def user(
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> User:
+    """Somebody with a folder of their own on a machine that only has the kubeconfig."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    return User(cluster, capsys)
+
+
+@pytest.fixture
+def corpus(cluster: Cluster) -> None:
+    """Write the training text to the claim."""
+    write_corpus(cluster)
