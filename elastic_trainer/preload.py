@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE
+from elastic_trainer.name_service import ask_for_a_name
 
 MODULES = (
     "torch._dynamo",
@@ -38,13 +39,14 @@ BOARD = ("elastic_trainer.agent.boards.kubernetes_board",)
 
 
 def preload(env: Mapping[str, str]) -> None:
-    """Import what workers of this run will need. `env` is that of the zygote."""
+    """Import what workers of this run will need, and know. `env` is that of the zygote."""
     for name in (
         *MODULES,
         *(COMPILER if _compiles(env) else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         importlib.import_module(name)
+    ask_for_a_name()
 
 
 def _compiles(env: Mapping[str, str]) -> bool:

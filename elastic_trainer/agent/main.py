@@ -34,6 +34,7 @@ from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.name_service import ask_for_a_name
 from elastic_trainer.snapshots.peer import KEEPER_LABEL
 
 if TYPE_CHECKING:
@@ -119,6 +120,9 @@ def run(options: Options) -> int:
             log=log,
             free_snapshots=keeper.free,
         )
+        names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
+        names.start()
+        stack.callback(names.join)  # inside torch it must not be when the interpreter ends
         agent.run(options.role)
     return agent.exit_code
 

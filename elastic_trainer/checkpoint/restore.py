@@ -140,7 +140,7 @@ def _read_patiently(
         ValueError: it was written by another version.
     """
     try:
-        return ask_patiently(partial(_read, board), mono=mono, wait=sleep), ""
+        return ask_patiently(partial(_read, board), mono=mono, wait=sleep, for_s=BOARD_WAIT_S), ""
     except (PermissionError, FileNotFoundError):
         raise
     except OSError as error:

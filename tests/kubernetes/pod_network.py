@@ -55,7 +55,10 @@ class PodNetwork:
         remove_leftovers()
         for number in range(128, 200):
             # The name is the lock: a second bridge of the same name cannot be made.
-            if ip("link", "add", f"hfk{number}", "type", "bridge", "forward_delay", "0"):
+            # An address of its own: else it is that of a port, and with each port that comes or
+            # goes it may change, unknown to those who have the old one in their ARP tables.
+            bridge = (f"hfk{number}", "address", f"02:68:66:6b:00:{number:02x}", "type", "bridge")
+            if ip("link", "add", *bridge, "forward_delay", "0"):
                 self.bridge, self._subnet = f"hfk{number}", f"10.{number}"
                 break
         assert self.bridge, "no subnet is free: remove the bridges hfk*"

@@ -36,7 +36,8 @@ PartitionName=spare Nodes=n1 MaxTime=10
 HEAD = """\
 set -eu
 hostname head; mount --bind "$D/hosts" /etc/hosts; ip link set lo up
-ip link add br0 type bridge; ip addr add {head}/24 dev br0; ip link set br0 up
+ip link add br0 address 02:68:66:73:00:01 type bridge  # its own, that no port changes
+ip addr add {head}/24 dev br0; ip link set br0 up
 munged --foreground --force --socket="$D/munge.sock" --key-file="$D/munge.key" \\
   --pid-file="$D/munged.pid" --log-file="$D/log/munged" --seed-file="$D/seed" &
 touch "$D/up.head"
