@@ -30,13 +30,16 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
             written.
     """
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        resumable = (run_dir / JOB_JSON).is_file()
-        way_out = f"holdfast run --resume {run_dir}" if resumable else "another --run-dir"
+        if not (run_dir / JOB_JSON).is_file():
+            raise UserError(
+                "HF611",
+                f"run directory {run_dir} exists and is not empty; use another --run-dir",
+            )
+        command = "submit" if (run_dir / "submitted.json").exists() else "run"
         raise UserError(
             "HF611",
-            f"run directory {run_dir} exists already; to go on with it use {way_out}"
-            if resumable
-            else f"run directory {run_dir} exists and is not empty; use {way_out}",
+            f"run directory {run_dir} exists already; to go on with it use holdfast {command} "
+            f"--resume {run_dir}, else another --run-dir",
         )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

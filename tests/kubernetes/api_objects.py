@@ -85,6 +85,8 @@ class Objects:
             self._check_namespace(request.namespace)
             self._check_runtime(resource, obj)
             _default(resource, obj)
+            if resource == PODS:
+                self._check_account(obj)
             check_quota(self._store, resource, obj)
         if "status" in resource.parts:
             obj.pop("status", None)
@@ -94,6 +96,15 @@ class Objects:
         if resource == NAMESPACES and not request.dry_run:
             self.furnish(made["metadata"]["name"])
         return 201, made, warnings
+
+    def _check_account(self, pod: Object) -> None:
+        meta, account = pod["metadata"], pod["spec"]["serviceAccountName"]
+        if self._store.find(SERVICE_ACCOUNTS, meta["namespace"], account) is None:
+            raise ApiError(
+                403,
+                f'pods "{meta["name"]}" is forbidden: error looking up service account '
+                f'{meta["namespace"]}/{account}: serviceaccount "{account}" not found',
+            )
 
     def furnish(self, namespace: str) -> None:
         """Put into a namespace what every one has."""

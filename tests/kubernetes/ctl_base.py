@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from api_faults import check_quota
 from api_resources import (
     CONFIGMAPS,
     EVENTS,
@@ -118,12 +119,31 @@ def pod_from(template: Object, owner: Object, name: str) -> Object:
     }
 
 
-def create_pod(store: Store, pod: Object) -> None:
-    """Create a pod with what the server would fill in."""
+def create_pod(store: Store, pod: Object, *, of: Object, by: str, reason: str) -> bool:
+    """Create a pod with what the server would fill in, and tell it of its owner.
+
+    Args:
+        store: all objects.
+        pod: of a template.
+        of: its owner.
+        by: the controller.
+        reason: of the event, SuccessfulCreate or SuccessfulCreatePod.
+
+    Returns:
+        Whether there was room for it.
+    """
     pod["spec"].setdefault("restartPolicy", "Always")
     pod["spec"].setdefault("terminationGracePeriodSeconds", 30)
     pod["spec"].setdefault("serviceAccountName", "default")
+    try:
+        check_quota(store, PODS, pod)
+    except ApiError as error:
+        failed = reason.replace("Successful", "Failed")
+        say(store, of, failed, f"Error creating: {error}", by=by, level="Warning")
+        return False
     store.create(PODS, pod)
+    say(store, of, reason, f"Created pod: {pod['metadata']['name']}", by=by)
+    return True
 
 
 def phase(pod: Object) -> str:

@@ -33,6 +33,8 @@ _TRACKING = "batch.kubernetes.io/job-tracking"
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 """A real controller begins with ten seconds."""
+_REFUSED_S = 1.0
+"""Before a pod is made again that a quota has refused."""
 _BY = "job-controller"
 
 
@@ -206,9 +208,9 @@ class Jobs:
             for container in [c for kind in kinds for c in pod["spec"].get(kind) or ()]:
                 container["env"] = [*(container.get("env") or ()), entry]
         pod["metadata"]["labels"] |= labels
-        create_pod(self._store, pod)
-        text = f"Created pod: {pod['metadata']['name']}"
-        say(self._store, job, "SuccessfulCreate", text, by=_BY)
+        if not create_pod(self._store, pod, of=job, by=_BY, reason="SuccessfulCreate"):
+            key = (meta["uid"], index)
+            self._due[key] = (self._due.get(key, (0, 0.0))[0], time.monotonic() + _REFUSED_S)
 
     def _tally(self, job: Object, status: Object) -> None:
         pods = [pod for pod in owned(self._store, PODS, job) if not is_over(pod)]

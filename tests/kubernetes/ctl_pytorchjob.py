@@ -193,9 +193,7 @@ class PyTorchJobs:
         pod["spec"]["restartPolicy"] = "Never" if policy == "ExitCode" else policy
         for container in pod["spec"]["containers"]:
             container["env"] = [*(container.get("env") or ()), *_environment(job, kind, index)]
-        create_pod(self._store, pod)
-        text = f"Created pod: {name}"
-        say(self._store, job, "SuccessfulCreatePod", text, by=_BY)
+        create_pod(self._store, pod, of=job, by=_BY, reason="SuccessfulCreatePod")
 
     def _service(self, job: Object, kind: str, index: int) -> None:
         name = f"{job['metadata']['name']}-{kind.lower()}-{index}"

@@ -109,6 +109,9 @@ def test_what_is_missing_on_the_cluster_is_named_and_nothing_is_left(user, clust
     assert "HF759 the pod that is to reach the storage does not start" in err
     _, err = user.submit("kubernetes.claim=no-such", more=RUN, code=2)
     assert "HF759" in err
+    _, err = user.submit("kubernetes.service_account=no-such", more=RUN, code=2)
+    assert "HF757" in err
+    assert "mend kubernetes.service_account" in err
     user.nothing_is_left()
     monkeypatch.setenv("KUBECONFIG", "/nowhere")
     assert "HF750 there is no kubeconfig: /nowhere" in user.submit(more=RUN, code=2)[1]
@@ -135,6 +138,31 @@ def test_a_quota_of_the_namespace(user, cluster):
     _, err = user.submit(more=RUN, code=2)
     assert "HF756 a quota of namespace" in err
     user.nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "jobset"])
+def test_a_quota_that_does_not_let_pods_be_made(user, cluster, kind):
+    cluster.need(kind)
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"requests.cpu": "1"}},  # enough for the pod that reaches the storage
+    }
+    cluster.create(quota)
+    user.submit("kubernetes.cpus=4", to=kind, more=RUN)
+
+    def told():
+        found = user.json("why", "one")
+        return found["why"] if "exceeded quota" in found["why"] else None
+
+    said = cluster.wait("a reason", told, timeout_s=30.0, every_s=0.5)
+    assert said.startswith("it waits: the namespace's quota does not let its pods be made: "), said
+    assert "(kubectl describe resourcequota)" in said
+    assert "exceeded quota: small, requested: requests.cpu=4" in said
+    cluster.delete("resourcequotas", "small")
+    cluster.wait("pods", lambda: cluster.pods("holdfast.dev/run"), timeout_s=60.0)
+    user("cancel", "one")
 
 
 SUBMITTER = (

@@ -110,8 +110,12 @@ def test_what_the_pytorchjob_operator_sets(cluster: Cluster) -> None:
     } <= lines
     assert "MASTER_ADDR" not in text
     cluster.wait_condition("pytorchjobs", "j", "Running")
-    rows = cluster.read("pytorchjobs", "j")["status"]["replicaStatuses"]
-    assert rows["Worker"]["active"] == 2
+
+    def active() -> int:
+        rows = cluster.read("pytorchjobs", "j")["status"]["replicaStatuses"]
+        return int(rows["Worker"].get("active", 0))
+
+    cluster.wait("two active pods", lambda: active() == 2)
 
 
 def test_backoff_is_the_sum_of_restarts(cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from launcher.backends.kubernetes.documents import Resource
 from launcher.errors import HoldfastError, PermanentError, TemporaryError, UserError
+from launcher.render.kubernetes_names import KINDS
 
 ROLE: Final = "holdfast-submitter"
 """The Role in manifests/ that grants what the launcher asks for."""
@@ -154,7 +155,8 @@ def _forbidden(call: Call, message: str) -> UserError:
         return UserError(
             "HF756",
             f"a quota of namespace {call.namespace} forbids it: {message}; ask for less, end other "
-            "jobs, or ask an administrator (kubectl describe resourcequota)",
+            "jobs, or ask an administrator (kubectl describe resourcequota --namespace "
+            f"{call.namespace})",
         )
     if "being terminated" in message:
         return UserError(
@@ -202,9 +204,11 @@ def _not_found(call: Call, answer: Mapping[str, Any], message: str) -> HoldfastE
         return NotThereError(f"cannot {call}: {message}")
     plural = call.resource.plural
     if plural in _INSTALL:
+        others = " or ".join(kind for kind in KINDS if _INSTALL[f"{kind}s"] != _INSTALL[plural])
         return UserError(
             "HF754",
             f"the cluster does not know {call.resource.name} ({call.resource.api}): an "
-            f"administrator has to install {_INSTALL[plural]}; or submit --to another kind",
+            f"administrator has to install {_INSTALL[plural]}; or submit --to {others}, where the "
+            "cluster has that",
         )
     return NotThereError(f"the cluster does not know {call.resource.name}")

@@ -35,7 +35,7 @@ _HOPELESS: Final = (
     "RunContainerError",
 )
 """What a pod says that will not start however long one waits."""
-_WAY_OUT: Final = "mend that, or give --run-dir on a host that mounts the claim"
+_WAY_OUT: Final = "where the claim is mounted at the same path, a --run-dir on it needs no such pod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,6 +297,8 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
             )
         if "serviceaccount" in message.lower() and "not found" in message:
             return reason, "its service account is missing; mend kubernetes.service_account"
+        if "no PriorityClass" in message:
+            return reason, "there is no such priority class; mend kubernetes.priority_class"
         return reason, "its pods are refused"
     return None
 

@@ -96,6 +96,9 @@ def test_a_kind_that_is_not_installed_is_named_and_how_to(kind):
     assert error.code == "HF754"
     assert RESOURCES[kind].name in error.message
     assert "kubectl apply --server-side" in error.message
+    others = error.message.rpartition("submit --to ")[2]
+    assert ("jobset" in others) == (kind != "JobSet")
+    assert ("trainjob" in others) == (kind not in {"TrainJob", "TrainingRuntime"})
 
 
 @pytest.mark.parametrize(

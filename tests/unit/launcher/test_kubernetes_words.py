@@ -198,6 +198,8 @@ def test_pods_that_a_quota_refuses_to_make():
     assert "the namespace's quota does not let its pods be made" in found.words
     of_child = event("tiny-node-0", "FailedCreate", "violates PodSecurity restricted", "Job")
     assert "kubernetes.security" in told(job(), events=[of_child]).words
+    no_class = event("tiny", "FailedCreatePod", "no PriorityClass with name urgent was found")
+    assert "mend kubernetes.priority_class" in told(job(), events=[no_class]).words
     of_other = event("tinyother", "FailedCreate", "exceeded quota", "Job")
     assert told(job(), events=[of_other]).words == "its controller has not made its pods yet"
 

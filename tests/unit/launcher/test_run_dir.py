@@ -64,7 +64,10 @@ def test_too_few_nodes(config):
 def test_an_existing_run_is_never_written_over(tmp_path, config):
     run = tmp_path / "run"
     run_dirs.create(run, {"job.json": config.to_json()})
-    with pytest.raises(UserError, match=f"HF611.*holdfast run --resume {run}"):
+    with pytest.raises(UserError, match=f"HF611.*holdfast run --resume {run}, else another"):
+        run_dirs.create(run, {"job.json": "{}"})
+    (run / "submitted.json").write_text("{}")
+    with pytest.raises(UserError, match=f"HF611.*holdfast submit --resume {run}, else another"):
         run_dirs.create(run, {"job.json": "{}"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
