@@ -1,7 +1,7 @@
 """What the containers of the stand-in find as their image: this machine, or an unpacked image.
 
-HOLDFAST_TEST_IMAGE_ROOT names a folder with `rootfs`, the image's files, and `config.json`, its
-configuration as `buildah inspect --format '{{json .OCIv1.Config}}'` prints it.
+HOLDFAST_TEST_IMAGE_ROOT names a folder with `rootfs`, the image's files or a link to them, and
+`config.json`, what `buildah inspect --type image` prints of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 _REPO = Path(__file__).resolve().parents[2]
 _FOLDER = os.environ.get("HOLDFAST_TEST_IMAGE_ROOT")
-_CONFIG: dict[str, Any] = json.loads((Path(_FOLDER) / "config.json").read_text()) if _FOLDER else {}
-IMAGE_ROOT = Path(_FOLDER).resolve() / "rootfs" if _FOLDER else Path("/")
+_CONFIG: dict[str, Any] = (
+    json.loads((Path(_FOLDER) / "config.json").read_text())["OCIv1"]["config"] if _FOLDER else {}
+)
+IMAGE_ROOT = (Path(_FOLDER) / "rootfs").resolve() if _FOLDER else Path("/")
 WORKDIR: str = _CONFIG.get("WorkingDir") or "/"
 
 
@@ -36,10 +38,8 @@ def environment() -> dict[str, str]:
 
 def user() -> dict[str, int]:
     """Return the image's user as a security context says it; none: root."""
-    names = ("runAsUser", "runAsGroup")
-    return dict(
-        zip(names, map(int, filter(None, _CONFIG.get("User", "").split(":"))), strict=False)
-    )
+    ids = [int(word) for word in _CONFIG.get("User", "").split(":") if word]
+    return dict(zip(("runAsUser", "runAsGroup"), ids, strict=False))
 
 
 def needed() -> tuple[Path, ...]:

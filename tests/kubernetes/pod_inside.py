@@ -118,7 +118,7 @@ class Inside:
             else:
                 path.mkdir(parents=True, exist_ok=True)
             paths[volume["name"]] = path
-            if empty := volume.get("emptyDir"):
+            if (empty := volume.get("emptyDir")) is not None:
                 if empty.get("medium") == "Memory":
                     memory.append((path, int(quantity(empty.get("sizeLimit", 0)))))
                 else:

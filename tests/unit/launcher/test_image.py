@@ -57,6 +57,10 @@ def test_all_of_the_project_is_copied():
     for pattern in found["tool"]["setuptools"]["packages"]["find"]["include"]:
         assert any(fnmatch(source, pattern) for source in copied()), pattern
     assert PROJECT["readme"] in copied()
+    links = [path for name in ("launcher", "elastic_trainer") for path in (ROOT / name).rglob("*")]
+    for path in links:
+        if path.is_symlink():
+            assert path.resolve().relative_to(ROOT).parts[0] in copied(), path
 
 
 def test_no_tag_floats():
