@@ -146,6 +146,20 @@ BY_PLURAL = {(r.group, r.version, r.plural): r for r in RESOURCES}
 BY_KIND = {(r.api_version, r.kind): r for r in RESOURCES}
 NAMESPACE_FINALIZER = "stand-in/namespace"
 """Holds a namespace until it is empty."""
+SHORT_NAMES = {
+    "namespaces": "ns",
+    "nodes": "no",
+    "pods": "po",
+    "configmaps": "cm",
+    "services": "svc",
+    "events": "ev",
+    "persistentvolumeclaims": "pvc",
+    "serviceaccounts": "sa",
+    "resourcequotas": "quota",
+    "poddisruptionbudgets": "pdb",
+    "priorityclasses": "pc",
+    "customresourcedefinitions": "crd",
+}
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 
 
@@ -184,6 +198,8 @@ def resource_list(group: str, version: str, known: tuple[Resource, ...]) -> Obje
             "verbs": list(VERBS),
         }
         parts = [{**entry, "name": f"{resource.plural}/{part}"} for part in resource.parts]
+        if short := SHORT_NAMES.get(resource.plural):
+            entry["shortNames"] = [short]
         entries += [entry, *parts]
     name = f"{group}/{version}" if group else version
     return {

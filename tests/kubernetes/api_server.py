@@ -196,6 +196,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, listing(self.server.store, request))
         else:
             kind = self.headers.get("Content-Type", "").partition(";")[0]
+            if kind == "application/vnd.kubernetes.protobuf":
+                raise ApiError(415, "the stand-in reads JSON and YAML only")
             content = parse_body(body)
             code, answer, warnings = self.server.objects.handle(request, content, kind, user)
             # A warning is a quoted string: it holds neither quotes nor line ends.
@@ -210,6 +212,11 @@ class Handler(BaseHTTPRequestHandler):
         raise ApiError(fault.status, fault.message, retry_after_s=fault.retry_after_s)
 
     def _watch(self, request: Request, fault: Fault | None) -> None:
+        if request.query.get("sendInitialEvents"):
+            # Clients fall back to a list and a watch, as with a server without this gate.
+            text = 'ListOptions.meta.k8s.io "" is invalid: sendInitialEvents: Forbidden: '
+            text += "sendInitialEvents is forbidden for watch unless the WatchList feature gate is "
+            raise ApiError(422, f"{text}enabled")
         self.start_chunks("application/json;stream=watch")
         left = None if fault is None else fault.after_events
         for event in events(self.server.store, request, lambda: self.server.stopping):
