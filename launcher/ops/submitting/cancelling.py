@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import stop_request
-from launcher.backends.base import Backend, JobId, JobRef, JobState, JobStatus
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobId, JobRef, JobState, JobStatus
+from launcher.backends.code_words import state_of
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
@@ -145,6 +146,8 @@ class Canceller:
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
         news = self._news(job)
         code = status.code if status.code is not None else news.code
+        if status.reason == NO_SUCH_JOB and code is not None:  # the run knows more
+            status = replace(status, state=state_of(code), code=code)
         return Cancelled(
             status=status, saved_step=news.progress.saved_step, code=code, was_over=was_over
         )

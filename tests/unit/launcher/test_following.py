@@ -70,10 +70,14 @@ class Answers:
     name = "slurm"
 
     def __init__(self, *statuses):
-        self.left = list(statuses)
+        self.left, self.asked_to_save = list(statuses), 0
 
     def fetch(self, job):
         pass
+
+    def ask_to_save(self, job):
+        self.asked_to_save += 1
+        return True
 
     def status(self, jobs):
         told = self.left.pop(0) if len(self.left) > 1 else self.left[0]
@@ -156,6 +160,18 @@ def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
     assert "it has not ended in time; it is cancelled" in err
     assert "one is over: cancelled, saved: step 3" in out
     assert slurm.calls("scancel") == ["scancel --batch --signal=USR2 17", "scancel 17"]
+
+
+def test_cancel_reads_in_the_record_how_a_job_ended_that_is_gone(slurm):
+    trains(ends=91)
+    [run] = find_runs(Path("runs"))
+    backend = Answers(RUNNING, DELETED)
+    canceller = cancelling.Canceller(
+        run=run, backend=backend, say=lambda _: None, wait_s=5.0, sleep=lambda _: None
+    )
+    found = canceller.cancel(save=True)
+    assert (found.status.state, found.saved, found.saved_step) == (JobState.SAVED, True, 3)
+    assert backend.asked_to_save == 1
 
 
 def test_cancel_of_a_pending_job_asks_nobody_to_save(slurm, capsys, quick):
