@@ -146,10 +146,11 @@ class Canceller:
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
         news = self._news(job)
         code = status.code if status.code is not None else news.code
-        if status.reason == NO_SUCH_JOB and code is not None:  # the run knows more
-            status = replace(status, state=state_of(code), code=code)
         return Cancelled(
-            status=status, saved_step=news.progress.saved_step, code=code, was_over=was_over
+            status=_known(status, news),
+            saved_step=news.progress.saved_step,
+            code=code,
+            was_over=was_over,
         )
 
 
@@ -172,8 +173,15 @@ def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
     return fallback_s
 
 
+def _known(status: JobStatus, news: News) -> JobStatus:
+    """Return where the job stands; of one that is gone its run knows more."""
+    if status.reason != NO_SUCH_JOB or news.code is None:
+        return status
+    return replace(status, state=state_of(news.code), code=news.code)
+
+
 def _progress(status: JobStatus, news: News) -> str:
-    now = news.progress
+    now, status = news.progress, _known(status, news)
     saved = "nothing saved yet" if now.saved_step is None else f"saved: step {now.saved_step}"
     if news.code is not None:
         return f"{status.state}: the agents have ended with {news.code}, {saved}"

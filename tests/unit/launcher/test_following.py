@@ -165,13 +165,14 @@ def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
 def test_cancel_reads_in_the_record_how_a_job_ended_that_is_gone(slurm):
     trains(ends=91)
     [run] = find_runs(Path("runs"))
-    backend = Answers(RUNNING, DELETED)
+    backend, said = Answers(RUNNING, DELETED), []
     canceller = cancelling.Canceller(
-        run=run, backend=backend, say=lambda _: None, wait_s=5.0, sleep=lambda _: None
+        run=run, backend=backend, say=said.append, wait_s=5.0, sleep=lambda _: None
     )
     found = canceller.cancel(save=True)
     assert (found.status.state, found.saved, found.saved_step) == (JobState.SAVED, True, 3)
     assert backend.asked_to_save == 1
+    assert said[-1] == "saved: the agents have ended with 91, saved: step 3"
 
 
 def test_cancel_of_a_pending_job_asks_nobody_to_save(slurm, capsys, quick):
