@@ -132,7 +132,8 @@ class Container:
         root.mkdir(parents=True, exist_ok=True)
         self._started = folder / f"{log.stem}.started"
         workdir = workdir or "/"
-        lines = [mount_script(mounts)]
+        lines = [f'chmod a+x "$R"{shlex.quote(str(path))}' for path in pod_image.closed()]
+        lines.append(mount_script(mounts))
         lines.append(f'mkdir -p "$R"/{shlex.quote(workdir.lstrip("/"))}')
         read_only = options.get("readOnlyRootFilesystem")
         script = _ROOT.format(

@@ -49,6 +49,12 @@ def needed() -> tuple[Path, ...]:
     return (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve(), _REPO)
 
 
+def closed() -> list[Path]:
+    """Return the folders on the way to these that only their owner may enter; an image has none."""
+    ways = {folder for path in needed() for folder in path.parents}
+    return sorted(folder for folder in ways if not folder.stat().st_mode & 0o001)
+
+
 def has_program(name: str, path: str) -> bool:
     """Return whether the image has a program."""
     if not _FOLDER:

@@ -36,6 +36,16 @@ def test_a_run_trains_and_its_job_succeeds(cluster: Cluster, kind: str) -> None:
     assert [event["code"] for event in run.events("run.ended")] == [0]
 
 
+def test_a_run_trains_without_rights_on_a_root_that_cannot_be_written(cluster: Cluster) -> None:
+    wishes = "run_as_user=12345 run_as_group=12345 fs_group=12345 non_root=true read_only_root=true"
+    sets = tuple(f"kubernetes.security.{wish}" for wish in wishes.split())
+    run = K8sRun(cluster, "jobset", steps=8, every=4, sets=sets)
+    run.ended(*DONE)
+    assert run.step() == 8
+    assert run.board().commits[-1].step == 8
+    assert {path.stat().st_uid for path in [run.path, *run.path.rglob("*")]} == {12345}
+
+
 @pytest.mark.parametrize("kind", ONE_KIND)  # a JobSet makes the coordinator anew, below
 def test_one_lost_pod_is_made_anew_alone_and_takes_part_again(cluster: Cluster, kind: str) -> None:
     run = K8sRun(cluster, kind)
