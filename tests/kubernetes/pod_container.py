@@ -229,8 +229,15 @@ class Container:
     def _reach_program(self) -> None:
         """Wait until all is mounted; a real container is not called running before."""
         deadline = time.monotonic() + _START_S
-        while not self.started and self.pid is not None and time.monotonic() < deadline:
+        while not self._is_inside() and self.pid is not None and time.monotonic() < deadline:
             time.sleep(0.01)
+
+    def _is_inside(self) -> bool:
+        """Whether process 1 has its own root; a command that is sooner would see this machine's."""
+        try:
+            return self.started and str(Path(f"/proc/{self.pid}/root").readlink()) != "/"
+        except OSError:
+            return False
 
     def _copy(self) -> None:
         """Write each line with its time, as container runtimes keep logs."""
