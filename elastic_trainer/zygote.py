@@ -318,6 +318,10 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         return _exit_code(sys.modules[target].main())
     if request.get("count_steps") and "torch" in sys.modules:
         _count_steps()
+    if "torch.distributed" in sys.modules:
+        from elastic_trainer.process_groups import keep_process_groups
+
+        keep_process_groups()
     try:
         if request["kind"] == "module":
             sys.path.insert(0, request["cwd"])

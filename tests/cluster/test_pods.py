@@ -192,7 +192,7 @@ def test_a_drained_pod_saves_goes_and_comes_back_whoever_coordinates(pods):
         assert pods.code(drained) == 143, "a controller starts it again"
         second = pods.until_steps(2)
         took = time.monotonic() - begun
-        assert second == first + 1
+        assert second == first + 1, pods.story()
         redone = last_step_before(pods, second) + 1 - first_step_of(pods, second)
         assert redone == 0, "nothing is redone"
         gone = [e for e in pods.events("member.left") if e.t_unix > told]

@@ -206,7 +206,7 @@ def test_a_controller_that_is_away(user, slurm):
     slurm.kill_controller()
     try:
         found = user.json("status", "one")
-        assert found["state"] == "unknown"
+        assert found["state"] == "unknown", found
         assert "does not answer" in found["platform"]["reason"]
     finally:
         slurm.start_controller()
