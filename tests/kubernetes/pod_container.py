@@ -19,7 +19,7 @@ from typing import IO
 
 import pod_image
 from api_resources import Object, now_micro
-from pod_inside import Mount, Volumes, mount_script
+from pod_inside import Mount, Volumes, hidden_by, mount_script
 from pod_network import PATH, PodNetwork
 
 _START_S = 30.0
@@ -133,7 +133,7 @@ class Container:
         self._started = folder / f"{log.stem}.started"
         workdir = workdir or "/"
         lines = [f'chmod a+x "$R"{shlex.quote(str(path))}' for path in pod_image.closed()]
-        lines.append(mount_script(mounts))
+        lines.append(mount_script([*mounts, *hidden_by(mounts, pod_image.needed())]))
         lines.append(f'mkdir -p "$R"/{shlex.quote(workdir.lstrip("/"))}')
         read_only = options.get("readOnlyRootFilesystem")
         script = _ROOT.format(

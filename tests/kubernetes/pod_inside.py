@@ -57,6 +57,16 @@ def image_mounts(mountinfo: str, needed: Iterable[Path]) -> list[Mount]:
     return [Mount(Path(point), point, read_only=True) for point in sorted(found)]
 
 
+def hidden_by(mounts: Iterable[Mount], needed: Iterable[Path]) -> list[Mount]:
+    """Return mounts that bring back what the image is made of where a pod's volumes hide it.
+
+    A real image has nothing below /tmp; this machine may have this code there.
+    """
+    over = [Path(os.path.realpath(m.target)) for m in mounts if m.source != Path(m.target)]
+    hidden = {path for path in needed for place in over if path.is_relative_to(place)}
+    return [Mount(path, str(path), read_only=True) for path in sorted(hidden)]
+
+
 class Inside:
     """Looks up what pods name.
 

@@ -277,7 +277,7 @@ def test_a_lost_node_keeps_its_pods_terminating_until_force(cluster: Cluster) ->
     cluster.create(manifest)
     node = cluster.wait_phase("lost", "Running").spec.node_name
     beat = cluster.storage / "beat"
-    cluster.wait("a beat", beat.exists)
+    cluster.wait("a beat", lambda: beat.exists() and beat.stat().st_size)
     cluster.power_off(node)
     cluster.wait_ready(node, ready=False)
     size = cluster.wait("the last beat", lambda: _same_for(beat, 0.5))

@@ -34,10 +34,12 @@ def test_every_node_of_a_partition_is_asked_and_a_drained_one_fails(slurm):
     shared.mkdir()
     code, answer, err = preflight(slurm, shared, "--partition", "main")
     assert code == 0, (answer, err)
-    assert [(node["node"], node["level"]) for node in answer["nodes"]] == [
-        (name, "ok") for name in slurm.names
-    ]
-    checked = {finding["check"] for node in answer["nodes"] for finding in node["findings"]}
+    assert [node["node"] for node in answer["nodes"]] == list(slurm.names)
+    findings = [finding for node in answer["nodes"] for finding in node["findings"]]
+    # All write to one disk here, on a busy machine at speeds of which one may be told to be slow.
+    assert {f["level"] for f in findings if f["check"] != "storage"} == {"ok"}, findings
+    assert {f["level"] for f in findings if f["check"] == "storage"} <= {"ok", "warn"}, findings
+    checked = {finding["check"] for finding in findings}
     assert checked == {"gpus", "storage", "shm", "clock", "versions", "leftovers"}
     assert list(shared.iterdir()) == []
 
