@@ -14,9 +14,11 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/ready
 	$(PY) -m examples.demo
 
-# More workers than the two cores of CI: the long tests wait for nearly half of their time.
+# More workers than two cores: the long tests wait for nearly half of their time.
+WORKERS ?= 3
+
 test: .venv/ready
-	$(PY) -m pytest tests -n 3 --dist worksteal --durations 15
+	$(PY) -m pytest tests -n $(WORKERS) --dist worksteal --durations 15
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -203,6 +203,7 @@ def test_a_controller_that_is_away(user, slurm):
     seen, state = time.time(), slurm.dir / "state" / "job_state"
     # What it has not written down yet it would not know any more.
     until("the state is written", lambda: state.stat().st_mtime > seen, timeout_s=60)
+    user.wait_step("one", 2)  # srun, which asks the controller too, has started the agents
     slurm.kill_controller()
     try:
         found = user.json("status", "one")
