@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from elastic_trainer import process_groups as process_groups  # noqa: PLC0414  the same
+from elastic_trainer import process_groups as process_groups  # noqa: PLC0414  for it as well
 from elastic_trainer import progress as progress  # noqa: PLC0414  for the forked worker
 from elastic_trainer.preload import preload
 

@@ -1,7 +1,7 @@
 """The sections of a job file: every key, its unit, its default. Pure.
 
-Types of single values are in `spec_values.py`; what several values must satisfy
-together is in `spec_rules.py`.
+Types of single values are in `values.py`; what several values must satisfy
+together is in `rules.py`.
 """
 
 from __future__ import annotations

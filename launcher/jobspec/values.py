@@ -1,6 +1,6 @@
 """The values of a job file: which texts and numbers are taken, one at a time. Pure.
 
-A validator names its code as the error type; `spec.py` turns that into a Problem.
+A validator names its code as the error type; `errors.py` turns that into a Problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.jobspec.source import describe
 
 
 def refuse(code: str, message: str) -> PydanticCustomError:
-    """Return the error that `spec.py` turns into a Problem with this code."""
+    """Return the error that `errors.py` turns into a Problem with this code."""
     # The detour over the context keeps braces in values from being read as a template.
     return PydanticCustomError(code, "{message}", {"message": message})
 

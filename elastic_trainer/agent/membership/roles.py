@@ -62,7 +62,7 @@ class End:
 
 
 Turn = Seek | Follow | Stand | Lead | End
-"""What a handler returns to hand over to another role; `membership.py` makes the role."""
+"""What a handler returns to hand over to another role; `machine.py` makes the role."""
 
 
 def unfit_message(member: Member, settings: Settings) -> str:

@@ -1,7 +1,7 @@
 """The picture of a run: loss with failures and layouts, progress, recovery phases.
 
 One self-contained page without scripts or external assets: what it shows is in
-`report_data.py`, its charts in `report_charts.py`. `report_png.py` draws the same as a PNG.
+`data.py`, its charts in `charts.py`. `png.py` draws the same as a PNG.
 """
 
 from __future__ import annotations
