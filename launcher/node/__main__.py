@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
     if args.command == "begin":
         from launcher.node.begin import begin
 
-        return begin(attempt)
+        return begin(attempt, os.environ)
     if args.command == "beat":
         from launcher.node.beat import beat
 

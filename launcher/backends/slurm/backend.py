@@ -25,6 +25,7 @@ from launcher.backends.slurm import parse, words
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError, Where
+from launcher.whole_file import read_json
 
 SCRIPT: Final = words.SCRIPT
 """Name of the batch script in a bundle."""
@@ -150,7 +151,7 @@ class SlurmBackend:
             known, away = self._queries.jobs(asked, cluster)
             for job in asked:
                 told = known.get(job)
-                answers[job] = _unknown(away) if told is None else words.status_of(told)
+                answers[job] = _unknown(away) if told is None else _status(told, job)
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
@@ -293,6 +294,20 @@ def ignored_variables(env: Mapping[str, str]) -> list[str]:
 
 def _cluster(job: JobRef) -> list[str]:
     return [f"--clusters={job.cluster}"] if job.cluster else []
+
+
+def _status(told: SlurmJob, job: JobRef) -> JobStatus:
+    """Return the answer about a job, with the nodes that it was given and has lost."""
+    status = words.status_of(told)
+    if status.state is not JobState.RUNNING or not status.nodes:
+        return status
+    starts = Path(job.run_dir).glob(f"attempts/{told.raw_id}.*/begin.json")
+    begun = max(map(read_json, starts), key=lambda raw: raw.get("t_unix", 0.0), default={})
+    given = begun.get("nodes")
+    if not isinstance(given, str) or begun["t_unix"] < (status.started or 0.0) - words.SAME_S:
+        return status  # it has not begun yet, as after a requeue
+    lost = [name for name in parse.expand_nodes(given) if name not in status.nodes]
+    return dataclasses.replace(status, nodes_lost=tuple(lost))
 
 
 def _unknown(away: str) -> JobStatus:

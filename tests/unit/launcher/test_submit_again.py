@@ -90,7 +90,8 @@ def squeue_rows(*tasks):
     rows = []
     for task, state in tasks:
         script = Path("runs/s/job.sbatch").absolute()
-        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "a-job", str(script)]
+        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "n/a"]
+        fields += ["a-job", str(script)]
         rows.append("\x1f".join(fields))
     return "\n".join(rows)
 
