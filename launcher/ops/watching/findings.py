@@ -6,9 +6,9 @@ nodes lost, its batch host), the age of the newest step, and saves that failed.
 **Silence.** A step counts as overdue after ten times the median of this epoch's, twice its longest,
 and a minute, whichever is most: what is read here may be that far behind, by caches of shared
 storage and by clocks that differ. Never later than a minute after the agents themselves would have
-called it a hang (`elastic.hang_ceiling_s`). Where no pace can be known (until the second step of an
-epoch) and where none is expected (while a save is staged, during an evaluation that was announced,
-while starting, saving or ending), `elastic.start_ceiling_s` counts, as it does for the agents.
+called it a hang (`elastic.hang_ceiling_s`). Where no pace can be known (until the third step of an
+epoch is done) and where no step is expected (while a save is staged, in an evaluation that was
+announced, while starting, saving or ending), `elastic.start_ceiling_s` counts, as for the agents.
 """
 
 from __future__ import annotations
@@ -182,9 +182,10 @@ def _step_due(
     """Return when the newest step was done, how long the next may take, what steps took."""
     done = _steps(attempt, progress.epoch)
     since = done[-1][0] if done else attempt[-1].t_unix
-    if len(done) < 2:
+    # The second step may compile again: its gap says nothing of what is usual.
+    gaps = [after[0] - before[0] for before, after in pairwise(done)][1:]
+    if not gaps:
         return since, elastic.start_ceiling_s, ""
-    gaps = [after[0] - before[0] for before, after in pairwise(done)]
     # A script's counter is looked at once a second: several steps may lie between.
     per_step = (done[-1][0] - done[0][0]) / max(1, done[-1][1] - done[0][1])
     usual = f" (steps take {seconds_text(min(statistics.median(gaps), per_step))})"
@@ -192,7 +193,7 @@ def _step_due(
     if paused is not None:
         return paused, elastic.start_ceiling_s, usual
     limit_s = max(BEHIND_S, STEPS * statistics.median(gaps), LONGEST * max(gaps))
-    return since, min(limit_s, max(BEHIND_S, elastic.hang_ceiling_s + BEHIND_S)), usual
+    return since, min(limit_s, elastic.hang_ceiling_s + BEHIND_S), usual
 
 
 def _steps(attempt: Iterable[Event], epoch: int) -> list[tuple[float, int]]:

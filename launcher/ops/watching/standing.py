@@ -107,7 +107,7 @@ def standings(runs: Sequence[Run], backends: Backends | None = None) -> list[Sta
         for _, target, job in jobs
     ]
     return [
-        _standing(run, target, job, answers[target, job], trouble)
+        standing_of(run, target, job, answers[target, job], trouble)
         for (run, target, job), trouble in zip(jobs, troubles, strict=True)
     ]
 
@@ -133,7 +133,18 @@ def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, o
     return fetched(backends[target], job)
 
 
-def _standing(run: Run, target: str, job: JobRef, status: JobStatus, trouble: str) -> Standing:
+def standing_of(
+    run: Run, target: str, job: JobRef, status: JobStatus, trouble: str = ""
+) -> Standing:
+    """Return where `run` stands, by its platform's answer and what it has written itself.
+
+    Args:
+        run: which.
+        target: its platform.
+        job: what was asked about.
+        status: the answer.
+        trouble: why its files are not the newest; empty: they are.
+    """
     try:
         news, problem = read_news(run.path), run.problem or trouble
     except UserError as error:

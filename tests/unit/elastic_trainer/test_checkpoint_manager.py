@@ -102,7 +102,7 @@ class Run:
         return self.manager.restore()
 
     def events(self, name):
-        lines = (self.root / "events" / "worker-0.jsonl").read_text().splitlines()
+        lines = (self.root / "events" / "checkpoints-worker-0.jsonl").read_text().splitlines()
         return [e for e in map(Event.decode, lines) if e.event == name]
 
     def commits(self):
