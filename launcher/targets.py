@@ -27,7 +27,7 @@ class Target:
     sees_other_paths: bool = False
     """Its nodes see other paths than this machine, so paths cannot be looked at here."""
     nodes_return: bool = True
-    """A node that was lost can take part again in the same job."""
+    """A node that the platform holds for lost can take part again in the same job."""
     exclude: str | None = None
     """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
 

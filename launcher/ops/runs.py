@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
 from launcher.ops.run_dir import JOB_JSON
-from launcher.whole_file import write_json
+from launcher.whole_file import read_json, write_json
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -215,9 +216,34 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
     return found[1:]
 
 
+def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
+    """Return the job of the newest attempt, where the batch script was submitted by hand.
+
+    `known` is what `submit` has noted; None is returned where the newest attempt is that job's, or
+    one of its successors'.
+    """
+    newest, begun = 0.0, Path()
+    for path in (run_dir / "attempts").glob("*/begin.json"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            written = path.stat().st_mtime
+            newest, begun = max((newest, begun), (written, path))
+    raw = read_json(begun)
+    job, target, t_unix = raw.get("job"), raw.get("platform"), raw.get("t_unix")
+    if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
+        return None
+    if known is not None:
+        ours = {known.job.id, *chain_after(run_dir, known.job.id)}
+        if job in ours or t_unix < (known.job.submit_time or 0.0):
+            return None
+    ref = JobRef(id=JobId(job), run_dir=str(run_dir))
+    return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
+
+
 def _run(path: Path, shown: str) -> Run:
     where = path.absolute()
     try:
-        return Run(path=where, submission=read_submitted(where), shown=shown)
+        submission = read_submitted(where)
+        submission = _by_hand(where, submission) or submission
+        return Run(path=where, submission=submission, shown=shown)
     except UserError as error:
         return Run(path=where, submission=None, shown=shown, problem=error.message)

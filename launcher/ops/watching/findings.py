@@ -98,7 +98,7 @@ class Facts:
     rooms: tuple[Room, ...] = ()
     """Of the run's directory and its checkpoints, where this machine sees them."""
     nodes_return: bool = True
-    """A node that was lost can take part again in the same job."""
+    """A node that the platform holds for lost can take part again in the same job."""
 
 
 def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
@@ -282,14 +282,12 @@ def _lost(facts: Facts, lost: Sequence[str], there: Sequence[str]) -> Finding | 
         return None
     verb = "is" if len(lost) == 1 else "are"
     text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
-    way_out = (
-        ""
-        if facts.nodes_return
-        else (
-            f"a node that comes back cannot rejoin this job; a requeue restores it: "
+    way_out = ""
+    if facts.status.nodes_lost and not facts.nodes_return:
+        way_out = (
+            "a node that comes back cannot rejoin this job; a requeue restores it: "
             f"holdfast restart {facts.run}"
         )
-    )
     return Finding(kind=Kind.NODES_LOST, text=text, way_out=way_out)
 
 

@@ -32,8 +32,6 @@ _PODS = "/api/v1/namespaces/train/pods"
 _SPAN = r"\d+ (?:d|h|min|s)(?: \d+ (?:h|min|s))?"
 _WHEN = re.compile(rf"(?:in )?{_SPAN}(?: ago)? \([\d: -]+\)")
 _AGE = re.compile(rf"\bfor {_SPAN}")
-_REJOINS = re.compile(r"; a node that comes back .*")
-"""Only Slurm gives a lost node away for good."""
 _TIMES = re.compile(r"(?:, (?:submitted|expected to start|started|ended|its time is up) <time>)+")
 
 
@@ -160,7 +158,7 @@ class Side:
         out, _ = self.cli(*words)
         own, reason = self.words()
         both = f"{own} ({reason})"
-        text = _AGE.sub("for <age>", _REJOINS.sub("", _WHEN.sub("<time>", out)))
+        text = _AGE.sub("for <age>", _WHEN.sub("<time>", out))
         text = text.replace(self.output, "<the job's output>")
         for said in sorted({both, own, reason} - {""}, key=len, reverse=True):
             text = text.replace(said, "<the platform's words>")
