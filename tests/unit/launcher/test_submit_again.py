@@ -110,9 +110,9 @@ def test_a_whole_sweep_is_submitted_again_but_for_what_is_done_or_live(fresh, ca
     assert run_cli(["submit", "--resume", "s"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out == [
-        "slurm job 20: goes on: 2, 3 of runs/s",
-        "waiting or running, left alone: 1 of runs/s",
-        "done already: 0 of runs/s",
+        "slurm job 20: goes on: tasks 2, 3 of runs/s",
+        "waiting or running, left alone: task 1 of runs/s",
+        "done already: task 0 of runs/s",
     ]
     assert fresh.calls("sbatch")[-1].startswith("sbatch --parsable --array=2,3 ")
     ids = [json.loads(Path(f"runs/s/{i}/submitted.json").read_text())["job_id"] for i in range(4)]
