@@ -348,6 +348,24 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
     assert "no more saves in this epoch" in second.fields["reason"]
 
 
+def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.step()
+
+    def full(*_, **__):
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:  # what torch.save makes of it
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert not run.save(1)
+    [failed] = run.events("checkpoint.failed")
+    assert "No space left on device" in failed.fields["reason"]
+    assert "free space there" in failed.fields["reason"]
+    assert "inline_container" not in failed.fields["reason"]
+
+
 def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(saver_module, "_CLOSE_WAIT_S", 0.1)
     gate = threading.Event()
