@@ -190,14 +190,29 @@ def is_run(path: Path) -> bool:
 def current_job(run: Run) -> JobRef:
     """Return the job that carries `run` now, or carried it last.
 
-    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next.
+    A successor carries it once the job before it has ended.
+    """
+    attempts = run.path / "attempts"
+    job, *after = jobs_of(run)
+    for successor in after:
+        begun = any(attempts.glob(f"{successor.id}.*/begin.json"))
+        if not begun and not any(attempts.glob(f"{job.id}.*/end.json")):
+            break
+        job = successor
+    return job
+
+
+def jobs_of(run: Run) -> list[JobRef]:
+    """Return the job of the newest submission and those that follow it in a chain, in order.
+
+    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
+    soon as it begins itself.
     """
     if run.submission is None:
-        return JobRef(id=JobId(""), run_dir=str(run.path))
-    job = run.submission.job
-    for after in chain_after(run.path, job.id):
-        job = replace(job, id=JobId(after), submit_time=None)
-    return job
+        return [JobRef(id=JobId(""), run_dir=str(run.path))]
+    first = run.submission.job
+    after = chain_after(run.path, first.id)
+    return [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
 
 
 def chain_after(run_dir: Path, job_id: str) -> list[str]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import stop_request
-from launcher.backends.base import NO_SUCH_JOB, Backend, JobId, JobRef, JobState, JobStatus
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
 from launcher.backends.code_words import state_of
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
-from launcher.ops.runs import Run, chain_after, current_job
+from launcher.ops.runs import Run, current_job, jobs_of
 
 _POLL_S = 2.0
 _ENDING_S = 120.0
@@ -82,7 +82,8 @@ class Canceller:
             if status.state.is_final:
                 return self._outcome(job, status)
             self.say("it has not ended in time; it is cancelled without a further save")
-        for other in self._chain(job):
+        # Successors first, so that none starts meanwhile.
+        for other in reversed(jobs_of(self.run)):
             self.backend.cancel(other)
         return self._outcome(job, self._wait(job, _ENDING_S))
 
@@ -118,16 +119,6 @@ class Canceller:
             if status.state.is_final or self.mono() >= deadline:
                 return status
             self.sleep(_POLL_S / 4)
-
-    def _chain(self, job: JobRef) -> list[JobRef]:
-        """Return the jobs of the run, successors first, so that none starts meanwhile."""
-        submission = self.run.submission
-        if submission is None:
-            return [job]
-        first = submission.job
-        after = chain_after(self.run.path, first.id)
-        jobs = [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
-        return list(reversed(jobs))
 
     def _ask_to_stay_stopped(self) -> None:
         try:

@@ -353,10 +353,9 @@ def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
     run.step()
 
     def full(*_, **__):
-        try:
-            raise OSError(28, "No space left on device")
-        except OSError:  # what torch.save makes of it
-            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704")
+        error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704")
+        error.__context__ = OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
     assert not run.save(1)

@@ -187,6 +187,10 @@ def test_a_chain_is_followed_and_cancelled_as_one(slurm, capsys, quick):
     folder = Path("runs/one/attempts/17.0")
     folder.mkdir(parents=True)
     (folder / "next").write_text("18\n")
+    slurm.is_now("RUNNING")
+    assert as_json(capsys, "status", "one")["job_id"] == "17"
+    slurm.is_now("PENDING", "Priority", nodes="")
+    (folder / "end.json").write_text('{"code": 91}')
     row = (slurm.folder / "squeue.out").read_text()
     ended = row.replace("PENDING", "FAILED")
     waits = row.replace("17\x1f17", "18\x1f18").replace(str(SUBMIT), str(SUBMIT + 50))
