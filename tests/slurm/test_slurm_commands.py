@@ -98,7 +98,7 @@ def test_a_job_from_submit_to_its_end(user, slurm):
     ]
     assert "nothing to do" in user("submit", "--resume", "one")[0]
     summary = json.loads(Path("runs/one/summary.json").read_text())
-    assert (summary["code"], summary["steps"], summary["ledger"]["lost"]) == (0, 6, 0)
+    assert (summary["code"], summary["steps"], summary["samples_lost"]) == (0, 6, 0)
     assert Path(user("report", "one")[0].strip()).name == "report.html"
     [log] = Path("runs/one/logs").glob("slurm-*.out")
     assert "cpu binding" not in log.read_text()
