@@ -229,8 +229,12 @@ class Run:
 
         The agent waits `elastic.start_ceiling_s` before it takes the worker for hung.
         """
-        with self._doing(Section.EVALUATING):
-            yield
+        self._emit("evaluation.started")
+        try:
+            with self._doing(Section.EVALUATING):
+                yield
+        finally:
+            self._emit("evaluation.ended")
 
     def leave(self) -> NoReturn:
         """Exit with code 91, "saved", after `completed` has returned True."""
@@ -255,6 +259,10 @@ class Run:
         if self._state is not None:
             self._state.close()
             self._report(None, section)
+
+    def _emit(self, event: str) -> None:
+        if self._state is not None:
+            self._state.emit(event)
 
     def _report(self, step: int | None, section: Section, committed: int | None = None) -> None:
         if self._counter is not None:

@@ -30,11 +30,28 @@ class EventLog:
         wall: Callable[[], float] = time.time,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._run_dir, self._writer = run_dir, writer
         self._file = WriteBehind(
             run_dir / "events" / f"{writer}.jsonl", told=self._stalled, mono=mono
         )
         self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
         self.epoch = epoch
+
+    def apart(self, topic: str) -> EventLog:
+        """Return a log of the same worker in a file of its own, for what must be found quickly.
+
+        Readers look at the ends of files: what happens once an hour would be far from the end of
+        one that has every step.
+        """
+        return EventLog(
+            self._run_dir,
+            f"{topic}-{self._writer}",
+            node=self._node,
+            rank=self._rank,
+            epoch=self.epoch,
+            wall=self._wall,
+            mono=self._mono,
+        )
 
     @property
     def failed(self) -> int:

@@ -71,6 +71,8 @@ EVENTS: Final[dict[str, str]] = {
     "checkpoint.failed": "A save failed; training goes on. reason",
     "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
     "checkpoint.restored": "State was loaded. dir, seconds",
+    "evaluation.started": "A script began an evaluation: no step is expected until it ends",
+    "evaluation.ended": "It ended",
     "snapshot.restored": "State was loaded from memory. written_in_epoch, seconds",
     "snapshot.unusable": "A newer snapshot is not whole and was passed over. reason",
     "state.lost": (

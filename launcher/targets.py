@@ -26,6 +26,8 @@ class Target:
     """None: it has no arrays."""
     sees_other_paths: bool = False
     """Its nodes see other paths than this machine, so paths cannot be looked at here."""
+    nodes_return: bool = True
+    """A node that the platform holds for lost can take part again in the same job."""
     exclude: str | None = None
     """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
 
@@ -66,6 +68,7 @@ TARGETS: Final[dict[str, Target]] = {
         "launcher.render.sbatch:render_slurm",
         "launcher.backends.slurm.backend:SlurmBackend",
         "launcher.render.sbatch:render_sweep",
+        nodes_return=False,  # --no-kill gives a node away for good
         exclude="slurm.exclude",
     ),
     "pytorchjob": _on_kubernetes("launcher.render.pytorchjob:render_pytorchjob"),

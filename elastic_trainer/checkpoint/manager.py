@@ -65,7 +65,7 @@ class CheckpointManager:
         since_mono: float | None = None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keeping, self._board, self._events = keeping, board, events
+        self._keeping, self._board, self._events = keeping, board, events.apart("checkpoints")
         self._device, self._mono = device, mono
         self._storage = CheckpointStorage(Path(keeping.section.dir))
         self._rank = dist.get_rank()
@@ -282,6 +282,7 @@ class CheckpointManager:
             self.memory.close()
         self._saver.close()
         self._closed = True
+        self._events.close()
 
     def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:

@@ -65,7 +65,13 @@ class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]  # torch is not follo
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        written = super().write_data(*args, **kwargs)
+        try:
+            written = super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            # torch's archive only says where in its file it stood; the disk has said why.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
         self._at("data")
         return written
 

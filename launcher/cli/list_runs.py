@@ -20,8 +20,9 @@ def command(*, runs: Path, as_json: bool) -> int:
     from launcher.ops.watching.standing import standings
 
     found = standings(list(find_runs(runs)))
+    now = time.time()
     if as_json:
-        print_json([each.to_json() for each in found])
+        print_json([each.to_json(now) for each in found])
     else:
-        print_runs(found, time.time(), empty=f"no run in {runs}")
+        print_runs(found, now, empty=f"no run in {runs}")
     return EXIT_DONE

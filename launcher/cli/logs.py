@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,10 +30,9 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
     Without --rank and --node: the job's own output, rank 0, and what happened (lines with --).
     With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
     """
-    from launcher.ops.fetching import fetched
     from launcher.ops.runs import current_job, find_run
     from launcher.ops.watching.follow_logs import Line, LogReader, Selection
-    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.watching.standing import make_backends, standings, target_of
     from launcher.ops.watching.watch import Watch
 
     def show(lines: list[Line]) -> None:
@@ -54,10 +54,14 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
             )
             watch.logs(reader, show)
         else:
-            if trouble := fetched(backend, current_job(found)):
-                click.echo(trouble, err=True)
+            # The platform is asked, and the files are fetched: what is wrong comes last.
+            [standing] = standings([found], {target_of(found): backend})
+            if standing.problem:
+                click.echo(standing.problem, err=True)
             reader.look()
             show(reader.poll(last=True))
+            for finding in standing.findings(time.time()):
+                click.echo(f"-- warning: {finding}", err=True)
     except UserError as error:
         return exit_with_problems(error, as_json=False)
     return EXIT_DONE

@@ -27,6 +27,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
     "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),
     "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
+    "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
     "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),

@@ -47,7 +47,8 @@ def status(*, run: str | None, runs: Path, as_json: bool) -> int:
         return exit_with_problems(error, as_json=as_json)
     now = time.time()
     if as_json:
-        print_json(found[0].to_json() if run else [each.to_json() for each in found])
+        found_json = [each.to_json(now) for each in found]
+        print_json(found_json[0] if run else found_json)
     elif run is None:
         print_runs(found, now, empty=f"no live run in {runs}; `holdfast list` shows all")
     else:

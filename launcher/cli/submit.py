@@ -241,7 +241,8 @@ def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool
         ("done already", found.done),
     ):
         if tasks:
-            click.echo(f"{what}: {', '.join(run.path.name for run in tasks)} of {folder}")
+            listed = ", ".join(run.path.name for run in tasks)
+            click.echo(f"{what}: task{'s' * (len(tasks) > 1)} {listed} of {folder}")
     for task, lines in (found.upgraded or {}).items():
         for line in lines or ["nothing has changed"]:
             click.echo(f"{task}: {line}")

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.backends.base import JobState
-from launcher.ops.watching.standing import Standing, when
+from launcher.ops.watching.standing import Standing
+from launcher.ops.watching.texts import when
 
 _COLOURS = {
     JobState.RUNNING: "green",
@@ -22,7 +23,10 @@ _COLOURS = {
 
 
 def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> None:
-    """Print a row for each run; what keeps a platform from answering is said once, below."""
+    """Print a row for each run; what is wrong is said below.
+
+    What keeps a platform from answering is said once for all of its runs.
+    """
     if not found:
         click.echo(empty)
         return
@@ -36,10 +40,14 @@ def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> Non
     for each in found:
         table.add_row(*_cells(each, now_unix))
     console.print(table, highlight=False)
+    for each in found:
+        for finding in each.findings(now_unix):
+            click.echo(f"{_name(each.run.path)}: {finding.text}")
     notes = [
         each.problem or f"{each.target}: {each.status.reason}"
         for each in found
-        if each.problem or (each.state is JobState.UNKNOWN and each.status.reason)
+        if each.state is not JobState.RUNNING
+        and (each.problem or (each.state is JobState.UNKNOWN and each.status.reason))
     ]
     for note in dict.fromkeys(notes):
         click.echo(note, err=True)

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
     if args.command == "begin":
         from launcher.node.begin import begin
 
-        return begin(attempt)
+        return begin(attempt, os.environ)
     if args.command == "beat":
         from launcher.node.beat import beat
 
@@ -83,7 +83,9 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
 
     if args.command == "again":
         return end.again(attempt)
-    return end.end(attempt, os.environ, args.code).code
+    code = end.end(attempt, os.environ, args.code).code
+    end.put_summary(attempt, os.environ, code)
+    return code
 
 
 def _node() -> str:

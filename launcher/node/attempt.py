@@ -1,6 +1,7 @@
 """One start of the batch script: its name, and what is kept of it in RUN/attempts/<name>/.
 
-begin.json      written by `begin`: when, and the newest step that was committed then
+begin.json      written by `begin`: when, the newest step that was committed then; of Slurm also
+                the job and the nodes that it was given
 batch.beat      a number that rises while the batch script lives
 exit/<node>     how that node's agent ended
 end.json        what came of it: by `end`, or by a caretaker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.config import TrainConfig
@@ -15,8 +16,12 @@ from launcher.ops.submitting.environment import warn_if_changed
 from launcher.whole_file import write_json
 
 
-def begin(attempt: Attempt) -> int:
+def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     """Decide, and make the attempt's folders when it may start.
+
+    Args:
+        attempt: which.
+        env: the batch script's; SLURM_JOB_NODELIST has the nodes that the job was given.
 
     Returns:
         0: go on. 90: the run is done. Else the code that the script ends with.
@@ -33,7 +38,9 @@ def begin(attempt: Attempt) -> int:
         return _refuse(attempt, decision)
     for folder in (attempt.dir, attempt.logs):
         folder.mkdir(parents=True, exist_ok=True)
-    write_json(attempt.dir / "begin.json", {"t_unix": now, "step": board.newest_step(state)})
+    given = {"platform": "slurm", "job": attempt.slurm_id, "nodes": env.get("SLURM_JOB_NODELIST")}
+    step = board.newest_step(state)
+    write_json(attempt.dir / "begin.json", {"t_unix": now, "step": step, **given})
     for change in warn_if_changed(run_dir):
         say(f"warning: the environment is not the one recorded at submission: {change}")
     nodes = config.ladder.rungs[0].num_nodes

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 
 from launcher import stop_request
+from launcher.errors import UserError
 from launcher.node import board
 from launcher.node.attempt import Attempt
-from launcher.node.decide import Verdict, near_limit, verdict, what_now, within_restarts
+from launcher.node.decide import GOES_ON, Verdict, near_limit, verdict, what_now, within_restarts
 from launcher.node.say import note, say
 from launcher.node.slurm import carry_out
 from launcher.whole_file import write_json
 
 KILLED_SOON_S = 300.0
 """A requeue ends the job's processes within this time."""
+SUMMARY_S = 60
+"""So much of the time before the signal lead may go to the summary."""
 
 
 def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Verdict:
@@ -59,6 +63,36 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Verd
     return found
 
 
+def put_summary(attempt: Attempt, env: Mapping[str, str], code: int) -> None:
+    """Write RUN/summary.json, unless the run goes on: its last attempt does it.
+
+    Of what is on record only, so it can be left out: near the time limit, where Slurm would call
+    a job that is done a failure, or when it takes too long. `holdfast report` has it then.
+    """
+    stop_asked = stop_request.asked(attempt.run_dir)
+    if code in GOES_ON and not stop_asked and env.get("HOLDFAST_RESTART") != "none":
+        return
+    limit = save_by(env)
+    if limit is not None and time.time() > limit - SUMMARY_S:
+        return
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(SUMMARY_S)
+    try:
+        # It reads the whole record: what only begins does not import this.
+        from launcher.ops.local.job import write_summary
+        from launcher.ops.reports.files import current_summary
+
+        write_summary(attempt.run_dir, current_summary(attempt.run_dir)[0])
+    except (UserError, OSError, ImportError) as error:
+        say(f"summary.json is not written: {error}; `holdfast report RUN --json` has its content")
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: object) -> None:
+    raise TimeoutError(f"the record could not be read within {SUMMARY_S} s")
+
+
 def again(attempt: Attempt) -> int:
     """Put the job back into the queue, unless the user wants the run to stay stopped.
 
@@ -81,6 +115,7 @@ def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
         stop_asked=stop_request.asked(attempt.run_dir),
         has_next=attempt.next_job() is not None,
     )
+    put_summary(attempt, env, found.code)
     say(f"the batch host is lost: {', '.join(acts)} job {attempt.job_id} in its place")
     if carry_out(attempt, acts):
         time.sleep(KILLED_SOON_S)

@@ -71,7 +71,7 @@ def carry_out(
             if shown.returncode == 0:
                 job = parse_job(shown.stdout)
                 if job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:
-                    _say(f"job {attempt.job_id} is {job}: nothing to {act}")
+                    _say(f"job {attempt.job_id} is {job.state or 'gone'}: nothing to {act}")
                     return False
                 done = run(commands[act])
                 if done.returncode == 0:

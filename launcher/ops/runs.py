@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
 from launcher.ops.run_dir import JOB_JSON
-from launcher.whole_file import write_json
+from launcher.whole_file import read_json, write_json
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -189,14 +190,29 @@ def is_run(path: Path) -> bool:
 def current_job(run: Run) -> JobRef:
     """Return the job that carries `run` now, or carried it last.
 
-    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next.
+    A successor carries it once the job before it has ended.
+    """
+    attempts = run.path / "attempts"
+    job, *after = jobs_of(run)
+    for successor in after:
+        begun = any(attempts.glob(f"{successor.id}.*/begin.json"))
+        if not begun and not any(attempts.glob(f"{job.id}.*/end.json")):
+            break
+        job = successor
+    return job
+
+
+def jobs_of(run: Run) -> list[JobRef]:
+    """Return the job of the newest submission and those that follow it in a chain, in order.
+
+    With `slurm.restart: chain` a job names its successor in RUN/attempts/<job>.<restart>/next, as
+    soon as it begins itself.
     """
     if run.submission is None:
-        return JobRef(id=JobId(""), run_dir=str(run.path))
-    job = run.submission.job
-    for after in chain_after(run.path, job.id):
-        job = replace(job, id=JobId(after), submit_time=None)
-    return job
+        return [JobRef(id=JobId(""), run_dir=str(run.path))]
+    first = run.submission.job
+    after = chain_after(run.path, first.id)
+    return [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
 
 
 def chain_after(run_dir: Path, job_id: str) -> list[str]:
@@ -215,9 +231,34 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
     return found[1:]
 
 
+def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
+    """Return the job of the newest attempt, where the batch script was submitted by hand.
+
+    `known` is what `submit` has noted; None is returned where the newest attempt is that job's, or
+    one of its successors'.
+    """
+    newest, begun = 0.0, Path()
+    for path in (run_dir / "attempts").glob("*/begin.json"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            written = path.stat().st_mtime
+            newest, begun = max((newest, begun), (written, path))
+    raw = read_json(begun)
+    job, target, t_unix = raw.get("job"), raw.get("platform"), raw.get("t_unix")
+    if not (isinstance(job, str) and isinstance(target, str) and isinstance(t_unix, int | float)):
+        return None
+    if known is not None:
+        ours = {known.job.id, *chain_after(run_dir, known.job.id)}
+        if job in ours or t_unix < (known.job.submit_time or 0.0):
+            return None
+    ref = JobRef(id=JobId(job), run_dir=str(run_dir))
+    return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
+
+
 def _run(path: Path, shown: str) -> Run:
     where = path.absolute()
     try:
-        return Run(path=where, submission=read_submitted(where), shown=shown)
+        submission = read_submitted(where)
+        submission = _by_hand(where, submission) or submission
+        return Run(path=where, submission=submission, shown=shown)
     except UserError as error:
         return Run(path=where, submission=None, shown=shown, problem=error.message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -71,11 +72,58 @@ def test_a_run_in_the_background_is_watched_saved_and_continued(run, capsys):
     assert run_cli(["submit", "--resume", "one"]) == 0
     step = saved["training"]["saved_step"]
     until(lambda: status(capsys)["training"]["step"] > step, "a step after the saved one")
+    assert run_cli(["restart", "one", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["requeued"], again["done"]) == (False, False)
+    assert again["job_id"] not in {now["job_id"], None}
+    assert again["saved_step"] > step
+    until(lambda: status(capsys)["training"]["step"] > again["saved_step"], "a step after that")
     assert run_cli(["cancel", "one"]) == 0
+    assert run_cli(["restart", "one"]) == 2
+    assert "HF662" in capsys.readouterr().err
     assert run_cli(["logs", "one"]) == 0
     out = capsys.readouterr().out
     assert f"trains from step {step} on" in out
     assert "node0/0: -- step 1, loss " in out
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_full_disk_is_told_everywhere(run, capsys, small_disk):
+    sets = ("checkpoint.every_steps=5", f"checkpoint.dir={small_disk}/ck")
+    options = [word for text in sets for word in ("--set", text)]
+    assert run_cli(["submit", "job.yaml", "--to", "local", *options, "--run-dir", str(run)]) == 0
+
+    def told():
+        return {finding["kind"]: finding["text"] for finding in status(capsys)["findings"]}
+
+    text = until(lambda: told().get("saves_fail"), "a failed save is told")
+    assert "No space left on device" in text
+    assert "disk_full" in told()
+    assert run_cli(["why", "one"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing is wrong" not in out
+    assert "No space left on device" in out
+    assert run_cli(["logs", "one"]) == 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert run_cli(["list"]) == 0
+    assert "No space left on device" in capsys.readouterr().out
+
+    remount = ["mount", "-o", "remount,size=64m", str(small_disk)]
+    subprocess.run(remount, check=True)
+    until(lambda: not told(), "there is room again, and the next save is good")
+    assert status(capsys)["training"]["saved_step"] >= 5
+    assert run_cli(["cancel", "one"]) == 0
 
 
 def test_what_cannot_run_here_is_refused_and_leaves_nothing(run, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -55,6 +56,8 @@ class User:
     def wait_step(self, run, step):
         def look():
             found = self.json("status", run)
+            if found["state"] == "unknown":  # submitted by hand, it has not begun yet
+                return None
             assert found["state"] in {"pending", "running", "done"}, self("why", run)
             return found if found["training"]["step"] >= step else None
 
@@ -86,6 +89,7 @@ def test_a_job_from_submit_to_its_end(user, slurm):
     assert "job: " in out
     sections = user.json("describe", "one")
     assert sections["slurm"]["JobState"] == "COMPLETED"
+    assert sections["slurm"]["StartTime"].startswith(time.strftime("%Y-"))
     assert sections["job"]["name"] == "tiny"
     assert [text.split("  ")[1].split(" on ")[0] for text in sections["platform events"]] == [
         "queued",
@@ -93,6 +97,11 @@ def test_a_job_from_submit_to_its_end(user, slurm):
         "ended with code 0: COMPLETED",
     ]
     assert "nothing to do" in user("submit", "--resume", "one")[0]
+    summary = json.loads(Path("runs/one/summary.json").read_text())
+    assert (summary["code"], summary["steps"], summary["samples_lost"]) == (0, 6, 0)
+    assert Path(user("report", "one")[0].strip()).name == "report.html"
+    [log] = Path("runs/one/logs").glob("slurm-*.out")
+    assert "cpu binding" not in log.read_text()
     [row] = user.json("list")
     assert row["state"] == "done"
 
@@ -233,3 +242,30 @@ def test_a_sweep_has_a_run_for_each_task(user, slurm):
     losses = [row["training"]["loss"] for row in rows]
     assert losses[0] != losses[1]
     assert "n1/0: -- step 6" in user("logs", "runs/lr/0")[0]
+
+
+def test_cancelling_a_task_that_waits_with_others(user, slurm):
+    """Slurm forgets it at once, and has no accounts here that would tell."""
+    sweep = ["--sweep", "train.optimizer.lr=1e-3,3e-3,5e-3,7e-3", "--run-dir", "runs/lr"]
+    user.submit(*ALWAYS, nodes=4, more=sweep)
+    user.wait("runs/lr/0", "running")
+    began = time.monotonic()
+    out, _ = user("cancel", "runs/lr/2")
+    assert time.monotonic() - began < 60, "not the time in which a job ends"
+    assert "is over: cancelled, nothing is saved" in out
+    assert user.state("runs/lr/2") == "cancelled"
+    assert user.state("runs/lr/3") == "pending"
+
+
+def test_a_script_that_was_submitted_by_hand(user, slurm):
+    Path("job.yaml").write_text(job_text(nodes=2, steps=1_000_000))
+    user("render", "job.yaml", "--to", "slurm", "-o", "runs/one")
+    assert "never started" in user("status", "one")[0]
+    job = slurm.sbatch(Path("runs/one/job.sbatch").absolute(), env=dict(os.environ))
+    found = user.wait_step("one", 2)
+    assert (found["target"], found["job_id"], found["state"]) == ("slurm", job, "running")
+    out, _ = user("cancel", "one", "--save")
+    assert "one is over: saved, saved: step " in out
+    user("submit", "--resume", "one")
+    found = user.wait_step("one", found["training"]["step"] + 1)
+    assert found["job_id"] != job

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from launcher import stop_request
 from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.commands import (
     Answer,
@@ -25,6 +26,7 @@ from launcher.backends.slurm import parse, words
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError, Where
+from launcher.whole_file import read_json
 
 SCRIPT: Final = words.SCRIPT
 """Name of the batch script in a bundle."""
@@ -150,7 +152,7 @@ class SlurmBackend:
             known, away = self._queries.jobs(asked, cluster)
             for job in asked:
                 told = known.get(job)
-                answers[job] = _unknown(away) if told is None else words.status_of(told)
+                answers[job] = _unknown(away, job) if told is None else _status(told, job)
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
@@ -186,7 +188,7 @@ class SlurmBackend:
         """Return the fields of `scontrol show job`, else those of sacct."""
         fields = self._queries.fields(job)
         if fields:
-            return fields
+            return {key: _readable(key, value) for key, value in fields.items()}
         rows = self._queries.accounts(job)
         if not rows:
             return {}
@@ -295,8 +297,26 @@ def _cluster(job: JobRef) -> list[str]:
     return [f"--clusters={job.cluster}"] if job.cluster else []
 
 
-def _unknown(away: str) -> JobStatus:
+def _status(told: SlurmJob, job: JobRef) -> JobStatus:
+    """Return the answer about a job, with the nodes that it was given and has lost."""
+    status = words.status_of(told)
+    if status.state is not JobState.RUNNING or not status.nodes:
+        return status
+    starts = Path(job.run_dir).glob(f"attempts/{told.raw_id}.*/begin.json")
+    begun = max(map(read_json, starts), key=lambda raw: raw.get("t_unix", 0.0), default={})
+    given = begun.get("nodes")
+    if not isinstance(given, str) or begun["t_unix"] < (status.started or 0.0) - words.SAME_S:
+        return status  # it has not begun yet, as after a requeue
+    lost = [name for name in parse.expand_nodes(given) if name not in status.nodes]
+    return dataclasses.replace(status, nodes_lost=tuple(lost))
+
+
+def _unknown(away: str, job: JobRef) -> JobStatus:
     """Return the answer about a job that nobody told about."""
+    if not away and stop_request.asked(Path(job.run_dir)):
+        # Slurm keeps no trace at all of a task that is cancelled while it waits with others.
+        words_ = "it was cancelled, and Slurm knows nothing of it (any more)"
+        return JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words=words_)
     if away:
         return JobStatus(state=JobState.UNKNOWN, reason=away, words="nothing is known of it now")
     return JobStatus(
@@ -304,6 +324,12 @@ def _unknown(away: str) -> JobStatus:
         reason=NO_SUCH_JOB,
         words="Slurm does not know it (any more), and keeps no accounts that do",
     )
+
+
+def _readable(key: str, value: str) -> str:
+    """Return a field of scontrol; its times, of which we have asked for seconds, are local ones."""
+    t_unix = parse.parse_time(value) if key.endswith(("Time", "Eval")) else None
+    return value if t_unix is None else _local(t_unix)
 
 
 def _local(t_unix: float) -> str:

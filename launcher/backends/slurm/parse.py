@@ -17,8 +17,13 @@ from typing import Final
 SEPARATOR: Final = "\x1f"
 """Between columns: no path, name or reason has it."""
 
-SQUEUE_FORMAT: Final = SEPARATOR.join(("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%N", "%j", "%o"))
-"""Id, id of the task alone, state, reason, submitted, start, end, nodes, name, script."""
+SQUEUE_FORMAT: Final = SEPARATOR.join(
+    ("%i", "%A", "%T", "%r", "%V", "%S", "%e", "%N", "%B", "%j", "%o")
+)
+"""Id, id of the task alone, state, reason, submitted, start, end, nodes, batch host, name, script.
+
+The nodes are those that the job still has: one that went down is left out, were it the batch host.
+"""
 SACCT_COLUMNS: Final = (
     *("JobID", "JobIDRaw", "State", "ExitCode", "Reason", "Submit", "Start", "End"),
     *("NodeList", "JobName", "WorkDir"),
@@ -55,6 +60,7 @@ class SlurmJob:
     end: float | None = None
     nodes: str = ""
     """As Slurm writes it, n[1-3]."""
+    batch_host: str = ""
     restarts: int | None = None
     name: str | None = None
     script: str | None = None
@@ -66,8 +72,8 @@ class SlurmJob:
 def parse_squeue(text: str) -> list[SlurmJob]:
     """Read the output of `squeue --noheader --format=SQUEUE_FORMAT`."""
     jobs = []
-    for fields in _rows(text, num_columns=10):
-        job_id, raw, state, reason, submit, start, end, nodes, name, script = fields
+    for fields in _rows(text, num_columns=11):
+        job_id, raw, state, reason, submit, start, end, nodes, host, name, script = fields
         if not _ID.fullmatch(job_id):
             continue
         jobs.append(
@@ -80,6 +86,7 @@ def parse_squeue(text: str) -> list[SlurmJob]:
                 start=parse_time(start),
                 end=parse_time(end),
                 nodes=_known(nodes),
+                batch_host=_known(host),
                 name=name,
                 script=_path(script),
                 source="squeue",
@@ -177,6 +184,7 @@ def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:
         start=parse_time(fields.get("StartTime", "")),
         end=parse_time(fields.get("EndTime", "")),
         nodes=_known(fields.get("NodeList", "")),
+        batch_host=_known(fields.get("BatchHost", "")),
         restarts=int(restarts) if restarts.isdigit() else None,
         name=fields.get("JobName"),
         script=_path(fields.get("Command", "")),
@@ -313,7 +321,11 @@ def _reason(text: str) -> str:
 
 
 def _known(text: str) -> str:
-    return "" if text.strip() in ("", "(null)", "None assigned", "Unknown", "N/A") else text.strip()
+    return (
+        ""
+        if text.strip() in ("", "(null)", "None assigned", "Unknown", "N/A", "n/a")
+        else text.strip()
+    )
 
 
 def _path(text: str) -> str | None:

@@ -15,7 +15,7 @@ from launcher.backends.slurm.parse import SlurmJob, expand_nodes
 
 SCRIPT: Final = "job.sbatch"
 """Name of the batch script in a bundle."""
-_SAME_S: Final = 1.0
+SAME_S: Final = 1.0
 """Times of submission this near are the same."""
 CLOCK_SLACK_S: Final = 600.0
 """This much may lie between the launcher's clock and the controller's."""
@@ -58,7 +58,8 @@ _STATE_WORDS: Final[dict[str, str]] = {
     "RESV_DEL_HOLD": "its reservation was deleted and it is held; see: scontrol show res",
     "COMPLETING": "it is ending; its nodes are being cleared",
     "STOPPED": "its processes are stopped; let them go on with: scancel --signal=CONT {id}",
-    "SUSPENDED": "an operator or a job of higher priority has suspended it",
+    "SUSPENDED": "an operator or a job of higher priority has suspended it; it goes on after: "
+    "scontrol resume {id}",
     "BOOT_FAIL": "its nodes could not be booted",
     "DEADLINE": "its deadline was over",
     "LAUNCH_FAILED": "it could not be started on its nodes",
@@ -284,6 +285,8 @@ def status_of(job: SlurmJob) -> JobStatus:
         ended=job.end if over else None,
         ends_by=job.end if state is JobState.RUNNING else None,
         nodes=expand_nodes(job.nodes) if job.nodes else (),
+        batch_host="" if pending else job.batch_host,
+        suspended=job.state in ("SUSPENDED", "STOPPED"),
         restarts=job.restarts,
         source=job.source,
     )
@@ -298,7 +301,7 @@ def same_job(job: SlurmJob, ref: JobRef) -> bool:
     if ref.id not in (job.id, job.raw_id):
         return False
     if ref.submit_time is not None and job.submit is not None:
-        if abs(job.submit - ref.submit_time) <= _SAME_S:
+        if abs(job.submit - ref.submit_time) <= SAME_S:
             return True
         if job.submit < ref.submit_time - CLOCK_SLACK_S:
             return False

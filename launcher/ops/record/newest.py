@@ -31,6 +31,7 @@ _OF_SUBMIT = ("code", "environment")
 class News:
     """What a run's own record says of it last."""
 
+    config: TrainConfig
     progress: Progress
     code: int | None
     """How the newest attempt ended; None: it has not, or nobody could say so."""
@@ -94,6 +95,7 @@ def news_of(events: list[Event], config: TrainConfig) -> News:
     progress.apply(events)
     code, reason = _end(events)
     return News(
+        config=config,
         progress=progress,
         code=code,
         reason=reason,

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import stop_request
-from launcher.backends.base import NO_SUCH_JOB, Backend, JobId, JobRef, JobState, JobStatus
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
 from launcher.backends.code_words import state_of
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
-from launcher.ops.runs import Run, chain_after, current_job
+from launcher.ops.runs import Run, current_job, jobs_of
 
 _POLL_S = 2.0
 _ENDING_S = 120.0
 """After a save, or a plain cancel: the platform clears nodes and notes the end."""
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
+_RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
 _SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), ("job.yaml", "terminationGracePeriodSeconds:"))
 
 
@@ -76,16 +78,18 @@ class Canceller:
             return self._outcome(job, status, was_over=True)
         self._ask_to_stay_stopped()
         if save and status.state is not JobState.PENDING:
-            status = self._saved(job)
+            status = self.saved(job)
             if status.state.is_final:
                 return self._outcome(job, status)
             self.say("it has not ended in time; it is cancelled without a further save")
-        for other in self._chain(job):
+        # Successors first, so that none starts meanwhile.
+        for other in reversed(jobs_of(self.run)):
             self.backend.cancel(other)
         return self._outcome(job, self._wait(job, _ENDING_S))
 
-    def _saved(self, job: JobRef) -> JobStatus:
-        """Ask for a save and wait until the job has ended, or its time is over."""
+    def saved(self, job: JobRef) -> JobStatus:
+        """Ask for a save and wait until the job has ended or was put back, or its time is over."""
+        began = self.backend.status([job])[job].started
         deadline = self.mono() + self.wait_s + _ENDING_S
         self.say(f"asking job {job.id} to save and to end (at most {self.wait_s:.0f} s)")
         asked_at, told = -_AGAIN_S, ""
@@ -102,6 +106,8 @@ class Canceller:
             # Pending: it was put back into the queue a moment before it was asked.
             if status.state.is_final or status.state is JobState.PENDING:
                 return status
+            if began is not None and (status.started or 0.0) > began:
+                return status  # it was put back, and runs again
             if self.mono() >= deadline:
                 return status
             self.sleep(_POLL_S)
@@ -113,16 +119,6 @@ class Canceller:
             if status.state.is_final or self.mono() >= deadline:
                 return status
             self.sleep(_POLL_S / 4)
-
-    def _chain(self, job: JobRef) -> list[JobRef]:
-        """Return the jobs of the run, successors first, so that none starts meanwhile."""
-        submission = self.run.submission
-        if submission is None:
-            return [job]
-        first = submission.job
-        after = chain_after(self.run.path, first.id)
-        jobs = [first, *(replace(first, id=JobId(name), submit_time=None) for name in after)]
-        return list(reversed(jobs))
 
     def _ask_to_stay_stopped(self) -> None:
         try:
@@ -160,17 +156,27 @@ def save_time_s(run_dir: Path, fallback_s: float = 600.0) -> float:
     The batch script has the signal lead of the clock chain (HOLDFAST_LEAD_S), pods have their
     grace period.
     """
-    for folder in (run_dir, run_dir.parent):
-        for name, marker in _SAVE_TIMES:
-            try:
-                text = (folder / name).read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            _, found, rest = text.partition(marker)
-            digits = rest.split(maxsplit=1)[0] if found and rest.split() else ""
-            if digits.isascii() and digits.isdigit() and len(digits) < 7:
-                return float(digits)
+    for name, marker in _SAVE_TIMES:
+        digits = _submitted_value(run_dir, name, marker)
+        if digits.isascii() and digits.isdigit() and len(digits) < 7:
+            return float(digits)
     return fallback_s
+
+
+def puts_itself_back(run_dir: Path) -> bool:
+    """Return whether the batch script puts its own job back into the queue after a save."""
+    return _submitted_value(run_dir, *_RESTART) == "requeue"
+
+
+def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
+    """Return the word after `marker` in a file that was submitted; a task's is its array's."""
+    for folder in (run_dir, run_dir.parent):
+        with contextlib.suppress(OSError):
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            _, found, rest = text.partition(marker)
+            if found and rest.split():
+                return rest.split(maxsplit=1)[0]
+    return ""
 
 
 def _known(status: JobStatus, news: News) -> JobStatus:

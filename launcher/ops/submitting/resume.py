@@ -15,7 +15,7 @@ from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import read_news
 from launcher.ops.record.put_out import PutOut, read_put_out
-from launcher.ops.runs import Run, Submission, current_job
+from launcher.ops.runs import Run, Submission, current_job, jobs_of
 from launcher.ops.submitting.keeping import upgrade_run
 from launcher.ops.submitting.submit import note_submitted
 from launcher.targets import target_named
@@ -77,15 +77,16 @@ def resume(
         PlatformError: the platform is away, or answers garbage.
     """
     submission = _submission(run)
-    job = current_job(run)
-    status = backend.status([job])[job]
-    if status.state in LIVE:
+    jobs = jobs_of(run)
+    told = backend.status(jobs)
+    live = next((job for job in jobs if told[job].state in LIVE), None)
+    if live is not None:
         raise UserError(
             "HF615",
-            f"{run.path} has a live job already: {submission.target} job {job.id} is "
-            f"{status.state}; cancel it first (holdfast cancel {run.shown} --save)",
+            f"{run.path} has a live job already: {submission.target} job {live.id} is "
+            f"{told[live].state}; cancel it first (holdfast cancel {run.shown} --save)",
         )
-    fetched(backend, job)
+    fetched(backend, current_job(run))
     if read_news(run.path).code == 0:
         return Resumed(run=run, job=None)
     index = submission.job.id.partition("_")[2]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from launcher.errors import HoldfastError, UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
 from launcher.ops.runs import Run, current_job
-from launcher.targets import target_named
+from launcher.ops.watching.findings import Facts, Finding, Room, findings
+from launcher.ops.watching.texts import names, times, when
+from launcher.targets import TARGETS, target_named
 
 Backends = Mapping[str, Backend]
 """Target -> its backend: made once for a command, passed on for tests."""
@@ -31,6 +33,21 @@ class Standing:
     news: News | None
     """None: the record cannot be read; `problem` says why."""
     problem: str = ""
+    rooms: tuple[Room, ...] = ()
+    """What is left on the disks that a running job writes to, where this machine sees them."""
+
+    def findings(self, now_unix: float) -> list[Finding]:
+        """Return what is wrong with it while it runs, the gravest first."""
+        target = TARGETS.get(self.target)
+        facts = Facts(
+            run=self.run.shown,
+            status=self.status,
+            news=self.news,
+            problem=self.problem,
+            rooms=self.rooms,
+            nodes_return=target is None or target.nodes_return,
+        )
+        return findings(facts, now_unix=now_unix)
 
     @property
     def state(self) -> JobState:
@@ -42,7 +59,7 @@ class Standing:
                 return state_of(code)
         return self.status.state
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, now_unix: float) -> dict[str, Any]:
         """Return plain JSON types."""
         status = dataclasses.asdict(self.status)
         return {
@@ -53,6 +70,7 @@ class Standing:
             "state": str(self.state),
             "platform": {**status, "state": str(self.status.state)},
             "training": None if self.news is None else self.news.to_json(),
+            "findings": [each.to_json() for each in self.findings(now_unix)],
             "problem": self.problem or None,
         }
 
@@ -89,7 +107,7 @@ def standings(runs: Sequence[Run], backends: Backends | None = None) -> list[Sta
         for _, target, job in jobs
     ]
     return [
-        _standing(run, target, job, answers[target, job], trouble)
+        standing_of(run, target, job, answers[target, job], trouble)
         for (run, target, job), trouble in zip(jobs, troubles, strict=True)
     ]
 
@@ -115,12 +133,45 @@ def _bring(target: str, job: JobRef, status: JobStatus, backends: Backends, *, o
     return fetched(backends[target], job)
 
 
-def _standing(run: Run, target: str, job: JobRef, status: JobStatus, trouble: str) -> Standing:
+def standing_of(
+    run: Run, target: str, job: JobRef, status: JobStatus, trouble: str = ""
+) -> Standing:
+    """Return where `run` stands, by its platform's answer and what it has written itself.
+
+    Args:
+        run: which.
+        target: its platform.
+        job: what was asked about.
+        status: the answer.
+        trouble: why its files are not the newest; empty: they are.
+    """
     try:
         news, problem = read_news(run.path), run.problem or trouble
     except UserError as error:
         news, problem = None, run.problem or error.message
-    return Standing(run=run, target=target, job=job, status=status, news=news, problem=problem)
+    rooms: tuple[Room, ...] = ()
+    if news is not None and status.state is JobState.RUNNING and _sees_storage(target):
+        rooms = tuple(_rooms([str(run.path), news.config.checkpoint.dir]))
+    return Standing(
+        run=run, target=target, job=job, status=status, news=news, problem=problem, rooms=rooms
+    )
+
+
+def _sees_storage(target: str) -> bool:
+    return not target_named(target).sees_other_paths
+
+
+def _rooms(folders: Iterable[str]) -> Iterator[Room]:
+    for folder in folders:
+        try:
+            found = os.statvfs(folder)
+        except OSError:
+            continue  # not made yet, or not seen from here
+        free_bytes = found.f_bavail * found.f_frsize
+        # File systems without a fixed number of inodes say 0 of 0.
+        yield Room(
+            path=folder, free_bytes=free_bytes, has_files=bool(found.f_favail or not found.f_files)
+        )
 
 
 def headline(standing: Standing, now_unix: float) -> str:
@@ -151,7 +202,8 @@ def detail_lines(standing: Standing, now_unix: float) -> list[tuple[str, str]]:
         both = status.words != status.reason and status.words and status.reason
         text = f"{status.words} ({status.reason})" if both else status.words or status.reason
         rows.append(("platform", text))
-    if standing.problem:
+    rows += [("warning", str(each)) for each in standing.findings(now_unix)]
+    if standing.problem and standing.state is not JobState.RUNNING:
         rows.append(("problem", standing.problem))
     if news is not None and news.last_unix is not None:
         rows += _training(news, now_unix)
@@ -196,33 +248,3 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     assert news.last_unix is not None
     rows.append(("last event", when(news.last_unix, now_unix)))
     return rows
-
-
-def names(nodes: Sequence[str], most: int = 8) -> str:
-    """Return node names for people: the first few, and how many there are."""
-    shown = " ".join(nodes[:most])
-    return shown if len(nodes) <= most else f"{shown} … ({len(nodes):,} nodes)"
-
-
-def times(count: int) -> str:
-    """Return `once`, `twice`, `3 times`."""
-    return {1: "once", 2: "twice"}.get(count, f"{count} times")
-
-
-def when(t_unix: float, now_unix: float) -> str:
-    """Return a time for people: how long ago or until then, and the local time."""
-    text = span(abs(t_unix - now_unix))
-    day = time.localtime(t_unix)[:3] == time.localtime(now_unix)[:3]
-    clock = time.strftime("%H:%M:%S" if day else "%Y-%m-%d %H:%M", time.localtime(t_unix))
-    return f"{text} ago ({clock})" if t_unix <= now_unix else f"in {text} ({clock})"
-
-
-def span(seconds: float) -> str:
-    """Return a span of time for people, by its largest two units."""
-    left = int(seconds)
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if left >= size or (unit == "s" and not parts):
-            parts.append(f"{left // size} {unit}")
-        left %= size
-    return " ".join(parts[:2])

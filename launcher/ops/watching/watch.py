@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from launcher.backends.base import NO_SUCH_JOB, Backend, JobState, JobStatus, Notices
+from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, Notices
 from launcher.backends.code_words import CODE_WORDS, state_of
 from launcher.errors import PlatformError
 from launcher.ops import run_dir as run_dirs
@@ -17,7 +17,9 @@ from launcher.ops.record.newest import news_of, read_news
 from launcher.ops.record.progress import View
 from launcher.ops.record.record import RunRecord
 from launcher.ops.runs import Run, current_job
+from launcher.ops.watching.findings import Kind
 from launcher.ops.watching.follow_logs import Line, LogReader
+from launcher.ops.watching.standing import standing_of, target_of
 
 _MISSING = 3
 """So many answers in a row that there is no such job: it has gone from the platform's memory."""
@@ -46,8 +48,10 @@ class Watch:
     fetch_s: float = 3.0
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
     _told: str = ""
     _trouble: str = ""
+    _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
 
     def logs(self, reader: LogReader, show: Callable[[list[Line]], None]) -> JobStatus:
@@ -119,7 +123,18 @@ class Watch:
         # Of a job that is gone the run may know more, once all of it is here.
         if not (status.state.is_final and status.reason == NO_SUCH_JOB):
             self._tell(status)
+        self._warn(job, status)
         return status
+
+    def _warn(self, job: JobRef, status: JobStatus) -> None:
+        """Say what is wrong with a job that runs, where that is new."""
+        standing = standing_of(self.run, target_of(self.run), job, status, self._trouble)
+        found = standing.findings(self.wall())
+        for finding in found:
+            # What keeps files from coming is said when they are fetched.
+            if finding.kind not in {*self._wrong, Kind.RECORD_AWAY}:
+                self.say(f"warning: {finding}")
+        self._wrong = frozenset(finding.kind for finding in found)
 
     def _tell(self, status: JobStatus) -> None:
         """Say where the job stands, where that is new."""

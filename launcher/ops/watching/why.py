@@ -23,7 +23,9 @@ from launcher.ops.record.verdict import (
     this_attempt,
     way_out,
 )
-from launcher.ops.watching.standing import Standing, headline, when
+from launcher.ops.watching.findings import Finding
+from launcher.ops.watching.standing import Standing, headline
+from launcher.ops.watching.texts import when
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,8 @@ class Why:
     more: list[str] = field(default_factory=list)
     failure: dict[str, Any] | None = None
     """The first failing worker: kind, node, rank, epoch, detail."""
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong with a run that runs, the gravest first."""
     log: Path | None = None
     log_lines: list[str] = field(default_factory=list)
     way_out: str = ""
@@ -46,6 +50,7 @@ class Why:
             "why": self.short,
             "more": self.more,
             "failure": self.failure,
+            "findings": [each.to_json() for each in self.findings],
             "evidence": None
             if self.log is None
             else {"file": str(self.log), "lines": self.log_lines},
@@ -101,12 +106,15 @@ def _pending(standing: Standing, now_unix: float) -> Why:
 
 def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why:
     news, state = standing.news, standing.state
-    platform = _platform_says(standing)
+    found = standing.findings(now_unix)
+    wrong = [str(each) for each in found]
+    platform = [] if standing.status.suspended else _platform_says(standing)
     if news is None or news.last_unix is None:
         return Why(
             state=state,
             short="it runs, but its agents have not written anything yet",
-            more=[*platform, *_last_seen(standing, now_unix)],
+            more=[*wrong, *platform, *_last_seen(standing, now_unix)],
+            findings=found,
             log=output[-1] if output else None,
             log_lines=_tail(output[-1]) if output else [],
         )
@@ -120,18 +128,22 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
         return Why(
             state=state,
             short=short,
-            more=[*more, *platform],
+            more=[*wrong, *more, *platform],
+            findings=found,
             way_out="it goes on by itself when nodes come back",
         )
     failed = first_failure(this_attempt(news.events))
     if now.state == "training":
-        short = f"nothing is wrong: {headline(standing, now_unix)}"
+        short = headline(standing, now_unix)
+        short = short if found else f"nothing is wrong: {short}"
     else:
         short = f"it is {now.state}: {now.step_text}, epoch {now.epoch}"
-    more = [] if failed is None else [f"last failure: {_who(failed, news)}"]
+    if found:
+        short, *wrong = [*wrong, short]
+    more = [*wrong, *([] if failed is None else [f"last failure: {_who(failed, news)}"])]
     more += [f"put out: {each}" for each in news.put_out]
     more += [*platform, *_last_seen(standing, now_unix)]
-    return Why(state=state, short=short, more=more, failure=_failure(failed))
+    return Why(state=state, short=short, more=more, failure=_failure(failed), findings=found)
 
 
 def _platform_says(standing: Standing) -> list[str]:

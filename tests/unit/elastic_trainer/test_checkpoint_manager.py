@@ -102,7 +102,7 @@ class Run:
         return self.manager.restore()
 
     def events(self, name):
-        lines = (self.root / "events" / "worker-0.jsonl").read_text().splitlines()
+        lines = (self.root / "events" / "checkpoints-worker-0.jsonl").read_text().splitlines()
         return [e for e in map(Event.decode, lines) if e.event == name]
 
     def commits(self):
@@ -346,6 +346,23 @@ def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, m
     first, second = run.events("checkpoint.failed")
     assert "AssertionError: boom" in first.fields["reason"]
     assert "no more saves in this epoch" in second.fields["reason"]
+
+
+def test_a_full_disk_is_told_as_the_disk_says_it(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.step()
+
+    def full(*_, **__):
+        error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704")
+        error.__context__ = OSError(28, "No space left on device")
+        raise error
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert not run.save(1)
+    [failed] = run.events("checkpoint.failed")
+    assert "No space left on device" in failed.fields["reason"]
+    assert "free space there" in failed.fields["reason"]
+    assert "inline_container" not in failed.fields["reason"]
 
 
 def test_close_leaves_a_stuck_save_behind(tmp_path, monkeypatch):

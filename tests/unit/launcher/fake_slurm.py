@@ -6,6 +6,8 @@ import os
 import shlex
 from pathlib import Path
 
+from launcher.backends.slurm.parse import expand_nodes
+
 PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo")
 SUBMIT = 1_767_225_600
 
@@ -47,23 +49,24 @@ class FakeSlurm:
 
     def accepts(self, job_id):
         """Let sbatch take jobs, and squeue show the last one as waiting."""
-        row = r"%s\037%s\037PENDING\037Priority\037%s\037N/A\037N/A\037\037a-job\037%s\n"
+        row = r"%s\037%s\037PENDING\037Priority\037%s\037N/A\037N/A\037\037n/a\037a-job\037%s\n"
         then = (
             f'for last in "$@"; do :; done; printf \'{row}\' {job_id} {job_id} {SUBMIT} "$last" '
             ">squeue.out; echo 0 >squeue.code; : >squeue.err"
         )
         self.says("sbatch", out=job_id, then=then)
 
-    def is_now(self, state, reason="None", nodes="n1", start="N/A", **detail):
+    def is_now(self, state, reason="None", nodes="n1", start="N/A", batch_host="", **detail):
         """Change what squeue says about the last job, and scontrol where `detail` is given."""
         fields = (self.folder / "squeue.out").read_text().rstrip("\n").split("\x1f")
         fields[2:4], fields[5], fields[7] = [state, reason], str(start), nodes
+        fields[8] = batch_host or expand_nodes(nodes)[0] if nodes else "n/a"
         fresh = self.folder / "squeue.fresh"
         fresh.write_text("\x1f".join(fields) + "\n")
         fresh.replace(self.folder / "squeue.out")  # at once: squeue may be asked meanwhile
         if detail:
             known = {"JobId": fields[0], "JobName": "a-job", "JobState": state, "Reason": reason}
-            known |= {"SubmitTime": fields[4], "Command": fields[9], "NodeList": nodes} | detail
+            known |= {"SubmitTime": fields[4], "Command": fields[10], "NodeList": nodes} | detail
             self.says("scontrol", " ".join(f"{key}={value}" for key, value in known.items()))
 
     def calls(self, name=""):

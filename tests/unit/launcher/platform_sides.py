@@ -31,6 +31,7 @@ _DONE = {"pytorchjob": "Succeeded", "jobset": "Completed", "trainjob": "Complete
 _PODS = "/api/v1/namespaces/train/pods"
 _SPAN = r"\d+ (?:d|h|min|s)(?: \d+ (?:h|min|s))?"
 _WHEN = re.compile(rf"(?:in )?{_SPAN}(?: ago)? \([\d: -]+\)")
+_AGE = re.compile(rf"\bfor {_SPAN}")
 _TIMES = re.compile(r"(?:, (?:submitted|expected to start|started|ended|its time is up) <time>)+")
 
 
@@ -56,7 +57,7 @@ class Side:
 
     def __init__(self, target, home: Path, capsys, monkeypatch) -> None:
         self.target, self.home, self.capsys, self.monkeypatch = target, home, capsys, monkeypatch
-        self.began = time.time() - 600.0
+        self.began = time.time() - 30.0
         home.mkdir()
         (home / "corpus").write_text("some text\n" * 200)
         (home / "job.yaml").write_text(TINY + SECTION.format(home=home))
@@ -83,6 +84,11 @@ class Side:
     def printed(self, text: str) -> None: ...
 
     # What its nodes write
+
+    def began_long_ago(self) -> None:
+        """Let all of it have happened minutes before."""
+        self.began -= 600.0
+        self._at -= 600.0
 
     def emit(self, event: str, **fields) -> None:
         """Add an event, a second after the last."""
@@ -152,7 +158,8 @@ class Side:
         out, _ = self.cli(*words)
         own, reason = self.words()
         both = f"{own} ({reason})"
-        text = _WHEN.sub("<time>", out).replace(self.output, "<the job's output>")
+        text = _AGE.sub("for <age>", _WHEN.sub("<time>", out))
+        text = text.replace(self.output, "<the job's output>")
         for said in sorted({both, own, reason} - {""}, key=len, reverse=True):
             text = text.replace(said, "<the platform's words>")
         for index, node in enumerate(self.nodes):
@@ -196,14 +203,14 @@ class SlurmSide(Side):
 
     def ended(self, code):
         state, reason = ("FAILED", "NonZeroExitCode") if code else ("COMPLETED", "None")
-        times = {"StartTime": int(self.began), "EndTime": int(self.began) + 300}
+        times = {"StartTime": int(self.began), "EndTime": int(self.began) + 20}
         self.slurm.is_now(
             state, reason, nodes="n[1-2]", start=times["StartTime"], ExitCode=f"{code}:0", **times
         )
 
     def cancelled(self):
         self.asks_to_stop()
-        times = {"StartTime": int(self.began), "EndTime": int(self.began) + 300}
+        times = {"StartTime": int(self.began), "EndTime": int(self.began) + 20}
         self.slurm.is_now("CANCELLED", nodes="n[1-2]", ExitCode="0:15", **times)
 
     def saved_on_request(self):
@@ -271,13 +278,13 @@ class KubernetesSide(Side):
             "exitCode": code,
             "reason": "Error" if code else "Completed",
             "startedAt": stamp(self.began),
-            "finishedAt": stamp(self.began + 300),
+            "finishedAt": stamp(self.began + 20),
         }
         phase = "Failed" if code else "Succeeded"
         statuses = [{"name": "pytorch", "state": {"terminated": end}}]
         self._pods(phase=phase, containerStatuses=statuses)
         kind = "Failed" if code else _DONE[self.target]
-        condition = {"type": kind, "status": "True", "lastTransitionTime": stamp(self.began + 300)}
+        condition = {"type": kind, "status": "True", "lastTransitionTime": stamp(self.began + 20)}
         self.server.objects[self._path]["status"] = {"conditions": [condition]}
 
     def _gone(self):

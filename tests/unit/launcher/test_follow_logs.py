@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from launcher.errors import UserError
 from launcher.ops.submitting.sweep import as_sets, sweep_tasks
 from launcher.ops.watching.follow_logs import Line, LogReader, Selection
-from launcher.ops.watching.standing import names, span, times
+from launcher.ops.watching.texts import names, span, times
 
 
 def reader(tmp_path, *, output=(), **kwargs):

@@ -187,6 +187,10 @@ def test_a_chain_is_followed_and_cancelled_as_one(slurm, capsys, quick):
     folder = Path("runs/one/attempts/17.0")
     folder.mkdir(parents=True)
     (folder / "next").write_text("18\n")
+    slurm.is_now("RUNNING")
+    assert as_json(capsys, "status", "one")["job_id"] == "17"
+    slurm.is_now("PENDING", "Priority", nodes="")
+    (folder / "end.json").write_text('{"code": 91}')
     row = (slurm.folder / "squeue.out").read_text()
     ended = row.replace("PENDING", "FAILED")
     waits = row.replace("17\x1f17", "18\x1f18").replace(str(SUBMIT), str(SUBMIT + 50))
@@ -196,3 +200,75 @@ def test_a_chain_is_followed_and_cancelled_as_one(slurm, capsys, quick):
     slurm.says("scancel", then="sed -i s/PENDING/CANCELLED/ squeue.out")
     cli(capsys, "cancel", "one")
     assert slurm.calls("scancel") == ["scancel 18", "scancel 17"]
+
+
+def test_restart_lets_the_job_put_itself_back(slurm, capsys, quick):
+    slurm.is_now("RUNNING", start=SUBMIT)
+    log = trains()
+
+    def saves():
+        log.emit("checkpoint.committed", node="n1", epoch=1, step=4, dir="y")
+        log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
+
+    thread = later(saves, lambda: slurm.is_now("PENDING", "BeginTime", nodes=""))
+    answer = as_json(capsys, "restart", "one")
+    thread.join()
+    assert (answer["job_id"], answer["requeued"], answer["saved_step"]) == ("17", True, 4)
+    assert not stop_request.asked(Path("runs/one")), "it would not be put back"
+    assert len(slurm.calls("sbatch")) == 1
+
+
+def test_restart_sees_a_job_that_runs_again_already(slurm, capsys, quick):
+    slurm.is_now("RUNNING", start=SUBMIT)
+    trains()
+    thread = later(lambda: slurm.is_now("RUNNING", start=SUBMIT + 60))
+    assert as_json(capsys, "restart", "one")["requeued"]
+    thread.join()
+
+
+def test_restart_submits_again_what_does_not_put_itself_back(slurm, capsys, quick):
+    script = Path("runs/one/job.sbatch")
+    script.write_text(
+        script.read_text().replace("HOLDFAST_RESTART=requeue", "HOLDFAST_RESTART=none")
+    )
+    slurm.is_now("RUNNING", start=SUBMIT)
+    log = trains()
+
+    def saves():
+        log.emit("checkpoint.committed", node="n1", epoch=1, step=4, dir="y")
+        log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
+        slurm.accepts("18")
+        slurm.is_now("FAILED", ExitCode="91:0")
+
+    thread = later(saves)
+    out, _ = cli(capsys, "restart", "one")
+    thread.join()
+    assert "one is submitted again: slurm job 18, saved: step 4\n" in out
+    assert not stop_request.asked(Path("runs/one"))
+
+
+def test_restart_leaves_a_job_that_cannot_save_in_time_running(slurm, capsys, quick, monkeypatch):
+    monkeypatch.setattr(cancelling, "_ENDING_S", 0.3)
+    script = Path("runs/one/job.sbatch")
+    script.write_text(script.read_text().replace("HOLDFAST_LEAD_S=", "HOLDFAST_LEAD_S=0 #"))
+    slurm.is_now("RUNNING", start=SUBMIT)
+    trains()
+    _, err = cli(capsys, "restart", "one", code=1)
+    assert "has not saved in time and runs on; saved: step 3" in err
+    assert [line for line in slurm.calls("scancel") if "USR2" not in line] == []
+
+
+def test_restart_is_for_what_runs(slurm, capsys):
+    assert "HF662" in cli(capsys, "restart", "one", code=2)[1]
+    slurm.is_now("SUSPENDED", start=SUBMIT)
+    assert "is suspended" in cli(capsys, "restart", "one", code=2)[1]
+    assert slurm.calls("scancel") == []
+
+
+def test_a_task_that_slurm_forgets_once_it_is_cancelled(slurm, capsys, quick):
+    slurm.says("scancel", then=": >squeue.out; echo 1 >squeue.code")
+    (slurm.folder / "squeue.err").write_text("slurm_load_jobs error: Invalid job id specified")
+    (slurm.folder / "squeue.code").write_text("0")
+    out, _ = cli(capsys, "cancel", "one")
+    assert "one is over: cancelled, nothing is saved" in out
+    assert as_json(capsys, "status", "one")["state"] == "cancelled"

@@ -5,9 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+from fake_slurm import SUBMIT
 from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
+from launcher import stop_request
 from launcher.backends.slurm.queries import Patience
+from launcher.node.attempt import Attempt
+from launcher.node.end import put_summary
+from launcher.ops.record.record import LauncherLog
+from launcher.ops.runs import find_runs
+from launcher.whole_file import read_json, write_json
 
 __all__ = ["fresh", "slurm"]  # fixtures
 
@@ -207,3 +215,120 @@ def test_logs_have_the_batch_log_rank_0_and_the_events(slurm, capsys):
     assert "I am rank 0" in out
     assert "I am rank 1" in out
     assert "HF610" in cli(capsys, "logs", "one", "--rank", "x", code=2)[1]
+
+
+def begins(*, t_unix, run="runs/one", attempt="17.0", job="17", nodes="n[1-3]"):
+    """Write what `begin` writes at the start of the batch script."""
+    folder = Path(run) / "attempts" / attempt
+    folder.mkdir(parents=True)
+    known = {"t_unix": t_unix, "step": -1, "platform": "slurm", "job": job, "nodes": nodes}
+    write_json(folder / "begin.json", known)
+
+
+def test_nodes_that_slurm_has_taken_from_the_job(slurm, capsys):
+    now = time.time()
+    begins(t_unix=now - 50)
+    slurm.is_now("RUNNING", nodes="n[2-3]", batch_host="n1", start=int(now) - 60)
+    trains()
+    answer = as_json(capsys, "status", "one")
+    assert (answer["platform"]["nodes_lost"], answer["platform"]["batch_host"]) == (["n1"], "n1")
+    assert [each["kind"] for each in answer["findings"]] == ["batch_host_lost", "nodes_lost"]
+    out, _ = cli(capsys, "why", "one")
+    assert "holdfast restart one" in out
+    assert "nothing is wrong" not in out
+    out, _ = cli(capsys, "status")
+    assert "one: 1 of 2 nodes: n1 is lost" in out
+    # Put back into the queue and started again, the script has not begun yet.
+    slurm.is_now("RUNNING", nodes="n[4-6]", start=int(now))
+    assert as_json(capsys, "status", "one")["platform"]["nodes_lost"] == []
+
+
+def test_a_suspended_job_is_no_job_that_trains(slurm, capsys):
+    slurm.is_now("SUSPENDED", nodes="n[1-2]", start=int(time.time()) - 60)
+    trains()
+    out, _ = cli(capsys, "why", "one")
+    assert out.startswith("it is suspended: ")
+    assert "scontrol resume 17" in out
+
+
+def test_a_script_that_was_submitted_by_hand_is_known_from_its_start_on(slurm, capsys):
+    (Path("runs/one") / "submitted.json").unlink()
+    slurm.is_now("RUNNING", nodes="n[1-2]", start=int(time.time()) - 60)
+    assert as_json(capsys, "status", "one")["target"] == "local"
+    begins(t_unix=time.time(), nodes="n[1-2]")
+    trains()
+    answer = as_json(capsys, "status", "one")
+    assert (answer["target"], answer["job_id"], answer["state"]) == ("slurm", "17", "running")
+
+
+def test_a_script_that_was_submitted_by_hand_once_more(slurm, capsys):
+    begins(t_unix=SUBMIT + 10.0)
+    begins(t_unix=SUBMIT + 20.0, attempt="18.0", job="18")
+    assert as_json(capsys, "status", "one")["job_id"] == "18"
+
+
+def test_a_successor_was_not_submitted_by_hand(slurm, capsys):
+    begins(t_unix=SUBMIT + 10.0)
+    (Path("runs/one/attempts/17.0") / "next").write_text("18\n")
+    begins(t_unix=SUBMIT + 20.0, attempt="18.0", job="18")
+    [found] = find_runs(Path("runs"))
+    assert found.submission is not None
+    assert found.submission.job.id == "17"
+
+
+def test_times_of_scontrol_are_times(slurm, capsys):
+    slurm.is_now("RUNNING", nodes="n[1-2]", StartTime=SUBMIT)
+    fields = as_json(capsys, "describe", "one")["slurm"]
+    assert fields["StartTime"] == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(SUBMIT))
+
+
+def test_a_report_takes_the_name_of_a_run(slurm, capsys):
+    trains(ends=0)
+    assert as_json(capsys, "report", "one")["steps"] == 3
+    out, _ = cli(capsys, "report", "17")
+    assert Path(out.strip()) == Path("runs/one/report.html").absolute()
+
+
+@pytest.mark.parametrize(
+    ("code", "env", "stop", "written"),
+    [
+        (0, {}, False, True),
+        (93, {}, False, True),
+        (91, {}, False, False),
+        (91, {}, True, True),
+        (91, {"HOLDFAST_RESTART": "none"}, False, True),
+        # Slurm must not end the script meanwhile: it would call the job a failure.
+        (0, {"HOLDFAST_SAVE_BY": "10"}, False, False),
+    ],
+)
+def test_the_last_attempt_writes_the_summary(slurm, code, env, stop, written):
+    run = Path("runs/one").absolute()
+    trains(ends=code)
+    if stop:
+        stop_request.ask(run, why="test", t_unix=0.0)
+    put_summary(Attempt(run, "17", 0), env, code)
+    path = run / "summary.json"
+    assert path.exists() is written
+    assert not written or read_json(path)["steps"] == 3
+
+
+def test_a_summary_that_cannot_be_written_ends_nothing(slurm, capsys):
+    (Path("runs/one") / "job.json").write_text("{")
+    capsys.readouterr()
+    put_summary(Attempt(Path("runs/one").absolute(), "17", 0), {}, 0)
+    assert "summary.json is not written: " in capsys.readouterr().err
+
+
+def test_a_save_is_known_however_many_steps_follow(slurm, capsys, tmp_path):
+    """Readers look at the ends of files, and rank 0 has a file of its own for saves."""
+    slurm.is_now("RUNNING", nodes="n[1-2]", start=int(time.time()) - 60)
+    log = trains()
+    saves = LauncherLog(Path("runs/one"), "checkpoints-worker-n1-0")
+    saves.emit("checkpoint.failed", node="n1", rank=0, epoch=1, step=4, reason="no space")
+    for step in range(4, 2004):
+        log.emit(
+            "step.completed", node="n1", rank=0, epoch=1, step=step, loss=2.5, tokens=3072,
+            step_s=0.5, padding="x" * 100,
+        )  # fmt: skip
+    [finding] = as_json(capsys, "status", "one")["findings"]
+    assert finding["kind"] == "saves_fail"

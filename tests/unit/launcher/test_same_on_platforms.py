@@ -35,6 +35,11 @@ def trains(side):
     side.log(1, "I am rank 1\n")
 
 
+def stands_still(side):
+    side.began_long_ago()
+    trains(side)
+
+
 def recovers(side):
     trains(side)
     side.loses_a_node()
@@ -100,7 +105,8 @@ CASES = {
     waits: "it waits: <the platform's words>",
     starts: "it runs, but its agents have not written anything yet",
     trains: "nothing is wrong: running, step 3/60, loss 2.2000",
-    recovers: "it is ",
+    stands_still: "no step for <age> (steps take 1 s): step 3/60",
+    recovers: "1 of 2 nodes: <node 1> is lost",
     is_parked: "it is parked: 1 nodes are left, the last rung of its ladder needs 2",
     has_done_it: "it has done its last step",
     would_fail_again: "it failed with code 93: it would fail again",

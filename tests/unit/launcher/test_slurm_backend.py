@@ -21,7 +21,7 @@ NOTHING = {"squeue": NO_JOB, "scontrol": NO_JOB, "sacct": NO_ACCOUNTS}
 
 def line(job="17", state="RUNNING", reason="None", run="tiny", submit=T):
     times = (submit, submit + 5, submit + 3605)
-    fields = (job, job, state, reason, *times, "n[1-2]", run, f"/s/{run}/job.sbatch")
+    fields = (job, job, state, reason, *times, "n[1-2]", "n1", run, f"/s/{run}/job.sbatch")
     return SEPARATOR.join(map(str, fields)) + "\n"
 
 

@@ -21,9 +21,11 @@ def row(*fields):
 
 def squeue_row(job="17", raw="17", state="RUNNING", reason="None", nodes="n[1-4]", **kwargs):
     values = {"submit": SUBMIT, "start": SUBMIT + 5, "end": SUBMIT + 3605, "name": "tiny"}
-    values |= {"script": "/s/runs/tiny/job.sbatch"} | kwargs
+    values |= {"host": "n1", "script": "/s/runs/tiny/job.sbatch"} | kwargs
     times = (values["submit"], values["start"], values["end"])
-    return row(job, raw, state, reason, *times, nodes, values["name"], values["script"])
+    return row(
+        job, raw, state, reason, *times, nodes, *(values[key] for key in ("host", "name", "script"))
+    )
 
 
 def test_squeue():
@@ -39,6 +41,7 @@ def test_squeue():
         start=SUBMIT + 5,
         end=SUBMIT + 3605,
         nodes="n[1-4]",
+        batch_host="n1",
         name="tiny",
         script="/s/runs/tiny/job.sbatch",
         source="squeue",
@@ -191,7 +194,7 @@ GARBAGE = st.one_of(
 
 @given(GARBAGE)
 @example("JobId=" + "9" * 5000 + " JobState=RUNNING ExitCode=" + "9" * 5000 + ":0")
-@example("²\x1f" * 10)
+@example("²\x1f" * 11)
 @example("n[²-³]")
 @example("9999-99-99T99:99:99")
 def test_garbage_never_breaks_a_parser(text):
@@ -206,7 +209,7 @@ def test_garbage_never_breaks_a_parser(text):
     assert isinstance(expand_nodes(text), tuple)
 
 
-@given(st.lists(st.text(st.characters(blacklist_characters="\x1f\n")), min_size=9, max_size=9))
+@given(st.lists(st.text(st.characters(blacklist_characters="\x1f\n")), min_size=10, max_size=10))
 def test_rows_of_any_values_give_a_job(values):
     [job] = parse.parse_squeue(row("17", *values))
     assert job.id == "17"

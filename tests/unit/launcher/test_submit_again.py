@@ -90,7 +90,8 @@ def squeue_rows(*tasks):
     rows = []
     for task, state in tasks:
         script = Path("runs/s/job.sbatch").absolute()
-        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "a-job", str(script)]
+        fields = [task, task, state, "None", str(SUBMIT), "N/A", "N/A", "", "n/a"]
+        fields += ["a-job", str(script)]
         rows.append("\x1f".join(fields))
     return "\n".join(rows)
 
@@ -109,9 +110,9 @@ def test_a_whole_sweep_is_submitted_again_but_for_what_is_done_or_live(fresh, ca
     assert run_cli(["submit", "--resume", "s"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out == [
-        "slurm job 20: goes on: 2, 3 of runs/s",
-        "waiting or running, left alone: 1 of runs/s",
-        "done already: 0 of runs/s",
+        "slurm job 20: goes on: tasks 2, 3 of runs/s",
+        "waiting or running, left alone: task 1 of runs/s",
+        "done already: task 0 of runs/s",
     ]
     assert fresh.calls("sbatch")[-1].startswith("sbatch --parsable --array=2,3 ")
     ids = [json.loads(Path(f"runs/s/{i}/submitted.json").read_text())["job_id"] for i in range(4)]

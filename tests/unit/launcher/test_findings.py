@@ -1,0 +1,233 @@
+"""What is wrong with a run that its platform calls running: the rules, without any platform."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from synthetic_record import STEP_S, Stream
+
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    TrainConfig,
+    TrainSection,
+)
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+from launcher.backends.base import JobState, JobStatus
+from launcher.ops.record.newest import news_of
+from launcher.ops.watching.findings import LEAST_BYTES, Facts, Kind, Room, findings
+
+NODES = ["n1", "n2", "n3", "n4"]
+ELASTIC = ElasticSection(hang_ceiling_s=300.0, start_ceiling_s=900.0)
+CONFIG = TrainConfig(
+    name="t",
+    run_id="run-1",
+    model_name="tiny",
+    model=ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8),
+    ladder=Ladder((Rung(num_nodes=4, layout=ParallelLayout(dp=4), micro_batches=1),)),
+    gpus_per_node=1,
+    device="cpu",
+    train=TrainSection(seq_len=8, global_batch=4, steps=900),
+    data=DataSection(path="/nowhere"),
+    checkpoint=CheckpointSection(dir="/nowhere"),
+    elastic=ELASTIC,
+)
+RUNNING = JobStatus(state=JobState.RUNNING, nodes=tuple(NODES), batch_host="n1")
+
+
+def training(steps=64):
+    """Return the record of a job that has done some steps of 0.1 s each."""
+    return Stream().start().form(NODES, resume=0).steps(steps, ranks=1)
+
+
+def found(stream, *, after=0.0, status=RUNNING, **facts):
+    """Return kind -> finding, some seconds after the newest event."""
+    news = None if stream is None else news_of(list(stream.events), CONFIG)
+    now = 2000.0 if stream is None else stream.t + after
+    known = Facts(run="one", status=status, news=news, **facts)
+    return {finding.kind: finding for finding in findings(known, now_unix=now)}
+
+
+def test_nothing_is_wrong_with_a_job_that_trains():
+    assert found(training()) == {}
+    assert found(training(), after=59.0) == {}
+
+
+def test_silence_against_the_time_of_a_step():
+    finding = found(training(), after=80.0)[Kind.NO_PROGRESS]
+    assert finding.text == "no step for 1 min 20 s (steps take 0.1 s): step 64/900"
+    assert "stacks one" in finding.way_out
+
+
+def test_slow_steps_are_given_ten_of_them_but_no_more_than_a_hang_is():
+    stream = training(1)
+    for _ in range(8):
+        stream.t += 12.0 - STEP_S
+        stream.steps(stream.step + 1, ranks=1)
+    assert found(stream, after=119.0) == {}
+    assert Kind.NO_PROGRESS in found(stream, after=121.0)
+    for _ in range(20):
+        stream.t += 200.0 - STEP_S
+        stream.steps(stream.step + 1, ranks=1)
+    assert found(stream, after=359.0) == {}
+    assert Kind.NO_PROGRESS in found(stream, after=361.0)
+
+
+def test_pauses_that_the_run_makes_now_and_then_are_known_once_one_was_seen():
+    stream = training(20)
+    stream.t += 50.0  # a script's evaluation, of which nobody tells
+    stream.steps(40, ranks=1)
+    assert found(stream, after=99.0) == {}
+    assert Kind.NO_PROGRESS in found(stream, after=101.0)
+
+
+def test_the_second_step_teaches_nothing():
+    stream = training(1)
+    stream.t += 250.0
+    stream.steps(9, ranks=1)
+    assert Kind.NO_PROGRESS in found(stream, after=61.0)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_start_has_the_ceiling_of_a_start(steps):
+    stream = training(steps)
+    assert found(stream, after=899.0) == {}
+    assert Kind.NO_PROGRESS in found(stream, after=901.0)
+
+
+@pytest.mark.parametrize("event", ["checkpoint.started", "evaluation.started"])
+def test_pauses_that_are_told_have_a_ceiling_of_their_own(event):
+    stream = training()
+    stream.add(event, epoch=1, step=64)
+    assert found(stream, after=899.0) == {}
+    assert Kind.NO_PROGRESS in found(stream, after=901.0)
+    stream.add("evaluation.ended", epoch=1)
+    assert Kind.NO_PROGRESS in found(stream, after=80.0)
+
+
+def test_a_save_that_is_written_beside_the_steps_excuses_nothing():
+    stream = training()
+    stream.add("checkpoint.started", epoch=1, step=64)
+    stream.t += STEP_S
+    stream.steps(66, ranks=1)
+    assert Kind.NO_PROGRESS in found(stream, after=80.0)
+
+
+def test_a_recovery_that_forms_no_epoch():
+    stream = training().kill_node("n4")
+    assert set(found(stream, after=30.0)) == {Kind.NODES_LOST}
+    finding = found(stream, after=70.0)[Kind.NO_PROGRESS]
+    assert "recovering" in finding.text
+    stream.add("epoch.delayed", epoch=1, seconds=120.0, reason="storage")
+    assert Kind.NO_PROGRESS not in found(stream, after=170.0)
+    assert Kind.NO_PROGRESS in found(stream, after=181.0)
+
+
+def test_a_parked_job_waits_on_purpose():
+    stream = training().kill_node("n4")
+    stream.add("membership.parked", epoch=1, have=3, need=4)
+    assert set(found(stream, after=5000.0)) == {Kind.NODES_LOST}
+
+
+def test_agents_that_never_write_anything():
+    early = dataclasses.replace(RUNNING, started=2000.0 - 899.0)
+    assert found(Stream(), status=early) == {}
+    empty = Stream(t=2000.0)
+    late = dataclasses.replace(RUNNING, started=2000.0 - 901.0)
+    assert Kind.NO_PROGRESS in found(empty, status=late)
+    # What the attempt before it wrote does not count.
+    old = training()
+    again = dataclasses.replace(RUNNING, started=old.t + 500.0)
+    assert found(old, after=600.0, status=again) == {}
+    assert Kind.NO_PROGRESS in found(old, after=500.0 + 901.0, status=again)
+
+
+def test_a_suspended_job_is_suspended_and_not_slow():
+    status = dataclasses.replace(RUNNING, suspended=True, words="go on with: scontrol resume 7")
+    assert set(found(training(), after=4000.0, status=status)) == {Kind.SUSPENDED}
+
+
+def test_a_lost_node_by_the_record():
+    stream = training().kill_node("n4").form(["n1", "n2", "n3"], resume=64).steps(80, ranks=1)
+    finding = found(stream)[Kind.NODES_LOST]
+    assert finding.text == "3 of 4 nodes: n4 is lost"
+    assert finding.way_out == ""
+    # It may come back as long as the platform has it in the job.
+    assert found(stream, nodes_return=False)[Kind.NODES_LOST].way_out == ""
+    stream.add("member.joined", epoch=2, node="n1", member="n4")
+    assert found(stream) == {}
+
+
+def test_a_lost_node_by_the_platform_alone():
+    status = dataclasses.replace(RUNNING, nodes=("n1", "n2"), nodes_lost=("n3", "n4"))
+    finding = found(training(), status=status)[Kind.NODES_LOST]
+    assert (finding.text, finding.way_out) == ("2 of 4 nodes: n3 n4 are lost", "")
+    finding = found(training(), status=status, nodes_return=False)[Kind.NODES_LOST]
+    assert "holdfast restart one" in finding.way_out
+    # Before any agent has written: by the platform's own names.
+    finding = found(Stream().start(nodes=4), status=status)[Kind.NODES_LOST]
+    assert finding.text == "2 of 4 nodes: n3 n4 are lost"
+
+
+def test_a_machine_and_the_pod_on_it_are_one():
+    pods = [f"pod-{index}" for index in range(4)]
+    stream = Stream().start()
+    for pod, host in zip(pods, NODES, strict=True):
+        stream.add("agent.started", node=pod, host=host)
+    stream.form(pods, resume=0).steps(9, ranks=1)
+    status = JobStatus(state=JobState.RUNNING, nodes=tuple(pods), nodes_lost=("n4",))
+    assert found(stream, status=status)[Kind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+    stream.add("member.lost", epoch=1, node="pod-0", member="pod-3", host="n4", reason="EOF")
+    assert found(stream, status=status)[Kind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
+
+
+def test_nodes_that_were_let_go_or_put_out_are_not_lost():
+    for event in ("member.left", "member.evicted"):
+        stream = training().kill_node("n4")
+        stream.add(event, epoch=1, node="n1", member="n4", host="n4", reason="asked")
+        assert found(stream) == {}
+
+
+def test_the_batch_host():
+    stream = training().kill_node("n1").form(["n2", "n3", "n4"], resume=64).steps(80, ranks=1)
+    assert list(found(stream)) == [Kind.BATCH_HOST_LOST, Kind.NODES_LOST]
+
+
+def test_saves_that_fail():
+    stream = training()
+    stream.add("checkpoint.failed", epoch=1, step=20, reason="rank 0: No space left on device")
+    stream.add("checkpoint.failed", epoch=1, step=40, reason="rank 1: No space left on device")
+    finding = found(stream)[Kind.SAVES_FAIL]
+    assert "twice in a row, last at step 40 (rank 1: No space left on device)" in finding.text
+    assert "none has succeeded" in finding.text
+    stream.add("checkpoint.committed", epoch=1, step=60, dir="x")
+    assert found(stream) == {}
+    stream.t += 5.0
+    stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
+    assert "the newest is of step 60, 5 s old" in found(stream)[Kind.SAVES_FAIL].text
+
+
+def test_a_full_disk():
+    room = Room(path="/scratch", free_bytes=LEAST_BYTES)
+    assert found(training(), rooms=(room,)) == {}
+    for full in (
+        dataclasses.replace(room, free_bytes=LEAST_BYTES - 1),
+        dataclasses.replace(room, has_files=False),
+    ):
+        finding = found(training(), rooms=(room, full))[Kind.DISK_FULL]
+        assert "/scratch" in finding.text
+
+
+def test_a_record_that_cannot_be_brought_here_is_no_good_news():
+    told = found(training(), after=4000.0, problem="the pod does not answer")
+    assert set(told) == {Kind.RECORD_AWAY}
+    assert "the pod does not answer" in told[Kind.RECORD_AWAY].text
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if state is not JobState.RUNNING])
+def test_only_what_runs_is_judged(state):
+    assert found(training().kill_node("n4"), after=4000.0, status=JobStatus(state=state)) == {}
