@@ -78,6 +78,12 @@ class JobStatus:
     """When a running job's time is up."""
     nodes: tuple[str, ...] = ()
     """Names of its nodes; empty while it has none."""
+    nodes_lost: tuple[str, ...] = ()
+    """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
+    suspended: bool = False
+    """Its processes are stopped where they are; the platform can let them go on."""
+    batch_host_lost: str = ""
+    """Name of the lost node that ran the batch script, which would end or requeue the job."""
     restarts: int | None = None
     """How often the platform has put it back into the queue; None: it does not say."""
     source: str = ""
