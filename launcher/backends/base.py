@@ -82,8 +82,8 @@ class JobStatus:
     """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
     suspended: bool = False
     """Its processes are stopped where they are; the platform can let them go on."""
-    batch_host_lost: str = ""
-    """Name of the lost node that ran the batch script, which would end or requeue the job."""
+    batch_host: str = ""
+    """Of its nodes the one that runs the batch script, lost or not; empty: there is none."""
     restarts: int | None = None
     """How often the platform has put it back into the queue; None: it does not say."""
     source: str = ""
