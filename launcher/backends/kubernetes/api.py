@@ -152,9 +152,8 @@ class KubernetesApi:
         *,
         uid: str = "",
         grace_s: float | None = None,
-        propagation: str = "Background",
     ) -> bool:
-        """Delete an object; return False where there is none.
+        """Delete an object, then what belongs to it; return False where there is none.
 
         Args:
             resource: kind of object.
@@ -162,10 +161,9 @@ class KubernetesApi:
             name: its name.
             uid: only if it is still this one.
             grace_s: seconds its processes get; None: what it says itself.
-            propagation: of what belongs to it: Background, or Foreground (that goes first).
         """
         call = self._call("delete", resource, namespace, name)
-        options: Object = {"propagationPolicy": propagation}
+        options: Object = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace_s is not None:

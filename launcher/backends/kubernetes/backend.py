@@ -197,9 +197,7 @@ class KubernetesBackend:
         running = [name_of(pod) for pod in in_order(seen.pods) if runs(pod)]
         if seen.job is None or has_ended(seen.job):
             return False
-        if is_ending(seen.job):
-            return True
-        if not running:
+        if not running and not is_ending(seen.job):
             return False
         self._tell_stop(job, running)
         self._delete(job, seen.job)
@@ -209,8 +207,8 @@ class KubernetesBackend:
         """Delete the job; its pods have 30 s. One that has ended already is no error."""
         api, namespace = self._where(job)
         seen = self._seen([job])[job]
-        if seen.job is not None and not is_ending(seen.job):
-            if has_ended(seen.job):
+        if seen.job is not None:
+            if has_ended(seen.job) and not is_ending(seen.job):
                 return
             self._tell_stop(job, [name_of(pod) for pod in in_order(seen.pods) if runs(pod)])
             self._delete(job, seen.job)
@@ -326,11 +324,14 @@ class KubernetesBackend:
             )
 
     def _delete(self, job: JobRef, found: Object) -> None:
-        """Delete the job's object, after all that belongs to it."""
+        """Delete the job's object; what belongs to it follows.
+
+        Not in the foreground, as others may have: Trainer's webhook refuses to let go of a TrainJob
+        whose TrainingRuntime has gone before it. To delete it once more frees such a one too.
+        """
         api, namespace = self._where(job)
         uid = str((found.get("metadata") or {}).get("uid") or "")
-        resource = RESOURCES[self._bundle(job).kind]
-        api.delete(resource, namespace, job.id, uid=uid, propagation="Foreground")
+        api.delete(RESOURCES[self._bundle(job).kind], namespace, job.id, uid=uid)
 
     def _bundle(self, job: JobRef) -> Bundle:
         """Return what was submitted, from the files in the run directory.

@@ -66,6 +66,7 @@ WORKLOADS: Final = tuple(
 )
 """Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
 NODE: Final = Resource("v1", "nodes")
+JOB: Final = Resource("batch/v1", "jobs")
 
 RESOURCES: Final[dict[str, Resource]] = {
     "ConfigMap": CONFIG_MAP,
@@ -81,6 +82,13 @@ RESOURCES: Final[dict[str, Resource]] = {
     "TrainJob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
 """By kind: all that a bundle may have."""
+
+MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
+    "PyTorchJob": (POD,),
+    "JobSet": (JOB, POD),
+    "TrainJob": (RESOURCES["JobSet"], JOB, POD),
+}
+"""Kind of the job -> what its controllers make, all with the run's label."""
 
 TARGETS: Final = {kind: target for target, kind in KINDS.items()}
 """Kind of the job -> name of the target."""
@@ -309,7 +317,9 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
     """
     spec, container = bundle.template["spec"], bundle.container
     wanted = _claims(spec)
-    kept = ("imagePullSecrets", "securityContext", "serviceAccountName", "tolerations")
+    kept = ["imagePullSecrets", "securityContext", "tolerations"]
+    if all(one["kind"] != "ServiceAccount" for one in bundle.documents):  # else not made yet
+        kept.append("serviceAccountName")
     mounts = [mount for mount in container.get("volumeMounts") or () if mount["name"] in wanted]
     inside = {
         "name": container["name"],

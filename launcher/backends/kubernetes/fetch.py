@@ -14,7 +14,6 @@ from launcher.backends.kubernetes.files import Fetched, one_at_a_time
 from launcher.backends.kubernetes.pods import (
     agent_status,
     failures,
-    has_ended,
     in_order,
     is_alive,
     is_ending,
@@ -74,15 +73,14 @@ class Fetcher:
                 fetched.save()
 
     def _files(self, seen: Seen, fetched: Fetched, mark: str) -> None:
-        gone = seen.job is None or has_ended(seen.job)
-        if gone and fetched.complete == mark:
+        if seen.is_over and fetched.complete == mark:
             return
         now = self.storage.wall()
         late = [pod for pod in seen.pods if stuck_s(pod, now) is not None]  # their nodes are away
         alive = [pod for pod in in_order(seen.pods) if is_alive(pod) and pod not in late]
         alive.sort(key=is_ending)  # those that stay first
         names = [name_of(pod) for pod in alive]
-        over = gone or bool(late and not names and is_ending(seen.job or {}))
+        over = seen.is_over or bool(late and not names and is_ending(seen.job or {}))
         error = first_that_works(names, lambda pod: self.storage.fetch(pod, fetched))
         if names and error is None:
             return  # what ends now has something to say later
@@ -92,7 +90,7 @@ class Fetcher:
             return
         with self.storage.pod() as pod:
             self.storage.fetch(pod, fetched)
-        if gone and not names:
+        if seen.is_over and not names:
             fetched.complete = mark
 
     def _board(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.documents import (
+    MADE_OF,
     MANAGED_BY,
     SUBMISSION,
     TARGETS,
@@ -90,13 +91,10 @@ class Creation:
                     f"the run has a live job already: {document['kind']} {name} in namespace "
                     f"{self.namespace}; cancel it first (holdfast cancel RUN --save)",
                 )
-            if not is_ending(found):
-                how = "Foreground" if is_job else "Background"
+            if is_job or not is_ending(found):  # a job that is stuck in its deletion is freed so
                 uid = str((found.get("metadata") or {}).get("uid") or "")
-                self.api.delete(resource, self.namespace, name, uid=uid, propagation=how)
+                self.api.delete(resource, self.namespace, name, uid=uid)
             left.append(document)
-            if is_job:  # what belongs to it goes after it
-                self._wait_gone(document)
         for document in left:
             self._wait_gone(document)
 
@@ -182,11 +180,19 @@ class Creation:
                 "already, which is none of this run's; submit under another name",
             )
 
+    def _is_there(self, document: Object) -> bool:
+        """Whether a document, or anything its controllers have made of it, is still there."""
+        if self._get(document) is not None:
+            return True
+        labels = f"{RUN_LABEL}={document['metadata']['labels'][RUN_LABEL]}"
+        made = MADE_OF.get(document["kind"], ())
+        return any(self.api.list_all(each, self.namespace, labels=labels)[0] for each in made)
+
     def _wait_gone(self, document: Object) -> None:
         """Wait by asking: watching such objects takes rights that submitting does not."""
         resource, name = resource_of(document), name_of(document)
         end = self.mono() + GONE_S
-        while self._get(document) is not None:
+        while self._is_there(document):
             if self.mono() >= end:
                 raise TemporaryError(
                     f"{resource.name}/{name} of the former submission is still being removed; see "

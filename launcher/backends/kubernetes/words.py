@@ -19,6 +19,7 @@ from launcher.backends.kubernetes.pods import (
     agent_status,
     condition,
     failures,
+    has_ended,
     host_of,
     in_order,
     is_ending,
@@ -74,6 +75,13 @@ class Seen:
     num_pods: int = 0
     """How many it should have; 0: not known."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more, though pods of it may still be ending."""
+        if self.job is None or has_ended(self.job):
+            return True
+        return is_ending(self.job) and not self.pods
+
 
 def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
     """Return what `seen` comes to.
@@ -99,6 +107,8 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
         return JobStatus(state=JobState.DONE, code=0, ended=_since(done), **told)
     if failed is not None:
         return _failed(seen, failed, told)
+    if is_ending(job) and seen.is_over:
+        return _gone(seen, now_unix, stop_asked=stop_asked)
     if is_ending(job):
         return JobStatus(
             state=JobState.RUNNING,
@@ -161,7 +171,7 @@ def description_of(seen: Seen) -> dict[str, str]:
 
 
 def _gone(seen: Seen, now_unix: float, *, stop_asked: bool) -> JobStatus:
-    """Return the status of a job whose object is not there."""
+    """Return the status of a job that was deleted: its object is not there, or about to go."""
     left = tuple(name_of(pod) for pod in in_order(seen.pods))
     if left:
         return JobStatus(
@@ -170,6 +180,13 @@ def _gone(seen: Seen, now_unix: float, *, stop_asked: bool) -> JobStatus:
             words=f"it was deleted; {_leaving(seen, now_unix)}",
             nodes=left,
             source="pods",
+        )
+    if seen.job is not None:  # not final: a finalizer may keep it until it is cancelled again
+        return JobStatus(
+            state=JobState.UNKNOWN,
+            reason=NO_SUCH_JOB,
+            words="it was deleted and nothing of it runs; Kubernetes is still removing its object. "
+            "Should that stay, cancel it again",
         )
     if stop_asked:
         return JobStatus(

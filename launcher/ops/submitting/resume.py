@@ -80,10 +80,11 @@ def resume(
     job = current_job(run)
     status = backend.status([job])[job]
     if status.state in LIVE:
+        said = f" ({status.words})" if status.words else ""
         raise UserError(
             "HF615",
             f"{run.path} has a live job already: {submission.target} job {job.id} is "
-            f"{status.state}; cancel it first (holdfast cancel {run.shown} --save)",
+            f"{status.state}{said}; cancel it first (holdfast cancel {run.shown} --save)",
         )
     fetched(backend, job)
     if read_news(run.path).code == 0:

@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, submit
+from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher.backends.base import JobId, JobRef, Notices, Reach
 from launcher.backends.kubernetes.api import KubernetesApi
-from launcher.backends.kubernetes.documents import read_bundle, storage_pod
+from launcher.backends.kubernetes.documents import (
+    Bundle,
+    read_bundle,
+    storage_pod,
+    template_of,
+)
 from launcher.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
@@ -207,10 +212,28 @@ def test_files_that_are_no_bundle(backend, run):
 def test_a_former_job_that_does_not_go_is_told(backend, server, run, monkeypatch):
     submit(backend, run)
     end(server)
-    server.objects[f"{ROOT}/tiny-1"]["metadata"]["deletionTimestamp"] = CREATED
+    running(server, 1)  # it stays
     monkeypatch.setattr("launcher.backends.kubernetes.submit.GONE_S", 0.0)
     with pytest.raises(TemporaryError, match="still being removed"):
         submit(backend, run)
+
+
+def test_a_former_job_that_is_stuck_in_its_deletion_is_deleted_once_more(backend, server, run):
+    submit(backend, run)
+    job = server.objects[f"{ROOT}/tiny-1"]["metadata"]
+    job |= {"deletionTimestamp": CREATED, "finalizers": ["foregroundDeletion"]}
+    submit(backend, run)
+    assert server.objects[f"{ROOT}/tiny-1"]["metadata"]["uid"] != job["uid"]
+
+
+def test_the_pod_for_the_storage_does_not_need_the_account_that_comes_with_the_job():
+    documents = list(read_bundle(bundle("/holdfast/tiny-1")).documents)
+    template_of(documents)["spec"]["serviceAccountName"] = "tiny-1-agent"
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "tiny-1-agent"}}
+    for before, name in (([], "tiny-1-agent"), ([account], None)):
+        found = Bundle(documents=(*before, *documents))
+        spec = storage_pod(found, namespace="train", name="s", lives_s=9)["spec"]
+        assert spec.get("serviceAccountName") == name
 
 
 def test_the_client_is_imported_when_a_cluster_is_spoken_to():

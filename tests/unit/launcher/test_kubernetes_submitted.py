@@ -7,7 +7,7 @@ from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, s
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState
+from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 
@@ -89,6 +89,21 @@ def test_saving_and_cancelling_delete_the_job_after_its_pods(backend, server, ru
     backend.cancel(job)
     assert backend.status([job])[job].state is JobState.CANCELLED
     backend.cancel(job)
+
+
+def test_a_job_that_is_stuck_in_its_deletion_is_known_for_over_and_cancelled_again(
+    backend, server, run
+):
+    """Deleted in the foreground by another, Trainer's webhook holds it: see backend._delete."""
+    job = submit(backend, run)
+    stuck = {"deletionTimestamp": CREATED, "finalizers": ["foregroundDeletion"]}
+    server.objects[f"{ROOT}/tiny-1"]["metadata"] |= stuck
+    stop_request.ask(run, why="test", t_unix=0.0)
+    answer = backend.status([job])[job]
+    assert (answer.state, answer.reason) == (JobState.UNKNOWN, NO_SUCH_JOB)
+    backend.cancel(job)
+    assert f"{ROOT}/tiny-1" not in server.objects
+    assert backend.status([job])[job].state is JobState.CANCELLED
 
 
 def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
