@@ -23,6 +23,7 @@ from launcher.backends.kubernetes.errors import (
     Call,
     GoneError,
     NotThereError,
+    UnreachableError,
     refusal,
 )
 from launcher.errors import HoldfastError, TemporaryError, UserError
@@ -44,6 +45,8 @@ class Patience:
     connect_s: float = 10.0
     read_s: float = 60.0
     """For the answer to one call; admission webhooks take their time."""
+    node_s: float = 5.0
+    """For what a node has to answer; one that is dead says nothing."""
     retry_s: float = 30.0
     """No call is tried again after this."""
     longest_wait_s: float = 8.0
@@ -183,15 +186,22 @@ class KubernetesApi:
         return self._retried(lambda: self._object(request))
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
-        """Return what a container has written; empty where it has not started."""
+        """Return what a container has written; empty where it has not started. Not tried again.
+
+        Raises:
+            UnreachableError: the pod's node does not answer.
+        """
         resource = Resource("v1", "pods")
         call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
         path = f"{resource.path(namespace, pod)}/log"
-        request = _Request(method="GET", call=call, path=path, query=query)
+        limit_s = self._patience.node_s
+        request = _Request(method="GET", call=call, path=path, query=query, read_s=limit_s)
         try:
-            return self._retried(lambda: self._text(request))
+            return self._text(request)
         except NotThereError:
             return ""
+        except BrokenOffError as error:
+            raise UnreachableError(f"pod {pod} did not answer in {limit_s:g} s") from error
 
     @contextlib.contextmanager
     def stream(

@@ -35,7 +35,7 @@ from launcher.backends.kubernetes.exec import run_in_pod, terminal_in_pod
 from launcher.backends.kubernetes.fetch import Fetcher
 from launcher.backends.kubernetes.files import Fetched, upload_stop
 from launcher.backends.kubernetes.look import Look
-from launcher.backends.kubernetes.pods import has_ended, in_order, is_ending, name_of, runs, time_of
+from launcher.backends.kubernetes.pods import has_ended, is_ending, name_of, runs, time_of
 from launcher.backends.kubernetes.storage import Storage, StoragePatience
 from launcher.backends.kubernetes.submit import Creation
 from launcher.backends.kubernetes.watch import Watcher
@@ -194,12 +194,11 @@ class KubernetesBackend:
         save may take. That it is the whole run's end is in RUN/stop.json.
         """
         seen = self._seen([job])[job]
-        running = [name_of(pod) for pod in in_order(seen.pods) if runs(pod)]
         if seen.job is None or has_ended(seen.job):
             return False
-        if not running and not is_ending(seen.job):
+        if not is_ending(seen.job) and not any(map(runs, seen.pods)):
             return False
-        self._tell_stop(job, running)
+        self._tell_stop(job, seen.reached)
         self._delete(job, seen.job)
         return True
 
@@ -210,7 +209,7 @@ class KubernetesBackend:
         if seen.job is not None:
             if has_ended(seen.job) and not is_ending(seen.job):
                 return
-            self._tell_stop(job, [name_of(pod) for pod in in_order(seen.pods) if runs(pod)])
+            self._tell_stop(job, seen.reached)
             self._delete(job, seen.job)
 
         def end(pod: Object) -> None:

@@ -22,6 +22,8 @@ ROLE: Final = "holdfast-submitter"
 ACCOUNTS_ROLE: Final = "holdfast-accounts"
 """The one for runs that have an account of their own."""
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
+_OF_NODES: Final = ("pods/log", "pods/exec")
+"""What the server hands on to the node of a pod."""
 _MOST_WAIT_S: Final = 60.0
 """A server's Retry-After is not believed beyond this."""
 _INSTALL: Final[dict[str, str]] = {
@@ -65,6 +67,10 @@ class BusyError(TemporaryError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UnreachableError(BusyError):
+    """The server answers, but the node of a pod does not: other pods can be asked."""
 
 
 class BrokenOffError(TemporaryError):
@@ -122,6 +128,8 @@ def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> H
                 f"Kubernetes refuses to {call}: {message}; mend what it names in the job file's "
                 "section kubernetes",
             )
+        case _ if status >= 500 and call.resource.plural in _OF_NODES:
+            found = UnreachableError(f"pod {call.name} does not answer: {message}")
         case _ if status == 429 or status >= 500:
             known = {key.lower(): value for key, value in headers.items()}
             found = BusyError(

@@ -23,7 +23,9 @@ from launcher.backends.kubernetes.pods import (
     host_of,
     in_order,
     is_ending,
+    is_lost,
     is_true,
+    listed,
     name_of,
     phase_of,
     runs,
@@ -76,6 +78,12 @@ class Seen:
     """How many it should have; 0: not known."""
 
     @property
+    def reached(self) -> list[str]:
+        """Names of the pods whose agents run, by number, but for those of lost nodes."""
+        found = [pod for pod in in_order(self.pods) if runs(pod) and not is_lost(pod, self.ready)]
+        return [name_of(pod) for pod in found]
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing of it will run any more, though pods of it may still be ending."""
         if self.job is None or has_ended(self.job):
@@ -93,32 +101,27 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     """
     job = seen.job
     if job is None:
-        return _gone(seen, now_unix, stop_asked=stop_asked)
+        return _deleted(seen, now_unix, stop_asked=stop_asked)
     done = is_true(job, *DONE)
     failed = None if done else is_true(job, "Failed")
-    nodes = tuple(name_of(pod) for pod in in_order(seen.pods) if runs(pod))
+    there = seen.reached
+    lost = [pod for pod in in_order(seen.pods) if is_lost(pod, seen.ready)]
     told: dict[str, Any] = {
         "submitted": time_of((job.get("metadata") or {}).get("creationTimestamp")),
         "started": _started(seen),
-        "nodes": nodes,
+        "nodes": tuple(there),
+        "nodes_lost": tuple(name_of(pod) for pod in lost),
         "source": str(job.get("kind") or "Kubernetes"),
     }
     if done is not None:
         return JobStatus(state=JobState.DONE, code=0, ended=_since(done), **told)
     if failed is not None:
         return _failed(seen, failed, told)
-    if is_ending(job) and seen.is_over:
-        return _gone(seen, now_unix, stop_asked=stop_asked)
     if is_ending(job):
-        return JobStatus(
-            state=JobState.RUNNING,
-            reason="Terminating",
-            words=f"it is ending; {_leaving(seen, now_unix)}",
-            **told,
-        )
+        return _deleted(seen, now_unix, stop_asked=stop_asked, started=told["started"])
     troubles = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
-    if nodes:
-        return _running(seen, troubles, told, len(nodes))
+    if there or lost:
+        return _running(seen, troubles, told, len(there))
     return _pending(seen, troubles, told)
 
 
@@ -170,14 +173,18 @@ def description_of(seen: Seen) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value}
 
 
-def _gone(seen: Seen, now_unix: float, *, stop_asked: bool) -> JobStatus:
-    """Return the status of a job that was deleted: its object is not there, or about to go."""
+def _deleted(
+    seen: Seen, now_unix: float, *, stop_asked: bool, started: float | None = None
+) -> JobStatus:
+    """Return the status of a job whose object is not there, or is about to go."""
     left = tuple(name_of(pod) for pod in in_order(seen.pods))
     if left:
+        what = "was deleted" if seen.job is None else "is ending"
         return JobStatus(
             state=JobState.RUNNING,
             reason="Terminating",
-            words=f"it was deleted; {_leaving(seen, now_unix)}",
+            words=f"it {what}; {_leaving(seen, now_unix)}",
+            started=started,
             nodes=left,
             source="pods",
         )
@@ -234,8 +241,14 @@ def _running(
         few = f"{running} of {wanted} pods run" if running < wanted else ""
         return JobStatus(state=JobState.RUNNING, words=few, **told)
     first = troubles[0]
-    more = f" (and {len(troubles) - 1} more pods)" if len(troubles) > 1 else ""
-    what = first.words if first.pod in first.words else f"pod {first.pod}: {first.words}"
+    same = [each.pod for each in troubles if each.reason == first.reason]
+    more = f" (and {len(troubles) - len(same)} more pods)" if len(troubles) > len(same) else ""
+    what = first.words
+    if first.pod not in what:
+        what = f"{'pod' if len(same) == 1 else 'pods'} {listed(same)}: {what}"
+        what += (
+            "; the job goes on without it" if running and first.pod in told["nodes_lost"] else ""
+        )
     return JobStatus(
         state=JobState.RUNNING,
         reason=first.reason,

@@ -60,6 +60,16 @@ def test_why_a_lost_node_keeps_a_pod(backend, server, run):
     assert "does not say that it has ended" in backend.status([job])[job].words
 
 
+def test_a_kubelet_that_does_not_answer_is_asked_once(backend, server, run, waits):
+    job = submit(backend, run)
+    running(server)
+    server.says("/log", Reply(500, status_object(500, "InternalError", "dial tcp: no route")))
+    server.calls.clear()
+    backend.fetch(job)  # the claim is mounted here: nothing is missing
+    assert len(server.asked("/log")) == 1
+    assert waits == []
+
+
 @pytest.mark.parametrize("served", ["v1beta2", "v1beta1"])
 def test_why_a_queue_does_not_let_it_go_is_read_of_old_and_new_kueue(backend, server, run, served):
     job = submit(backend, run)
