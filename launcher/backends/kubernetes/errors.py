@@ -24,6 +24,11 @@ ACCOUNTS_ROLE: Final = "holdfast-accounts"
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
 _OF_NODES: Final = ("pods/log", "pods/exec")
 """What the server hands on to the node of a pod."""
+POD_SECURITY: Final = (
+    "set kubernetes.security.non_root to true, and security.run_as_user where the image's user is "
+    "root"
+)
+"""What a user can do about Pod Security: the level `restricted` asks for no more."""
 _MOST_WAIT_S: Final = 60.0
 """A server's Retry-After is not believed beyond this."""
 _INSTALL: Final[dict[str, str]] = {
@@ -172,7 +177,13 @@ def _forbidden(call: Call, message: str) -> UserError:
             f"namespace {call.namespace} is being removed; name another in kubernetes.namespace, "
             "or make it again once it is gone",
         )
-    if "denied the request" in message or "violates PodSecurity" in message:
+    if "violates PodSecurity" in message:
+        return UserError(
+            "HF757",
+            f"Pod Security of namespace {call.namespace} does not allow it: {message}; "
+            f"{POD_SECURITY}",
+        )
+    if "denied the request" in message:
         return UserError(
             "HF757", f"a policy of the cluster refuses to {call}: {message}; mend what it names"
         )

@@ -40,7 +40,7 @@ _WAITING: Final[dict[str, str]] = {
 
 _UNSCHEDULABLE: Final = (
     (
-        re.compile(r"Insufficient ([\w./-]+)"),
+        re.compile(r"Insufficient ([\w./-]*\w)"),
         "no node has enough free {0}; it starts when others end, or never if no node has as much",
     ),
     (

@@ -27,7 +27,7 @@ from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
 
 KEEP: Final = "holdfast.dev/keep"
 """Annotation: it outlives the job, as the board does."""
-_TRIES: Final = 3
+_TRIES: Final = 5
 GONE_S: Final = 180.0
 """An ended job of the same name may take so long to go."""
 
@@ -137,7 +137,10 @@ class Creation:
                     self._check_ours(document, found)
                 if isinstance(error, ConflictError) or not left:
                     raise
-                self.sleep(1.0)
+            except UserError as error:  # Trainer's webhook sees a new runtime a little later
+                if not (left and _lacks_another(document, error)):
+                    raise
+            self.sleep(1.0)
         raise AssertionError("the last try returns or raises")
 
     def _undo(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, E
 from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
 from launcher.backends.code_words import CODE_WORDS
 from launcher.backends.kubernetes.documents import Object
+from launcher.backends.kubernetes.errors import POD_SECURITY
 from launcher.backends.kubernetes.pods import (
     DONE,
     Failure,
@@ -120,7 +121,8 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     if is_ending(job):
         return _deleted(seen, now_unix, stop_asked=stop_asked, started=told["started"])
     troubles = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
-    if there or lost:
+    over = seen.pods and all(phase_of(pod) in ("Succeeded", "Failed") for pod in seen.pods)
+    if there or lost or over:
         return _running(seen, troubles, told, len(there))
     return _pending(seen, troubles, told)
 
@@ -237,6 +239,9 @@ def _running(
     seen: Seen, troubles: Sequence[Trouble], told: dict[str, Any], running: int
 ) -> JobStatus:
     wanted = seen.num_pods or len(seen.pods)
+    if not running and not troubles:
+        words = "its pods have ended; Kubernetes has not noted the end of the job yet"
+        return JobStatus(state=JobState.RUNNING, words=words, **told)
     if not troubles:
         few = f"{running} of {wanted} pods run" if running < wanted else ""
         return JobStatus(state=JobState.RUNNING, words=few, **told)
@@ -323,7 +328,7 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
             )
         if "violates PodSecurity" in message:
             return reason, (
-                "the namespace's Pod Security does not allow its pods; mend kubernetes.security"
+                f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}"
             )
         if "serviceaccount" in message.lower() and "not found" in message:
             return reason, "its service account is missing; mend kubernetes.service_account"
@@ -364,16 +369,16 @@ def _end_words(end: Failure) -> str:
 
 
 def _started(seen: Seen) -> float | None:
-    """Return when its first agent started."""
-    times = []
-    for pod in seen.pods:
-        state = agent_status(pod).get("state") or {}
-        for key in ("running", "terminated"):
-            found = time_of((state.get(key) or {}).get("startedAt"))
-            times += [found] if found is not None else []
+    """Return when the job itself started: its pods may all be younger.
+
+    A JobSet and a TrainJob note no time: they start when they are made, or let go by a queue.
+    """
     assert seen.job is not None
     noted = time_of((seen.job.get("status") or {}).get("startTime"))
-    return min(times, default=noted)
+    held = condition(seen.job, "Suspended") or {}
+    resumed = _since(held) if str(held.get("status")).lower() == "false" else None
+    made = time_of((seen.job.get("metadata") or {}).get("creationTimestamp"))
+    return noted or resumed or made
 
 
 def _since(found: Mapping[str, Any]) -> float | None:

@@ -249,7 +249,7 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     assert done.stdout.strip() == "[]"
 
 
-def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend, server, run):
+def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run, waits):
     """A TrainJob is compared with its runtime, which a dry run has not made."""
     files = bundle(run)
     documents = [json.loads(text) for text in files["job.yaml"].split("---\n")]
@@ -271,5 +271,12 @@ def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend,
             [Reply(403, status_object(403, "Forbidden", message))],
         )
     )
+    server.replies.append(
+        (  # nor has its webhook, for a moment after it was made
+            lambda call: "POST" in call and "trainjobs" in call and "dryRun" not in call,
+            [Reply(403, status_object(403, "Forbidden", message))] * 2,
+        )
+    )
     assert backend.submit(run, files).id == "tiny-1"
+    assert waits == [1.0, 1.0]
     assert backend.name == "trainjob"

@@ -85,8 +85,23 @@ def test_a_job_that_runs():
     found = told(job(condition("Running")), [pod(10), pod(2), pod(1)], num_pods=3)
     assert (found.state, found.words, found.reason) == ("running", "", "")
     assert found.nodes == ("tiny-worker-1", "tiny-worker-2", "tiny-worker-10")
-    assert (found.submitted, found.started) == (1_767_225_600, 1_767_225_900)
+    assert (found.submitted, found.started) == (1_767_225_600, 1_767_225_600)
     assert found.source == "PyTorchJob"
+
+
+def test_a_job_started_when_it_did_itself_not_its_oldest_pod():
+    made = job(condition("StartupPolicyCompleted"), kind="JobSet")
+    made["status"].pop("startTime")
+    assert told(made, [pod(0)]).started == time_of(CREATED)
+    resumed = job(condition("Suspended", "False", since=STARTED), kind="JobSet")
+    resumed["status"].pop("startTime")
+    assert told(resumed, [pod(0)]).started == time_of(STARTED)
+
+
+def test_pods_that_have_ended_are_not_being_started():
+    found = told(job(condition("Running")), [ended(0, 0, "Completed"), ended(1, 0)], num_pods=2)
+    assert (found.state, found.reason) == ("running", "")
+    assert found.words == "its pods have ended; Kubernetes has not noted the end of the job yet"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +154,7 @@ def test_codes_of_a_whole_job():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "enough free nvidia.com/gpu"),
+        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "free nvidia.com/gpu; it"),
         ("0/2 nodes are available: 2 Insufficient rdma/hca_shared.", "enough free rdma/hca_shared"),
         ('persistentvolumeclaim "runs" not found', "there is no claim runs; make it, or mend"),
         ("0/1 nodes: 1 node(s) had untolerated taint {gpu: true}", "by the taint gpu; see"),
@@ -197,7 +212,7 @@ def test_pods_that_a_quota_refuses_to_make():
     assert found.state == "pending"
     assert "the namespace's quota does not let its pods be made" in found.words
     of_child = event("tiny-node-0", "FailedCreate", "violates PodSecurity restricted", "Job")
-    assert "kubernetes.security" in told(job(), events=[of_child]).words
+    assert "kubernetes.security.non_root" in told(job(), events=[of_child]).words
     no_class = event("tiny", "FailedCreatePod", "no PriorityClass with name urgent was found")
     assert "mend kubernetes.priority_class" in told(job(), events=[no_class]).words
     of_other = event("tinyother", "FailedCreate", "exceeded quota", "Job")
