@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from launcher.errors import UserError
-from launcher.render.bundle import Bundle
+from launcher.render.bundle import MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
     API_VERSIONS,
@@ -20,7 +20,6 @@ from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.local import render_local
 
 Object = dict[str, Any]
-JOB_YAML: Final = "job.yaml"
 MAX_CONFIG_BYTES: Final = 1 << 20
 """Of a ConfigMap, by the API server (and etcd's limit behind it)."""
 KEEP_ANNOTATION: Final = "holdfast.dev/keep"
@@ -28,7 +27,7 @@ KEEP_ANNOTATION: Final = "holdfast.dev/keep"
 
 
 def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
-    """Return job.yaml, job.json and spec.yaml.
+    """Return manifests.yaml, job.json and job.yaml.
 
     Args:
         job: the job.
@@ -48,7 +47,7 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         "Rendered from the job file: change that and render again, not this.\n"
         f"When a pod must go: {job.clock}."
     )
-    return {JOB_YAML: to_yaml([*before, *documents], head=head), **files}
+    return {MANIFESTS: to_yaml([*before, *documents], head=head), **files}
 
 
 def metadata(job: PodJob, name: str, **annotations: str) -> Object:

@@ -22,7 +22,6 @@ from launcher.backends.commands import Answer
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.config import connect
 from launcher.backends.kubernetes.documents import (
-    JOB_YAML,
     POD,
     RESOURCES,
     Bundle,
@@ -41,6 +40,7 @@ from launcher.backends.kubernetes.submit import Creation
 from launcher.backends.kubernetes.watch import Watcher
 from launcher.backends.kubernetes.words import Seen, description_of, events_of, status_of
 from launcher.errors import PlatformError, UserError
+from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import RUN_LABEL
 
 CANCEL_S: Final = 30.0
@@ -51,11 +51,11 @@ _RECENT_S: Final = 9.0
 """What was seen of a job serves `fetch` for so long: thousands of pods are megabytes."""
 _ROUND_S: Final = 20.0
 """A watch that nobody waits for any more ends within this."""
-_FILES: Final = (JOB_YAML, "spec.yaml")
+_FILES: Final = {JOB_FILE, MANIFESTS, *FORMER_NAMES.values()}
 
 
 class KubernetesBackend:
-    """Submits RUN/job.yaml and watches what comes of it; its documents say of which kind it is.
+    """Submits RUN/manifests.yaml, whose documents say of which kind it is, and watches the job.
 
     Args:
         connected: returns the client of a context.
@@ -121,6 +121,7 @@ class KubernetesBackend:
         """
         assert tasks is None, "there are no arrays here"
         bundle = read_bundle(files)
+        self._bundles.pop(str(run_dir), None)  # it may ask for something else than it did
         creation = self._creation(bundle, files, without)
         creation.dry_run()
         creation.clear()

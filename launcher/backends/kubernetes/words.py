@@ -327,9 +327,7 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
                 "jobs, or ask an administrator (kubectl describe resourcequota)"
             )
         if "violates PodSecurity" in message:
-            return reason, (
-                f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}"
-            )
+            return reason, (f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}")
         if "serviceaccount" in message.lower() and "not found" in message:
             return reason, "its service account is missing; mend kubernetes.service_account"
         if "no PriorityClass" in message:

@@ -14,13 +14,17 @@ from launcher.errors import UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
 from launcher.ops.runs import Run, chain_after, current_job
+from launcher.render.bundle import FORMER_NAMES, MANIFESTS
 
 _POLL_S = 2.0
 _ENDING_S = 120.0
 """After a save, or a plain cancel: the platform clears nodes and notes the end."""
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
-_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), ("job.yaml", "terminationGracePeriodSeconds:"))
+_SAVE_TIMES = (
+    ("job.sbatch", "HOLDFAST_LEAD_S="),
+    *((name, "terminationGracePeriodSeconds:") for name in (MANIFESTS, FORMER_NAMES[MANIFESTS])),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,7 @@ def test_a_pod_for_the_storage_that_cannot_start(backend, server, run, state, wo
 def test_files_that_are_no_bundle(backend, run):
     for text in ("", "a: [", "kind: Pod\n", "kind: PyTorchJob\napiVersion: kubeflow.org/v1\n"):
         with pytest.raises(UserError, match="HF613"):
-            backend.check({"job.yaml": text})
+            backend.check({"manifests.yaml": text})
     with pytest.raises(UserError, match="HF613"):
         backend.describe(JobRef(id=JobId("x"), run_dir=str(run)))
 
@@ -252,7 +252,7 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
 def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run, waits):
     """A TrainJob is compared with its runtime, which a dry run has not made."""
     files = bundle(run)
-    documents = [json.loads(text) for text in files["job.yaml"].split("---\n")]
+    documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
     template = documents[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     api = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
@@ -262,7 +262,7 @@ def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run,
         {**api, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime},
         {**api, "kind": "TrainJob", "metadata": metadata, "spec": {"runtimeRef": {"name": "x"}}},
     ]
-    files["job.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
     assert read_bundle(files).num_pods == 2
     message = "admission webhook denied the request: spec.runtimeRef: Invalid value: not found"
     server.replies.append(
