@@ -23,7 +23,8 @@ Object = dict[str, Any]
 MAX_CONFIG_BYTES: Final = 1 << 20
 """Of a ConfigMap, by the API server (and etcd's limit behind it)."""
 KEEP_ANNOTATION: Final = "holdfast.dev/keep"
-"""On the board: it has the commits of checkpoints, and outlives the job."""
+"""On the board, which has the commits of checkpoints, and on the account of the agents, which
+commit until they have ended: these outlive the job."""
 
 
 def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
@@ -109,10 +110,11 @@ def board_objects(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     if wish.board == "file":
         return []
+    kept = {KEEP_ANNOTATION: "true"}
     board = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(job, board_name(job.name), **{KEEP_ANNOTATION: "true"}),
+        "metadata": metadata(job, board_name(job.name), **kept),
     }
     if wish.service_account is not None:
         return [board]
@@ -120,11 +122,11 @@ def board_objects(job: PodJob) -> list[Object]:
     group = "rbac.authorization.k8s.io"
     return [
         board,
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name)},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name, **kept)},
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
-            "metadata": metadata(job, name),
+            "metadata": metadata(job, name, **kept),
             "rules": [
                 {
                     "apiGroups": [""],
@@ -137,7 +139,7 @@ def board_objects(job: PodJob) -> list[Object]:
         {
             "apiVersion": f"{group}/v1",
             "kind": "RoleBinding",
-            "metadata": metadata(job, name),
+            "metadata": metadata(job, name, **kept),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": wish.namespace}],
         },

@@ -26,7 +26,7 @@ from launcher.errors import PermanentError, PlatformError, TemporaryError, UserE
 from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
 
 KEEP: Final = "holdfast.dev/keep"
-"""Annotation: it outlives the job, as the board does."""
+"""Annotation: it outlives the job. The first such document is the board, the others are its."""
 _TRIES: Final = 5
 GONE_S: Final = 180.0
 """An ended job of the same name may take so long to go."""
@@ -106,13 +106,19 @@ class Creation:
         """
         try:
             found: list[Object] = []
+            board: Object | None = None
             for document in self.documents:
-                if _is_kept(document) and self._get(document) is not None:
-                    continue
-                if found and document is not self.documents[-1] and not _is_kept(document):
-                    document["metadata"]["ownerReferences"] = [_owner(found[0])]
-                self.made.append(document)  # before: the answer may be lost
-                found.append(self._create(document))
+                kept = _is_kept(document)
+                there = self._get(document) if kept else None
+                if there is None:
+                    # Pods that save while they end still need their right to write the board.
+                    owner = board if kept else found[0] if found else None
+                    if owner is not None and document is not self.documents[-1]:
+                        document["metadata"]["ownerReferences"] = [_owner(owner)]
+                    self.made.append(document)  # before: the answer may be lost
+                    there = self._create(document)
+                    found.append(there)
+                board = board or (there if kept else None)
             job = found[-1]
             if len(found) > 1:
                 # The first goes with the job, the others with the first: one right to patch is

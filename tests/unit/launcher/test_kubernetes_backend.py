@@ -149,6 +149,25 @@ def test_a_live_job_is_not_touched_and_an_ended_one_makes_room(backend, server, 
     assert "status" not in server.objects[f"{ROOT}/tiny-1"]
 
 
+def test_the_right_to_write_the_board_stays_as_the_board_does(backend, server, run):
+    """Pods that save while their deleted job ends commit on it."""
+    accounts = "/api/v1/namespaces/train/serviceaccounts"
+    files = bundle(run, board=True)
+    documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount"}
+    documents.insert(
+        2, account | {"metadata": {**documents[1]["metadata"], "name": "tiny-1-agent"}}
+    )
+    files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    backend.submit(run, files)
+    board = server.objects[f"{MAPS}/tiny-1-board"]["metadata"]
+    made = server.objects[f"{accounts}/tiny-1-agent"]["metadata"]
+    assert [owner["uid"] for owner in made["ownerReferences"]] == [board["uid"]]
+    end(server, "Failed")
+    backend.submit(run, files)
+    assert server.objects[f"{accounts}/tiny-1-agent"]["metadata"]["uid"] == made["uid"]
+
+
 def test_no_crd(backend, server, run):
     server.says(f"POST {ROOT}", Reply(404, "404 page not found\n"))
     with pytest.raises(UserError, match=r"HF754 .*pytorchjobs.kubeflow.org"):
