@@ -190,6 +190,10 @@ CODES: Final[dict[str, Code]] = {
     "HF675": Code("The run directory is another run's.", "Give each run a directory of its own."),
     "HF653": Code("The run was never submitted.", "Use what the message names."),
     "HF654": Code("A --sweep that cannot be submitted.", "Mend what the message names."),
+    "HF655": Code(
+        "A --set of --resume that changes more than what is asked of the platform.",
+        "Start a new run from this one (--from).",
+    ),
     # The trainer, on the nodes.
     "HF701": Code("The corpus cannot be read.", "Make data.path readable on every node."),
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),

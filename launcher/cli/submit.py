@@ -34,6 +34,7 @@ Examples:
   holdfast submit examples/llama3-405b.yaml --to slurm --watch
   holdfast submit job.yaml --to slurm --sweep train.optimizer.lr=1e-4,3e-4
   holdfast submit --resume runs/llama3-405b-20260101-120000 --upgrade
+  holdfast submit --resume runs/llama3-405b-20260101-120000 --set slurm.time=1-00:00:00
 """
 
 
@@ -64,7 +65,8 @@ Examples:
 @click.option(
     "--resume",
     metavar="RUN",
-    help="Submit a run again, or what is not done of a sweep: it goes on where it has saved.",
+    help="Submit a run again, or what is not done of a sweep: it goes on where it has saved. "
+    "--set may change what it asks of its platform, as kubernetes.image or slurm.time.",
 )
 @click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
 @click.option(
@@ -97,14 +99,18 @@ def submit(  # noqa: PLR0917  click passes options by name
         if resume is not None:
             given = {
                 "JOB": job,
-                "--set": sets,
                 "--run-dir": run_dir,
                 "--sweep": sweep,
                 "--to": target,
             }
             _refuse_with("--resume", given | {"--dry-run": dry_run})
             return _resume(
-                resume, upgrade=upgrade, all_nodes=all_nodes, watch=watch, as_json=as_json
+                resume,
+                upgrade=upgrade,
+                all_nodes=all_nodes,
+                sets=sets,
+                watch=watch,
+                as_json=as_json,
             )
         _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
         _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
@@ -169,19 +175,28 @@ def _submit(
     return _watch(done.runs[0], backend) if watch and len(done.runs) == 1 else EXIT_DONE
 
 
-def _resume(name: str, *, upgrade: bool, all_nodes: bool, watch: bool, as_json: bool) -> int:
+def _resume(
+    name: str,
+    *,
+    upgrade: bool,
+    all_nodes: bool,
+    sets: Sequence[str],
+    watch: bool,
+    as_json: bool,
+) -> int:
     from launcher.ops.runs import find_run, find_sweep
     from launcher.ops.submitting import resume as ops
     from launcher.ops.watching.standing import make_backends, target_of
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
+        _refuse_with("--resume of a sweep", {"--set": sets})
         return _resume_sweep(sweep, upgrade=upgrade, all_nodes=all_nodes, as_json=as_json)
     run = find_run(name, Path("runs"))
     target = target_of(run)
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    done = ops.resume(run, backend, upgrade_code=upgrade, all_nodes=all_nodes)
+    done = ops.resume(run, backend, upgrade_code=upgrade, all_nodes=all_nodes, sets=sets)
     if as_json:
         job_id = None if done.job is None else done.job.id
         answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded}

@@ -23,6 +23,7 @@ _DNS_SUBDOMAIN = re.compile(_SUBDOMAIN)
 _QUALIFIED = re.compile(rf"({_SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _QUANTITY = re.compile(r"([0-9]{1,15})(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_CPUS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,3}|m)?")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
 _OURS: Final = ("holdfast.dev/", "app.kubernetes.io/managed-by", "kueue.x-k8s.io/queue-name")
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15} | {
@@ -75,6 +76,21 @@ def quantity_bytes(text: str) -> int:
     return int(number.to_integral_value(rounding="ROUND_CEILING"))
 
 
+def cpu_count(text: str) -> Decimal:
+    """Return what a checked number of CPUs such as 4, 1.5 or 250m comes to."""
+    return Decimal(text.removesuffix("m")) / (1000 if text.endswith("m") else 1)
+
+
+def _decimal(value: Any) -> Any:
+    return str(value) if isinstance(value, float) else _number(value)
+
+
+def _cpus(value: str) -> str:
+    if not _CPUS.fullmatch(value) or not cpu_count(value):
+        raise refuse("HF015", f"expected CPUs as 8, 1.5 or 250m, found {describe(value)}")
+    return value
+
+
 def _quantity(value: str) -> str:
     if not _QUANTITY.fullmatch(value) or not quantity_bytes(value):
         raise refuse("HF015", f"expected bytes as 512Gi or 2Ti, found {describe(value)}")
@@ -117,6 +133,12 @@ HostName = Annotated[
     Text, _form(re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"), 63, "a node's host name")
 ]
 Quantity = Annotated[Text, BeforeValidator(_number), AfterValidator(_quantity), _TEXT_OR_NUMBER]
+Cpus = Annotated[
+    Text,
+    BeforeValidator(_decimal),
+    AfterValidator(_cpus),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]}),
+]
 MountPath = Annotated[Text, AfterValidator(_absolute)]
 ImageName = Annotated[OpenText, _form(_IMAGE, 1024, "an image as registry.local/holdfast:1.0")]
 Id = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -247,7 +269,7 @@ class Kubernetes(Section):
     exclude: Annotated[tuple[HostName, ...], Field(strict=False)] = Field(
         (), description="Nodes not to use, by kubernetes.io/hostname."
     )
-    cpus: Count | None = Field(None, description="CPUs of a pod: request and limit.")
+    cpus: Cpus | None = Field(None, description="CPUs of a pod: request and limit, 8 or 250m.")
     memory: Quantity | None = Field(None, description="Memory of a pod: request and limit, 1800Gi.")
     shm: Quantity | None = Field(
         None, description="Size of /dev/shm, part of memory; null: what snapshots need."

@@ -97,10 +97,10 @@ def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Probl
     return found
 
 
-def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
+def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None = None) -> JobSpec:
     """Read a job file.
 
-    Relative paths in it are relative to its folder, `Path(path).absolute().parent`.
+    Relative paths in it are relative to `folder`; None: `Path(path).absolute().parent`.
 
     Raises:
         UserError: HF001 or HF002 when it cannot be read; else as `parse_spec`.
@@ -115,12 +115,12 @@ def load_spec(path: str | Path, sets: Sequence[str] = ()) -> JobSpec:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"cannot be read: {reason}; check the path"
         raise UserError("HF001", message, where=Where(file)) from error
-    folder = Path(path).absolute().parent
+    base_dir = Path(path).absolute().parent if folder is None else folder
 
     def read(name: str) -> str:
         """Read the config.json of a model, given itself or by its folder."""
         try:
-            model_path = folder / Path(name).expanduser()
+            model_path = base_dir / Path(name).expanduser()
         except RuntimeError as error:  # ~name of somebody who is not known here
             raise FileNotFoundError(str(error)) from error
         if model_path.is_dir():

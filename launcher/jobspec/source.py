@@ -7,6 +7,7 @@ no duplicate keys, no second document.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ def _compose(text: str, file: str) -> Node | None:
         problem = str(error.problem or error.context or "not YAML").strip()
         if "single document" in str(error.context):
             message = "a second document starts here; a job file has one: drop the `---`"
+            if re.search(r"^apiVersion:", text, re.MULTILINE):
+                message = "these are manifests of Kubernetes, not a job file; a run's is job.yaml"
             raise UserError("HF007", message, where=Where(file, line)) from error
         raise UserError("HF003", _syntax(problem, text, line), where=Where(file, line)) from error
     except ReaderError as error:

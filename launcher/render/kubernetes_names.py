@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 KINDS: Final = {"pytorchjob": "PyTorchJob", "jobset": "JobSet", "trainjob": "TrainJob"}
-"""Target -> kind of the job's own document, the last one of job.yaml."""
+"""Target -> kind of the job's own document, the last one of manifests.yaml."""
 API_VERSIONS: Final = {
     "pytorchjob": "kubeflow.org/v1",
     "jobset": "jobset.x-k8s.io/v1alpha2",

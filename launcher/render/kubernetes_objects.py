@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from launcher.errors import UserError
-from launcher.render.bundle import Bundle
+from launcher.render.bundle import MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
     API_VERSIONS,
@@ -20,15 +20,15 @@ from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.local import render_local
 
 Object = dict[str, Any]
-JOB_YAML: Final = "job.yaml"
 MAX_CONFIG_BYTES: Final = 1 << 20
 """Of a ConfigMap, by the API server (and etcd's limit behind it)."""
 KEEP_ANNOTATION: Final = "holdfast.dev/keep"
-"""On the board: it has the commits of checkpoints, and outlives the job."""
+"""On the board, which has the commits of checkpoints, and on the account of the agents, which
+commit until they have ended: these outlive the job."""
 
 
 def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
-    """Return job.yaml, job.json and spec.yaml.
+    """Return manifests.yaml, job.json and job.yaml.
 
     Args:
         job: the job.
@@ -48,7 +48,7 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         "Rendered from the job file: change that and render again, not this.\n"
         f"When a pod must go: {job.clock}."
     )
-    return {JOB_YAML: to_yaml([*before, *documents], head=head), **files}
+    return {MANIFESTS: to_yaml([*before, *documents], head=head), **files}
 
 
 def metadata(job: PodJob, name: str, **annotations: str) -> Object:
@@ -110,10 +110,11 @@ def board_objects(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     if wish.board == "file":
         return []
+    kept = {KEEP_ANNOTATION: "true"}
     board = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(job, board_name(job.name), **{KEEP_ANNOTATION: "true"}),
+        "metadata": metadata(job, board_name(job.name), **kept),
     }
     if wish.service_account is not None:
         return [board]
@@ -121,11 +122,11 @@ def board_objects(job: PodJob) -> list[Object]:
     group = "rbac.authorization.k8s.io"
     return [
         board,
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name)},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name, **kept)},
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
-            "metadata": metadata(job, name),
+            "metadata": metadata(job, name, **kept),
             "rules": [
                 {
                     "apiGroups": [""],
@@ -138,7 +139,7 @@ def board_objects(job: PodJob) -> list[Object]:
         {
             "apiVersion": f"{group}/v1",
             "kind": "RoleBinding",
-            "metadata": metadata(job, name),
+            "metadata": metadata(job, name, **kept),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": wish.namespace}],
         },

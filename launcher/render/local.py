@@ -1,9 +1,10 @@
-"""(spec, plan) -> job.json and spec.yaml: what every target needs. Pure."""
+"""(spec, plan) -> job.json and job.yaml: what every target needs. Pure."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path, PurePath
+from typing import Final
 
 from elastic_trainer.config import (
     CheckpointSection,
@@ -19,7 +20,10 @@ from launcher.errors import UserError
 from launcher.jobspec.source import dotted, parse_value
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
-from launcher.render.bundle import Bundle
+from launcher.render.bundle import JOB_FILE, Bundle
+
+HEAD: Final = "# Relative paths are relative to "
+"""How the job file that is kept with a run begins."""
 
 
 def to_train_config(
@@ -99,25 +103,26 @@ def render_local(
     base_dir: str | Path,
     python: str = "",
 ) -> Bundle:
-    """Return job.json and spec.yaml, which are kept with the run.
+    """Return job.json and job.yaml, the job file, which are kept with the run.
 
     `python` is for platforms whose nodes run a script; here nothing is made of it.
     """
     del python
     config = to_train_config(spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    return {"job.json": config.to_json(), "spec.yaml": spec_yaml(spec, base_dir)}
+    return {"job.json": config.to_json(), JOB_FILE: job_file(spec, base_dir)}
 
 
-def spec_yaml(spec: JobSpec, base_dir: str | Path) -> str:
+def job_file(spec: JobSpec, base_dir: str | Path) -> str:
     """Return the job file with the overrides applied, comments and order kept."""
-    head = f"# Relative paths are relative to {base_dir}\n"
+    head = f"{HEAD}{base_dir}\n"
+    own = spec.text.removeprefix(head)
     if not spec.sets:
-        return head + spec.text
+        return head + own
     from ruamel.yaml import YAML
 
     yaml = YAML()
     yaml.width = 4096
-    data = yaml.load(spec.text)
+    data = yaml.load(own)
     for text in spec.sets:
         key, _, value = text.partition("=")
         *outer, last = [part.strip() for part in key.split(".")]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from launcher.jobspec.kubernetes import Kubernetes, Toleration
+from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
@@ -152,7 +152,8 @@ def _environment(job: PodJob) -> list[Object]:
         values["HOME"] = "/tmp"  # noqa: S108  the pod's own: a bare user id has no home
     if job.venv is not None:
         values["VIRTUAL_ENV"] = job.venv
-    fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=wish.cpus)
+    cpus = None if wish.cpus is None else int(cpu_count(wish.cpus))
+    fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=cpus)
     values |= {each.name: each.value for each in fabric_variables(spec, fabric)}
     values |= spec.env.variables
     found += [{"name": name, "value": escape(value)} for name, value in values.items()]
@@ -168,7 +169,7 @@ def _resources(job: PodJob) -> dict[str, str]:
     spec, wish = job.spec, job.spec.kubernetes
     found = {}
     if wish.cpus is not None:
-        found["cpu"] = str(wish.cpus)
+        found["cpu"] = wish.cpus
     if wish.memory is not None:
         found["memory"] = wish.memory
     if spec.device == "cuda":

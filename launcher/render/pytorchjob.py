@@ -33,7 +33,7 @@ def render_pytorchjob(
     base_dir: str | Path,
     python: str = "",
 ) -> Bundle:
-    """Return the bundle of a PyTorchJob: job.yaml, job.json, spec.yaml.
+    """Return the bundle of a PyTorchJob: manifests.yaml, job.json, job.yaml.
 
     Args:
         spec: the checked job.

@@ -1,4 +1,4 @@
-"""(spec, plan) -> the bundle of a Slurm job: job.sbatch, job.json, spec.yaml. Pure.
+"""(spec, plan) -> the bundle of a Slurm job: job.sbatch, job.json, job.yaml. Pure.
 
 The script is slurm/job.sbatch.j2. sbatch lets variables SBATCH_... of the environment it is
 called from override the lines of the script: who submits it takes them out.

@@ -52,7 +52,7 @@ def case(request):
 
 def test_the_manifests_are_those_reviewed(case):
     name, kind = case
-    text = bundle_of(name, kind)["job.yaml"]
+    text = bundle_of(name, kind)["manifests.yaml"]
     golden = FOLDER / f"{name}-{kind}.yaml"
     copies = [golden] + ([SHOWN / golden.name] if name == "llama3-8b" else [])
     for path in copies:
@@ -75,8 +75,8 @@ def test_every_golden_file_has_its_example():
 
 def test_the_job_comes_last_and_carries_job_json(case):
     bundle = bundle_of(*case)
-    assert next(iter(bundle)) == "job.yaml"
-    documents = parse_yaml(bundle["job.yaml"], "job.yaml")
+    assert next(iter(bundle)) == "manifests.yaml"
+    documents = parse_yaml(bundle["manifests.yaml"], "manifests.yaml")
     assert documents[-1]["kind"].lower() == case[1]
     (config,) = [each for each in documents if "job.json" in each.get("data", {})]
     assert config["data"]["job.json"] == bundle["job.json"]
@@ -84,7 +84,7 @@ def test_the_job_comes_last_and_carries_job_json(case):
 
 
 def test_everything_has_the_labels_of_its_run_and_its_namespace(case):
-    documents = parse_yaml(bundle_of(*case)["job.yaml"], "job.yaml")
+    documents = parse_yaml(bundle_of(*case)["manifests.yaml"], "job.yaml")
     assert len({each["metadata"]["namespace"] for each in documents}) == 1
     for document in documents:
         labels = document["metadata"]["labels"]
@@ -94,7 +94,7 @@ def test_everything_has_the_labels_of_its_run_and_its_namespace(case):
 
 
 def test_2048_nodes_are_as_short_as_two(case):
-    text = bundle_of(*case)["job.yaml"]
+    text = bundle_of(*case)["manifests.yaml"]
     assert len(text.encode()) < 48 * KIB
     assert len(text.splitlines()) < 1_300
 

@@ -13,7 +13,13 @@ client (`cluster.core`, `cluster.api`), nothing of the stand-in, so that it also
 
     HOLDFAST_TEST_KUBECONFIG       its current context; rights of an administrator
     HOLDFAST_TEST_IMAGE            an image with Python and this project
-    HOLDFAST_TEST_STORAGE_CLASS    a storage class that gives ReadWriteMany claims
+    HOLDFAST_TEST_STORAGE_CLASS    a storage class that gives ReadWriteMany claims, or
+    HOLDFAST_TEST_SHARED_DIR       a folder that this machine and all nodes have at the same path
+    HOLDFAST_TEST_NODE_DOWN        a command that kills a node at once, as `take-down {node}`;
+    HOLDFAST_TEST_NODE_CUT         one that only cuts its network and kubelet off,
+    HOLDFAST_TEST_NODE_UP          and one that brings it back
+
+What a real cluster cannot do on request is skipped there, with the reason.
 
 Without these it is the stand-in (standin.py): an API server over HTTPS with state, watches,
 conflicts, roles, quota and the CRD schemas where they are at hand; nodes n1..n4 with 8 GPUs that
@@ -63,12 +69,14 @@ def cluster(standin: StandIn | None, tmp_path: Path) -> Iterator[Cluster]:
         image = os.environ.get("HOLDFAST_TEST_IMAGE")
         if not image:
             pytest.skip("HOLDFAST_TEST_IMAGE names no image")
+        shared = os.environ.get("HOLDFAST_TEST_SHARED_DIR")
         found = Cluster(
             Path(str(_REAL)),
             image,
             standin=None,
             folder=tmp_path,
             storage_class=os.environ.get("HOLDFAST_TEST_STORAGE_CLASS"),
+            shared=Path(shared) if shared else None,
         )
     found.set_up()
     yield found

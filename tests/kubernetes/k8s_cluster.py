@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -48,6 +51,7 @@ class Cluster:
         standin: the stand-in, None where the cluster is a real one.
         folder: for files of the test.
         storage_class: for the claim, None: the cluster's default.
+        shared: a folder that all nodes and this machine have; the claim is a folder in it.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class Cluster:
         standin: StandIn | None,
         folder: Path,
         storage_class: str | None = None,
+        shared: Path | None = None,
     ) -> None:
         self.kubeconfig, self.image = kubeconfig, image
         self.namespace = f"hf-{uuid.uuid4().hex[:8]}"
         self.claim = "storage"
         self._standin, self._folder = standin, folder
-        self._storage_class = storage_class
+        self._storage_class, self._shared = storage_class, shared
+        self._down: list[str] = []
         self.api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
         self.core = client.CoreV1Api(self.api)
         self.batch = client.BatchV1Api(self.api)
@@ -75,7 +81,10 @@ class Cluster:
         self.core.create_namespace({"metadata": {"name": self.namespace}})
         spec: dict[str, Any] = {"accessModes": ["ReadWriteMany"]}
         spec["resources"] = {"requests": {"storage": "1Gi"}}
-        if self._storage_class is not None:
+        if self._shared is not None:
+            self._create_volume()
+            spec |= {"storageClassName": "", "volumeName": self.namespace}
+        elif self._storage_class is not None:
             spec["storageClassName"] = self._storage_class
         claim = {"metadata": {"name": self.claim}, "spec": spec}
         self.core.create_namespaced_persistent_volume_claim(self.namespace, claim)
@@ -92,11 +101,16 @@ class Cluster:
             self._standin.server.faults.clear()
             for node in self._standin.nodes:
                 self._standin.kubelets.come_back(node)
+        for node in list(self._down):
+            self.restore(node)
         try:
             for node in self.nodes():
                 self.core.patch_node(node, {"spec": {"unschedulable": None}})
             self.core.delete_namespace(self.namespace, grace_period_seconds=0)
             self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)
+            if self._shared is not None:
+                self.core.delete_persistent_volume(self.namespace)
+                shutil.rmtree(self.storage)
         finally:
             self.api.close()
 
@@ -105,9 +119,16 @@ class Cluster:
         return {**os.environ, "KUBECONFIG": str(self.kubeconfig), **more}
 
     @property
+    def is_real(self) -> bool:
+        """Whether it is no stand-in."""
+        return self._standin is None
+
+    @property
     def storage(self) -> Path:
         """The claim's folder on this machine; skips where it is not mounted here."""
-        standin = self._only_here("the claim is not mounted on this machine")
+        if self._shared is not None:
+            return self._shared / self.namespace
+        standin = self._only_here("HOLDFAST_TEST_SHARED_DIR: the claim is not mounted here")
         path = standin.claims / self.namespace / self.claim
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o777)
@@ -243,15 +264,36 @@ class Cluster:
 
     def power_off(self, node: str) -> None:
         """Take a node's power: it goes NotReady, its pods stay Terminating."""
-        self._only_here("a real node's power stays on").kubelets.power_off(node)
+        if not self._strike("HOLDFAST_TEST_NODE_DOWN", node):
+            self._only_here("").kubelets.power_off(node)
 
     def silence(self, node: str) -> None:
         """Stop a node's kubelet: it goes NotReady, its processes go on."""
-        self._only_here("a real node's kubelet goes on").kubelets.go_silent(node)
+        if not self._strike("HOLDFAST_TEST_NODE_CUT", node):
+            self._only_here("").kubelets.go_silent(node)
 
     def restore(self, node: str) -> None:
         """Bring a node back."""
-        self._only_here("a real node is not touched").kubelets.come_back(node)
+        if self._standin is not None:
+            self._standin.kubelets.come_back(node)
+        elif node in self._down:
+            self._command("HOLDFAST_TEST_NODE_UP", node)
+            self._down.remove(node)
+
+    def _strike(self, name: str, node: str) -> bool:
+        """Take a real node by the command in a variable, if there is one; skip where it lacks."""
+        if self._standin is not None:
+            return False
+        for needed in (name, "HOLDFAST_TEST_NODE_UP"):
+            if not os.environ.get(needed):
+                pytest.skip(f"{needed} names no command for what a node is to suffer")
+        self._down.append(node)
+        self._command(name, node)
+        return True
+
+    def _command(self, name: str, node: str) -> None:
+        words = [word.format(node=node) for word in shlex.split(os.environ[name])]
+        subprocess.run(words, check=True, timeout=120)
 
     def wait_ready(self, node: str, *, ready: bool, timeout_s: float = 60.0) -> None:
         """Wait until a node is ready, or is not."""
@@ -327,6 +369,22 @@ class Cluster:
         return found
 
     # Inside
+
+    def _create_volume(self) -> None:
+        """Make the volume of the claim: a folder of this machine that every node has too."""
+        assert self._shared is not None
+        folder = self._shared / self.namespace
+        folder.mkdir()
+        folder.chmod(0o777)
+        spec = {
+            "accessModes": ["ReadWriteMany"],
+            "capacity": {"storage": "1Gi"},
+            "claimRef": {"namespace": self.namespace, "name": self.claim},
+            "hostPath": {"path": str(folder), "type": "Directory"},
+            "persistentVolumeReclaimPolicy": "Retain",
+            "storageClassName": "",
+        }
+        self.core.create_persistent_volume({"metadata": {"name": self.namespace}, "spec": spec})
 
     def _only_here(self, why: str) -> StandIn:
         if self._standin is None:

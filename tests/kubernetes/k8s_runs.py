@@ -91,7 +91,7 @@ class K8sRun:
         self.config = TrainConfig.from_json(bundle["job.json"])
         self.path = cluster.storage / "tiny"
         self.name = job_name("tiny")
-        for document in YAML(typ="safe").load_all(bundle["job.yaml"]):
+        for document in YAML(typ="safe").load_all(bundle["manifests.yaml"]):
             cluster.create(document)
 
     # -- pods -------------------------------------------------------------------------------

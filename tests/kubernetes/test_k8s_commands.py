@@ -5,6 +5,7 @@ The launcher does not see the pods' storage here, as on a laptop: everything goe
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,69 @@ def test_the_role_of_the_manifests_is_enough(user, cluster, monkeypatch):
     user("describe", "one")
     user("cancel", "one")
     assert user.json("status", "one")["state"] == "cancelled"
+
+
+def test_a_cancelled_trainjob_is_gone_and_goes_on_with_other_wishes(user, cluster, corpus):
+    """Deleted in the foreground it would stay for ever: its runtime goes first, and the webhook
+    of Trainer refuses to let go of a job without one."""
+    cluster.need("trainjob")
+    user.submit("train.steps=1000000", to="trainjob", more=RUN)
+    cluster.wait("a first event", lambda: user.json("status", "one")["training"]["state"])
+    states = set()
+
+    def trains():
+        found = user.json("status", "one")["training"]
+        states.add((found["state"], found["parked"] is None))
+        return found["step"] >= 2
+
+    cluster.wait("a step", trains, timeout_s=240.0, every_s=0.2)
+    assert {here for state, here in states} == {True}, f"parked while agents start: {states}"
+    began = time.monotonic()
+    out, _ = user("cancel", "one", "--save")
+    assert "one is over: saved, saved: step " in out
+    assert time.monotonic() - began < 90
+    saved = user.json("status", "one")["training"]["saved_step"]
+    assert [cluster.list(kind) for kind in ("trainjobs", "trainingruntimes")] == [[], []]
+    wishes = {"kubernetes.memory": "1200Mi", "kubernetes.cpus": "250m"}
+    sets = [word for key, value in wishes.items() for word in ("--set", f"{key}={value}")]
+    assert "HF655" in user("submit", "--resume", "one", "--set", "train.seed=3", code=2)[1]
+    user("submit", "--resume", "one", *sets)
+    user.wait_step(saved + 1)
+    [pod] = cluster.pods("holdfast.dev/run")
+    [container] = pod.spec.containers
+    assert container.resources.requests == {"memory": "1200Mi", "cpu": "250m"}
+    user("cancel", "one")
+
+
+def test_a_trainjob_that_is_stuck_in_its_deletion_goes_on_and_is_cancelled(user, cluster, corpus):
+    """As Argo CD and `kubectl delete --cascade=foreground` leave it."""
+    cluster.need("trainjob")
+    user.submit("train.steps=1000000", to="trainjob", more=RUN)
+    job = user.wait_step(1)["job_id"]
+
+    def stick():
+        cluster.delete("trainjobs", job, propagationPolicy="Foreground")
+        cluster.wait("the pods' end", lambda: not cluster.pods("holdfast.dev/run"), timeout_s=120)
+        if cluster.is_real:
+            assert cluster.read("trainjobs", job)["metadata"]["finalizers"]
+        return user.json("status", "one")["training"]["saved_step"]
+
+    step = stick()
+    user("submit", "--resume", "one")
+    user.wait_step(step + 1)
+    stick()
+    assert "one is over" in user("cancel", "one")[0]
+    assert [cluster.list(kind) for kind in ("trainjobs", "trainingruntimes")] == [[], []]
+
+
+def test_pod_security_says_what_to_set_and_that_is_enough(user, cluster, corpus):
+    cluster.need("jobset")
+    if not cluster.is_real:
+        pytest.skip("the stand-in knows no Pod Security")
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    cluster.core.patch_namespace(cluster.namespace, label)
+    _, err = user.submit(to="jobset", more=RUN, code=2)
+    assert "HF757" in err
+    assert "set kubernetes.security.non_root to true" in err
+    user.submit("kubernetes.security.non_root=true", to="jobset", more=[*RUN, "--watch"])
+    assert user.json("status", "one")["state"] == "done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from k8s_user import RUN
@@ -39,6 +40,41 @@ def test_logs_are_followed_over_dropped_connections_and_forgotten_versions(user,
     assert err.splitlines()[-1].startswith("-- saved"), err
 
 
+def test_a_lost_node_is_named_at_once_and_hides_nothing(user, cluster, corpus):
+    """Its pod is the first, which is asked before all others."""
+    cluster.need("pytorchjob")
+    user.submit("train.steps=1000000", nodes=2, more=RUN)
+    pods = user.wait_step(2)["training"]["nodes"]
+    nodes = [cluster.pod(name).spec.node_name for name in pods]
+    if nodes[0] == nodes[1]:
+        pytest.skip("the scheduler has put both pods on one node")
+    cluster.power_off(nodes[0])
+
+    def looked():
+        began = time.monotonic()
+        found = user.json("status", "one")
+        said, _ = user("why", "one")
+        assert time.monotonic() - began < LOOK_S, (found, said)
+        return found, said
+
+    found, said = looked()
+    assert found["problem"] is None, "the other pod was asked"
+    before = found["training"]["step"]
+    cluster.wait_ready(nodes[0], ready=False, timeout_s=120)
+    found, said = looked()
+    assert (found["state"], found["problem"]) == ("running", None)
+    assert found["platform"]["nodes"] == [pods[1]]
+    assert found["platform"]["nodes_lost"] == [pods[0]]
+    assert found["platform"]["reason"] == f"node {nodes[0]} is NotReady"
+    assert pods[0] in said
+    assert f"node {nodes[0]} does not answer" in said
+    user.wait_step(before + 3)
+    cluster.restore(nodes[0])
+    user("cancel", "one")
+
+
+LOOK_S = 30.0
+"""Two commands on a busy machine. One that waited for a dead kubelet took 35 s by itself."""
 SHORT = ("kubernetes.save_s=1", "kubernetes.shutdown_s=3", "kubernetes.grace_s=5")
 """What Kubernetes waits for the pods of a node that is away before they should be gone."""
 WORKER = """\

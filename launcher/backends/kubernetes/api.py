@@ -23,6 +23,7 @@ from launcher.backends.kubernetes.errors import (
     Call,
     GoneError,
     NotThereError,
+    UnreachableError,
     refusal,
 )
 from launcher.errors import HoldfastError, TemporaryError, UserError
@@ -44,6 +45,8 @@ class Patience:
     connect_s: float = 10.0
     read_s: float = 60.0
     """For the answer to one call; admission webhooks take their time."""
+    node_s: float = 5.0
+    """For what a node has to answer; one that is dead says nothing."""
     retry_s: float = 30.0
     """No call is tried again after this."""
     longest_wait_s: float = 8.0
@@ -152,9 +155,8 @@ class KubernetesApi:
         *,
         uid: str = "",
         grace_s: float | None = None,
-        propagation: str = "Background",
     ) -> bool:
-        """Delete an object; return False where there is none.
+        """Delete an object, then what belongs to it; return False where there is none.
 
         Args:
             resource: kind of object.
@@ -162,10 +164,9 @@ class KubernetesApi:
             name: its name.
             uid: only if it is still this one.
             grace_s: seconds its processes get; None: what it says itself.
-            propagation: of what belongs to it: Background, or Foreground (that goes first).
         """
         call = self._call("delete", resource, namespace, name)
-        options: Object = {"propagationPolicy": propagation}
+        options: Object = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace_s is not None:
@@ -185,15 +186,22 @@ class KubernetesApi:
         return self._retried(lambda: self._object(request))
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
-        """Return what a container has written; empty where it has not started."""
+        """Return what a container has written; empty where it has not started. Not tried again.
+
+        Raises:
+            UnreachableError: the pod's node does not answer.
+        """
         resource = Resource("v1", "pods")
         call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
         path = f"{resource.path(namespace, pod)}/log"
-        request = _Request(method="GET", call=call, path=path, query=query)
+        limit_s = self._patience.node_s
+        request = _Request(method="GET", call=call, path=path, query=query, read_s=limit_s)
         try:
-            return self._retried(lambda: self._text(request))
+            return self._text(request)
         except NotThereError:
             return ""
+        except BrokenOffError as error:
+            raise UnreachableError(f"pod {pod} did not answer in {limit_s:g} s") from error
 
     @contextlib.contextmanager
     def stream(

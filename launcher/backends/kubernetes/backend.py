@@ -22,7 +22,6 @@ from launcher.backends.commands import Answer
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.config import connect
 from launcher.backends.kubernetes.documents import (
-    JOB_YAML,
     POD,
     RESOURCES,
     Bundle,
@@ -35,12 +34,13 @@ from launcher.backends.kubernetes.exec import run_in_pod, terminal_in_pod
 from launcher.backends.kubernetes.fetch import Fetcher
 from launcher.backends.kubernetes.files import Fetched, upload_stop
 from launcher.backends.kubernetes.look import Look
-from launcher.backends.kubernetes.pods import has_ended, in_order, is_ending, name_of, runs, time_of
+from launcher.backends.kubernetes.pods import has_ended, is_ending, name_of, runs, time_of
 from launcher.backends.kubernetes.storage import Storage, StoragePatience
 from launcher.backends.kubernetes.submit import Creation
 from launcher.backends.kubernetes.watch import Watcher
 from launcher.backends.kubernetes.words import Seen, description_of, events_of, status_of
 from launcher.errors import PlatformError, UserError
+from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import RUN_LABEL
 
 CANCEL_S: Final = 30.0
@@ -51,11 +51,11 @@ _RECENT_S: Final = 9.0
 """What was seen of a job serves `fetch` for so long: thousands of pods are megabytes."""
 _ROUND_S: Final = 20.0
 """A watch that nobody waits for any more ends within this."""
-_FILES: Final = (JOB_YAML, "spec.yaml")
+_FILES: Final = {JOB_FILE, MANIFESTS, *FORMER_NAMES.values()}
 
 
 class KubernetesBackend:
-    """Submits RUN/job.yaml and watches what comes of it; its documents say of which kind it is.
+    """Submits RUN/manifests.yaml, whose documents say of which kind it is, and watches the job.
 
     Args:
         connected: returns the client of a context.
@@ -121,6 +121,7 @@ class KubernetesBackend:
         """
         assert tasks is None, "there are no arrays here"
         bundle = read_bundle(files)
+        self._bundles.pop(str(run_dir), None)  # it may ask for something else than it did
         creation = self._creation(bundle, files, without)
         creation.dry_run()
         creation.clear()
@@ -194,14 +195,11 @@ class KubernetesBackend:
         save may take. That it is the whole run's end is in RUN/stop.json.
         """
         seen = self._seen([job])[job]
-        running = [name_of(pod) for pod in in_order(seen.pods) if runs(pod)]
         if seen.job is None or has_ended(seen.job):
             return False
-        if is_ending(seen.job):
-            return True
-        if not running:
+        if not is_ending(seen.job) and not any(map(runs, seen.pods)):
             return False
-        self._tell_stop(job, running)
+        self._tell_stop(job, seen.reached)
         self._delete(job, seen.job)
         return True
 
@@ -209,10 +207,10 @@ class KubernetesBackend:
         """Delete the job; its pods have 30 s. One that has ended already is no error."""
         api, namespace = self._where(job)
         seen = self._seen([job])[job]
-        if seen.job is not None and not is_ending(seen.job):
-            if has_ended(seen.job):
+        if seen.job is not None:
+            if has_ended(seen.job) and not is_ending(seen.job):
                 return
-            self._tell_stop(job, [name_of(pod) for pod in in_order(seen.pods) if runs(pod)])
+            self._tell_stop(job, seen.reached)
             self._delete(job, seen.job)
 
         def end(pod: Object) -> None:
@@ -326,11 +324,14 @@ class KubernetesBackend:
             )
 
     def _delete(self, job: JobRef, found: Object) -> None:
-        """Delete the job's object, after all that belongs to it."""
+        """Delete the job's object; what belongs to it follows.
+
+        Not in the foreground, as others may have: Trainer's webhook refuses to let go of a TrainJob
+        whose TrainingRuntime has gone before it. To delete it once more frees such a one too.
+        """
         api, namespace = self._where(job)
         uid = str((found.get("metadata") or {}).get("uid") or "")
-        resource = RESOURCES[self._bundle(job).kind]
-        api.delete(resource, namespace, job.id, uid=uid, propagation="Foreground")
+        api.delete(RESOURCES[self._bundle(job).kind], namespace, job.id, uid=uid)
 
     def _bundle(self, job: JobRef) -> Bundle:
         """Return what was submitted, from the files in the run directory.

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from launcher.errors import UserError
+from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
     CONTAINERS,
@@ -23,8 +24,6 @@ from launcher.render.pod import without_nodes
 Object = dict[str, Any]
 """One object of the API, as plain JSON types."""
 
-JOB_YAML: Final = "job.yaml"
-"""Name of the documents in a bundle."""
 MANAGED_BY: Final = "holdfast"
 SUBMISSION: Final = "holdfast.dev/submission"
 """Annotation that `submit` adds: what was made by one call, and by no other."""
@@ -66,6 +65,7 @@ WORKLOADS: Final = tuple(
 )
 """Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
 NODE: Final = Resource("v1", "nodes")
+JOB: Final = Resource("batch/v1", "jobs")
 
 RESOURCES: Final[dict[str, Resource]] = {
     "ConfigMap": CONFIG_MAP,
@@ -82,13 +82,20 @@ RESOURCES: Final[dict[str, Resource]] = {
 }
 """By kind: all that a bundle may have."""
 
+MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
+    "PyTorchJob": (POD,),
+    "JobSet": (JOB, POD),
+    "TrainJob": (RESOURCES["JobSet"], JOB, POD),
+}
+"""Kind of the job -> what its controllers make, all with the run's label."""
+
 TARGETS: Final = {kind: target for target, kind in KINDS.items()}
 """Kind of the job -> name of the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What job.yaml says."""
+    """What manifests.yaml says."""
 
     documents: tuple[Object, ...]
     """In the order in which they are made; the job is the last."""
@@ -153,10 +160,11 @@ class Bundle:
 
 
 def read_bundle(files: Mapping[str, str]) -> Bundle:
-    """Return what a bundle's job.yaml says.
+    """Return what a bundle's manifests say.
 
     Args:
-        files: file name -> text; spec.yaml, where it is there, names the context.
+        files: file name -> text, also of a run with the former names; the job file, where it is
+            there, names the context.
 
     Raises:
         UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
@@ -164,18 +172,21 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
-    text = files.get(JOB_YAML, "")
+    name, job_file = MANIFESTS, JOB_FILE
+    if MANIFESTS not in files:
+        name, job_file = FORMER_NAMES[MANIFESTS], FORMER_NAMES[JOB_FILE]
+    text = files.get(name, "")
     yaml = YAML(typ="safe", pure=True)
     try:
         documents = tuple(one for one in yaml.load_all(text) if one is not None)
-        spec = yaml.load(files.get("spec.yaml", "")) or {}
+        spec = yaml.load(files.get(job_file, "")) or {}
     except YAMLError as error:
-        raise UserError("HF613", f"{JOB_YAML} cannot be read: {error}") from error
+        raise UserError("HF613", f"{name} cannot be read: {error}") from error
     kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
     if not kinds or kinds[-1] not in TARGETS or any(kind not in RESOURCES for kind in kinds):
         raise UserError(
             "HF613",
-            f"{JOB_YAML} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
+            f"{name} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
             f"those that `holdfast render` makes, a {' or '.join(TARGETS)} last",
         )
     section = spec.get("kubernetes") if isinstance(spec, dict) else None
@@ -185,7 +196,7 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
         assert found.name
         assert found.run_dir
     except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
-        raise UserError("HF613", f"{JOB_YAML} lacks {error}; render the job again") from error
+        raise UserError("HF613", f"{name} lacks {error}; render the job again") from error
     return found
 
 
@@ -309,7 +320,9 @@ def storage_pod(bundle: Bundle, *, namespace: str, name: str, lives_s: int) -> O
     """
     spec, container = bundle.template["spec"], bundle.container
     wanted = _claims(spec)
-    kept = ("imagePullSecrets", "securityContext", "serviceAccountName", "tolerations")
+    kept = ["imagePullSecrets", "securityContext", "tolerations"]
+    if all(one["kind"] != "ServiceAccount" for one in bundle.documents):  # else not made yet
+        kept.append("serviceAccountName")
     mounts = [mount for mount in container.get("volumeMounts") or () if mount["name"] in wanted]
     inside = {
         "name": container["name"],

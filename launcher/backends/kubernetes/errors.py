@@ -22,6 +22,13 @@ ROLE: Final = "holdfast-submitter"
 ACCOUNTS_ROLE: Final = "holdfast-accounts"
 """The one for runs that have an account of their own."""
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
+_OF_NODES: Final = ("pods/log", "pods/exec")
+"""What the server hands on to the node of a pod."""
+POD_SECURITY: Final = (
+    "set kubernetes.security.non_root to true, and security.run_as_user where the image's user is "
+    "root"
+)
+"""What a user can do about Pod Security: the level `restricted` asks for no more."""
 _MOST_WAIT_S: Final = 60.0
 """A server's Retry-After is not believed beyond this."""
 _INSTALL: Final[dict[str, str]] = {
@@ -65,6 +72,10 @@ class BusyError(TemporaryError):
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UnreachableError(BusyError):
+    """The server answers, but the node of a pod does not: other pods can be asked."""
 
 
 class BrokenOffError(TemporaryError):
@@ -122,6 +133,8 @@ def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> H
                 f"Kubernetes refuses to {call}: {message}; mend what it names in the job file's "
                 "section kubernetes",
             )
+        case _ if status >= 500 and call.resource.plural in _OF_NODES:
+            found = UnreachableError(f"pod {call.name} does not answer: {message}")
         case _ if status == 429 or status >= 500:
             known = {key.lower(): value for key, value in headers.items()}
             found = BusyError(
@@ -164,7 +177,13 @@ def _forbidden(call: Call, message: str) -> UserError:
             f"namespace {call.namespace} is being removed; name another in kubernetes.namespace, "
             "or make it again once it is gone",
         )
-    if "denied the request" in message or "violates PodSecurity" in message:
+    if "violates PodSecurity" in message:
+        return UserError(
+            "HF757",
+            f"Pod Security of namespace {call.namespace} does not allow it: {message}; "
+            f"{POD_SECURITY}",
+        )
+    if "denied the request" in message:
         return UserError(
             "HF757", f"a policy of the cluster refuses to {call}: {message}; mend what it names"
         )

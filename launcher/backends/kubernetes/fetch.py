@@ -10,14 +10,17 @@ from typing import Final
 
 from elastic_trainer.agent.boards.open_board import elsewhere, keep_copy, parse_address
 from launcher.backends.kubernetes.documents import AGENTS, CONFIG_MAP, Object
+from launcher.backends.kubernetes.errors import UnreachableError
 from launcher.backends.kubernetes.files import Fetched, one_at_a_time
 from launcher.backends.kubernetes.pods import (
     agent_status,
     failures,
-    has_ended,
+    host_of,
     in_order,
     is_alive,
     is_ending,
+    is_lost,
+    listed,
     name_of,
     stuck_s,
     time_of,
@@ -66,34 +69,53 @@ class Fetcher:
                 return
             fetched = Fetched.load(self.run_dir)
             try:
-                self._logs(seen.pods, fetched)
+                dark = self._logs(seen, fetched)
                 if self.storage.bundle.run_dir != str(self.run_dir):
-                    self._files(seen, fetched, mark)
+                    self._files(seen, fetched, mark, dark)
                     self._board()
             finally:
                 fetched.save()
 
-    def _files(self, seen: Seen, fetched: Fetched, mark: str) -> None:
-        gone = seen.job is None or has_ended(seen.job)
-        if gone and fetched.complete == mark:
+    def _files(
+        self, seen: Seen, fetched: Fetched, mark: str, dark: dict[str, UnreachableError]
+    ) -> None:
+        """Bring files through a pod that answers.
+
+        Args:
+            seen: the job and its pods.
+            fetched: what was brought before.
+            mark: the submission.
+            dark: nodes that do not answer, though the cluster holds them for ready, and how.
+        """
+        if seen.is_over and fetched.complete == mark:
             return
         now = self.storage.wall()
-        late = [pod for pod in seen.pods if stuck_s(pod, now) is not None]  # their nodes are away
+        late = [pod for pod in seen.pods if stuck_s(pod, now) is not None]
         alive = [pod for pod in in_order(seen.pods) if is_alive(pod) and pod not in late]
+        lost = [pod for pod in alive if host_of(pod) in dark or is_lost(pod, seen.ready)]
+        alive = [pod for pod in alive if pod not in lost]
         alive.sort(key=is_ending)  # those that stay first
-        names = [name_of(pod) for pod in alive]
-        over = gone or bool(late and not names and is_ending(seen.job or {}))
-        error = first_that_works(names, lambda pod: self.storage.fetch(pod, fetched))
-        if names and error is None:
+        over = seen.is_over or bool(late and not alive and is_ending(seen.job or {}))
+        named = {name_of(pod): pod for pod in alive}
+        error = first_that_works(list(named), lambda name: self._through(named[name], fetched))
+        if named and error is None:
             return  # what ends now has something to say later
-        if not over:
-            if error is not None:
-                raise error
-            return
-        with self.storage.pod() as pod:
-            self.storage.fetch(pod, fetched)
-        if gone and not names:
-            fetched.complete = mark
+        if over:
+            with self.storage.pod() as pod:
+                self.storage.fetch(pod, fetched)
+            if seen.is_over and not named:
+                fetched.complete = mark
+        elif error is not None:
+            raise error
+        elif lost:
+            hosts = list(dict.fromkeys(host_of(pod) for pod in lost))
+            said = next((f": {dark[host]}" for host in hosts if host in dark), "")
+            raise UnreachableError(f"no node of its pods answers ({listed(hosts)}){said}")
+
+    def _through(self, pod: Object, fetched: Fetched) -> None:
+        # A command is refused by a node that is dead after half a minute or more, a log at once.
+        self._text(pod, [("limitBytes", "1")])
+        self.storage.fetch(name_of(pod), fetched)
 
     def _board(self) -> None:
         """Keep what is on a board that is a ConfigMap; one that is files has come with them.
@@ -113,31 +135,46 @@ class Fetcher:
         except ValueError as error:
             raise PermanentError(f"the board of the run cannot be read: {error}") from error
 
-    def _logs(self, pods: Sequence[Object], fetched: Fetched) -> None:
-        """Bring what pods have printed: for what goes wrong before anything is on the storage."""
-        failed = {failure.pod for failure in failures(pods)[: _MOST_PODS - 1]}
-        ordered = in_order(pods)
+    def _logs(self, seen: Seen, fetched: Fetched) -> dict[str, UnreachableError]:
+        """Bring what pods have printed: for what goes wrong before anything is on the storage.
+
+        Returns:
+            Nodes that did not answer, though the cluster holds them for ready, and how.
+        """
+        dark: dict[str, UnreachableError] = {}
+        failed = {failure.pod for failure in failures(seen.pods)[: _MOST_PODS - 1]}
+        ordered = in_order(seen.pods)
         chosen = ordered[:1] + [pod for pod in ordered[1:] if name_of(pod) in failed]
         for pod in chosen:
-            state = agent_status(pod).get("state") or {}
+            state, host = agent_status(pod).get("state") or {}, host_of(pod)
             uid = str((pod.get("metadata") or {}).get("uid") or name_of(pod))
             since = fetched.pods.get(uid, "")
             if since == _DONE or not ("running" in state or "terminated" in state):
                 continue
-            text, last = new_lines(self._text(pod, since), since)
+            if host in dark or is_lost(pod, seen.ready):
+                continue
+            try:
+                text, last = new_lines(self._lines(pod, since), since)
+            except UnreachableError as error:
+                dark[host] = error
+                continue
             if text:
                 fetched.add_log(name_of(pod), text, t_unix=time_of(f"{last}Z"))
             fetched.pods[uid] = _DONE if "terminated" in state else last
+        return dark
 
-    def _text(self, pod: Object, since: str) -> str:
-        names = [one.get("name") for one in (pod.get("spec") or {}).get("containers") or ()]
-        container = next((str(name) for name in names if name in AGENTS), "")
+    def _lines(self, pod: Object, since: str) -> str:
         query = [("timestamps", "true"), ("limitBytes", str(_MOST_LOG))]
-        query += [("container", container)] if container else []
         if since:
             query.append(("sinceTime", since.partition(".")[0] + "Z"))
         else:
             query.append(("tailLines", "20000"))
+        return self._text(pod, query)
+
+    def _text(self, pod: Object, query: Sequence[tuple[str, str]]) -> str:
+        names = [one.get("name") for one in (pod.get("spec") or {}).get("containers") or ()]
+        container = next((str(name) for name in names if name in AGENTS), "")
+        query = [*query, ("container", container)] if container else query
         try:
             return self.storage.api.log(self.storage.namespace, name_of(pod), query)
         except UserError as error:

@@ -40,7 +40,7 @@ _WAITING: Final[dict[str, str]] = {
 
 _UNSCHEDULABLE: Final = (
     (
-        re.compile(r"Insufficient ([\w./-]+)"),
+        re.compile(r"Insufficient ([\w./-]*\w)"),
         "no node has enough free {0}; it starts when others end, or never if no node has as much",
     ),
     (
@@ -160,6 +160,30 @@ def is_alive(pod: Mapping[str, Any]) -> bool:
     """Whether a command can be run in it: its agent runs, though it may be ending."""
     state = agent_status(pod).get("state") or {}
     return phase_of(pod) == "Running" and ("running" in state or not state)
+
+
+def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
+    """Whether a pod that should run has a node that does not answer, so it counts for nothing.
+
+    Where nobody may ask about nodes the pod says it: its containers are ready and it is not, for
+    the control plane alone says the one (MarkPodsNotReady), the kubelet both.
+
+    Args:
+        pod: the pod.
+        ready: node -> whether it answers, of the nodes that were asked about.
+    """
+    if not is_alive(pod):
+        return False
+    gates = (pod.get("spec") or {}).get("readinessGates")
+    of_pod, of_containers = condition(pod, "Ready"), is_true(pod, "ContainersReady")
+    unready = of_pod is not None and str(of_pod.get("status")).lower() != "true"
+    return ready.get(host_of(pod)) is False or (unready and of_containers is not None and not gates)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return names for people: the first few, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def host_of(pod: Mapping[str, Any]) -> str:
@@ -295,11 +319,11 @@ def _started_badly(
                 words="its volumes cannot be mounted; mend kubernetes.claim or volumes, or see "
                 f"kubectl describe pod {name}",
             )
-    if phase == "Running" and ready.get(node) is False:
+    if is_lost(pod, ready):
         return Trouble(
             pod=name,
             reason=f"node {node} is NotReady",
-            words=f"its node {node} does not answer; the job goes on without it",
+            words=f"node {node} does not answer",
         )
     return None
 

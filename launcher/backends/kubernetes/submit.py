@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.documents import (
+    MADE_OF,
     MANAGED_BY,
     SUBMISSION,
     TARGETS,
@@ -25,8 +26,8 @@ from launcher.errors import PermanentError, PlatformError, TemporaryError, UserE
 from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
 
 KEEP: Final = "holdfast.dev/keep"
-"""Annotation: it outlives the job, as the board does."""
-_TRIES: Final = 3
+"""Annotation: it outlives the job. The first such document is the board, the others are its."""
+_TRIES: Final = 5
 GONE_S: Final = 180.0
 """An ended job of the same name may take so long to go."""
 
@@ -90,13 +91,10 @@ class Creation:
                     f"the run has a live job already: {document['kind']} {name} in namespace "
                     f"{self.namespace}; cancel it first (holdfast cancel RUN --save)",
                 )
-            if not is_ending(found):
-                how = "Foreground" if is_job else "Background"
+            if is_job or not is_ending(found):  # a job that is stuck in its deletion is freed so
                 uid = str((found.get("metadata") or {}).get("uid") or "")
-                self.api.delete(resource, self.namespace, name, uid=uid, propagation=how)
+                self.api.delete(resource, self.namespace, name, uid=uid)
             left.append(document)
-            if is_job:  # what belongs to it goes after it
-                self._wait_gone(document)
         for document in left:
             self._wait_gone(document)
 
@@ -108,13 +106,19 @@ class Creation:
         """
         try:
             found: list[Object] = []
+            board: Object | None = None
             for document in self.documents:
-                if _is_kept(document) and self._get(document) is not None:
-                    continue
-                if found and document is not self.documents[-1] and not _is_kept(document):
-                    document["metadata"]["ownerReferences"] = [_owner(found[0])]
-                self.made.append(document)  # before: the answer may be lost
-                found.append(self._create(document))
+                kept = _is_kept(document)
+                there = self._get(document) if kept else None
+                if there is None:
+                    # Pods that save while they end still need their right to write the board.
+                    owner = board if kept else found[0] if found else None
+                    if owner is not None and document is not self.documents[-1]:
+                        document["metadata"]["ownerReferences"] = [_owner(owner)]
+                    self.made.append(document)  # before: the answer may be lost
+                    there = self._create(document)
+                    found.append(there)
+                board = board or (there if kept else None)
             job = found[-1]
             if len(found) > 1:
                 # The first goes with the job, the others with the first: one right to patch is
@@ -139,7 +143,10 @@ class Creation:
                     self._check_ours(document, found)
                 if isinstance(error, ConflictError) or not left:
                     raise
-                self.sleep(1.0)
+            except UserError as error:  # Trainer's webhook sees a new runtime a little later
+                if not (left and _lacks_another(document, error)):
+                    raise
+            self.sleep(1.0)
         raise AssertionError("the last try returns or raises")
 
     def _undo(self, error: BaseException) -> None:
@@ -182,11 +189,19 @@ class Creation:
                 "already, which is none of this run's; submit under another name",
             )
 
+    def _is_there(self, document: Object) -> bool:
+        """Whether a document, or anything its controllers have made of it, is still there."""
+        if self._get(document) is not None:
+            return True
+        labels = f"{RUN_LABEL}={document['metadata']['labels'][RUN_LABEL]}"
+        made = MADE_OF.get(document["kind"], ())
+        return any(self.api.list_all(each, self.namespace, labels=labels)[0] for each in made)
+
     def _wait_gone(self, document: Object) -> None:
         """Wait by asking: watching such objects takes rights that submitting does not."""
         resource, name = resource_of(document), name_of(document)
         end = self.mono() + GONE_S
-        while self._get(document) is not None:
+        while self._is_there(document):
             if self.mono() >= end:
                 raise TemporaryError(
                     f"{resource.name}/{name} of the former submission is still being removed; see "

@@ -12,6 +12,7 @@ from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, E
 from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus, PlatformEvent
 from launcher.backends.code_words import CODE_WORDS
 from launcher.backends.kubernetes.documents import Object
+from launcher.backends.kubernetes.errors import POD_SECURITY
 from launcher.backends.kubernetes.pods import (
     DONE,
     Failure,
@@ -19,10 +20,13 @@ from launcher.backends.kubernetes.pods import (
     agent_status,
     condition,
     failures,
+    has_ended,
     host_of,
     in_order,
     is_ending,
+    is_lost,
     is_true,
+    listed,
     name_of,
     phase_of,
     runs,
@@ -74,6 +78,19 @@ class Seen:
     num_pods: int = 0
     """How many it should have; 0: not known."""
 
+    @property
+    def reached(self) -> list[str]:
+        """Names of the pods whose agents run, by number, but for those of lost nodes."""
+        found = [pod for pod in in_order(self.pods) if runs(pod) and not is_lost(pod, self.ready)]
+        return [name_of(pod) for pod in found]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it will run any more, though pods of it may still be ending."""
+        if self.job is None or has_ended(self.job):
+            return True
+        return is_ending(self.job) and not self.pods
+
 
 def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobStatus:
     """Return what `seen` comes to.
@@ -85,14 +102,16 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     """
     job = seen.job
     if job is None:
-        return _gone(seen, now_unix, stop_asked=stop_asked)
+        return _deleted(seen, now_unix, stop_asked=stop_asked)
     done = is_true(job, *DONE)
     failed = None if done else is_true(job, "Failed")
-    nodes = tuple(name_of(pod) for pod in in_order(seen.pods) if runs(pod))
+    there = seen.reached
+    lost = [pod for pod in in_order(seen.pods) if is_lost(pod, seen.ready)]
     told: dict[str, Any] = {
         "submitted": time_of((job.get("metadata") or {}).get("creationTimestamp")),
         "started": _started(seen),
-        "nodes": nodes,
+        "nodes": tuple(there),
+        "nodes_lost": tuple(name_of(pod) for pod in lost),
         "source": str(job.get("kind") or "Kubernetes"),
     }
     if done is not None:
@@ -100,15 +119,11 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
     if failed is not None:
         return _failed(seen, failed, told)
     if is_ending(job):
-        return JobStatus(
-            state=JobState.RUNNING,
-            reason="Terminating",
-            words=f"it is ending; {_leaving(seen, now_unix)}",
-            **told,
-        )
+        return _deleted(seen, now_unix, stop_asked=stop_asked, started=told["started"])
     troubles = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
-    if nodes:
-        return _running(seen, troubles, told, len(nodes))
+    over = seen.pods and all(phase_of(pod) in ("Succeeded", "Failed") for pod in seen.pods)
+    if there or lost or over:
+        return _running(seen, troubles, told, len(there))
     return _pending(seen, troubles, told)
 
 
@@ -160,16 +175,27 @@ def description_of(seen: Seen) -> dict[str, str]:
     return {key: value for key, value in shown.items() if value}
 
 
-def _gone(seen: Seen, now_unix: float, *, stop_asked: bool) -> JobStatus:
-    """Return the status of a job whose object is not there."""
+def _deleted(
+    seen: Seen, now_unix: float, *, stop_asked: bool, started: float | None = None
+) -> JobStatus:
+    """Return the status of a job whose object is not there, or is about to go."""
     left = tuple(name_of(pod) for pod in in_order(seen.pods))
     if left:
+        what = "was deleted" if seen.job is None else "is ending"
         return JobStatus(
             state=JobState.RUNNING,
             reason="Terminating",
-            words=f"it was deleted; {_leaving(seen, now_unix)}",
+            words=f"it {what}; {_leaving(seen, now_unix)}",
+            started=started,
             nodes=left,
             source="pods",
+        )
+    if seen.job is not None:  # not final: a finalizer may keep it until it is cancelled again
+        return JobStatus(
+            state=JobState.UNKNOWN,
+            reason=NO_SUCH_JOB,
+            words="it was deleted and nothing of it runs; Kubernetes is still removing its object. "
+            "Should that stay, cancel it again",
         )
     if stop_asked:
         return JobStatus(
@@ -213,12 +239,21 @@ def _running(
     seen: Seen, troubles: Sequence[Trouble], told: dict[str, Any], running: int
 ) -> JobStatus:
     wanted = seen.num_pods or len(seen.pods)
+    if not running and not troubles:
+        words = "its pods have ended; Kubernetes has not noted the end of the job yet"
+        return JobStatus(state=JobState.RUNNING, words=words, **told)
     if not troubles:
         few = f"{running} of {wanted} pods run" if running < wanted else ""
         return JobStatus(state=JobState.RUNNING, words=few, **told)
     first = troubles[0]
-    more = f" (and {len(troubles) - 1} more pods)" if len(troubles) > 1 else ""
-    what = first.words if first.pod in first.words else f"pod {first.pod}: {first.words}"
+    same = [each.pod for each in troubles if each.reason == first.reason]
+    more = f" (and {len(troubles) - len(same)} more pods)" if len(troubles) > len(same) else ""
+    what = first.words
+    if first.pod not in what:
+        what = f"{'pod' if len(same) == 1 else 'pods'} {listed(same)}: {what}"
+        what += (
+            "; the job goes on without it" if running and first.pod in told["nodes_lost"] else ""
+        )
     return JobStatus(
         state=JobState.RUNNING,
         reason=first.reason,
@@ -292,9 +327,7 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
                 "jobs, or ask an administrator (kubectl describe resourcequota)"
             )
         if "violates PodSecurity" in message:
-            return reason, (
-                "the namespace's Pod Security does not allow its pods; mend kubernetes.security"
-            )
+            return reason, (f"the namespace's Pod Security does not allow its pods; {POD_SECURITY}")
         if "serviceaccount" in message.lower() and "not found" in message:
             return reason, "its service account is missing; mend kubernetes.service_account"
         if "no PriorityClass" in message:
@@ -334,16 +367,16 @@ def _end_words(end: Failure) -> str:
 
 
 def _started(seen: Seen) -> float | None:
-    """Return when its first agent started."""
-    times = []
-    for pod in seen.pods:
-        state = agent_status(pod).get("state") or {}
-        for key in ("running", "terminated"):
-            found = time_of((state.get(key) or {}).get("startedAt"))
-            times += [found] if found is not None else []
+    """Return when the job itself started: its pods may all be younger.
+
+    A JobSet and a TrainJob note no time: they start when they are made, or let go by a queue.
+    """
     assert seen.job is not None
     noted = time_of((seen.job.get("status") or {}).get("startTime"))
-    return min(times, default=noted)
+    held = condition(seen.job, "Suspended") or {}
+    resumed = _since(held) if str(held.get("status")).lower() == "false" else None
+    made = time_of((seen.job.get("metadata") or {}).get("creationTimestamp"))
+    return noted or resumed or made
 
 
 def _since(found: Mapping[str, Any]) -> float | None:

@@ -60,6 +60,8 @@ class Progress:
         self.saved_step: int | None = None
         self.parked: tuple[int, int] | None = None
         """(have, need) while too few nodes are left."""
+        self.joined: tuple[int, int] | None = None
+        """(have, need) while too few nodes have come for an attempt's first epoch."""
         self.state = "starting"
         self.up: list[str] = []
         """Nodes whose agents run, as the backend sees them."""
@@ -91,7 +93,8 @@ class Progress:
                 layout = self._layouts.get(event.fields.get("rung", 0), "?")
                 event = replace(event, fields={**event.fields, "layout": layout})  # noqa: PLW2901
             self._take(event)
-            text = describe(event)
+            coming = event.event == "membership.parked" and self.parked is None
+            text = None if coming else describe(event)
             if text is not None and text != self._said:
                 self._said = text
                 line = f"{event.t_unix - self._origin:7.1f} s  {text}"
@@ -112,13 +115,14 @@ class Progress:
                 self.state = "recovering"
             case "coordinator.elected":
                 self.coordinator = event.node or self.coordinator
+            case "membership.parked" if self.state == "starting":  # agents are still importing
+                self.joined = _counts(event)
             case "membership.parked":
-                self.parked = (int(fields.get("have") or 0), int(fields.get("need") or 0))
-                self.state = "parked"
+                self.parked, self.state = _counts(event), "parked"
             case "checkpoint.committed":
                 self.saved_step = event.step
             case "run.started":
-                self.state = "starting"
+                self.parked, self.joined, self.state = None, None, "starting"
             case "trainer.stopping":
                 self.state = "saving"
             case "trainer.finished" | "job.stopped":
@@ -132,7 +136,7 @@ class Progress:
         self.members = node_names(event.fields.get("members"))
         self.spares = node_names(event.fields.get("spares"))
         self.coordinator = str(event.fields.get("coordinator") or event.node or "")
-        self.parked, self.state = None, "forming"
+        self.parked, self.joined, self.state = None, None, "forming"
         self._rate.clear()
 
     def _take_step(self, event: Event) -> None:
@@ -145,6 +149,10 @@ class Progress:
         self.loss = float(loss) if isinstance(loss, int | float) else self.loss
         if tokens := event.fields.get("tokens"):
             self._rate.append((event.t_unix, int(tokens)))
+
+
+def _counts(event: Event) -> tuple[int, int]:
+    return int(event.fields.get("have") or 0), int(event.fields.get("need") or 0)
 
 
 def describe(event: Event) -> str | None:

@@ -272,10 +272,12 @@ def _state(events: Sequence[Event], code: int | None) -> str:
         return "finished"
     if code is not None:
         return {0: "finished", 91: "saved"}.get(code, "failed")
+    parked = False
     for event in reversed(events):
-        if event.event == "membership.parked":
-            return "parked"
+        parked = parked or event.event == "membership.parked"
         if event.event == "epoch.formed":
+            return "parked" if parked else "running"
+        if event.event == "run.started":  # before the first epoch nodes are still to come
             break
     return "running"
 

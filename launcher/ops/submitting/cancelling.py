@@ -15,6 +15,7 @@ from launcher.errors import UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
 from launcher.ops.runs import Run, current_job, jobs_of
+from launcher.render.bundle import FORMER_NAMES, MANIFESTS
 
 _POLL_S = 2.0
 _ENDING_S = 120.0
@@ -22,7 +23,10 @@ _ENDING_S = 120.0
 _AGAIN_S = 30.0
 """A request may be lost: to a node that has just failed, to a script that was starting."""
 _RESTART = ("job.sbatch", "HOLDFAST_RESTART=")
-_SAVE_TIMES = (("job.sbatch", "HOLDFAST_LEAD_S="), ("job.yaml", "terminationGracePeriodSeconds:"))
+_SAVE_TIMES = (
+    ("job.sbatch", "HOLDFAST_LEAD_S="),
+    *((name, "terminationGracePeriodSeconds:") for name in (MANIFESTS, FORMER_NAMES[MANIFESTS])),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.backends.base import Backend, JobRef, JobState
 from launcher.errors import UserError
+from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import read_news
 from launcher.ops.record.put_out import PutOut, read_put_out
 from launcher.ops.runs import Run, Submission, current_job, jobs_of
+from launcher.ops.submitting.environment import (
+    ENVIRONMENT_JSON,
+    changes,
+    describe,
+    load_environment,
+    record_environment,
+)
+from launcher.ops.submitting.freeze import load_frozen, pointed_to
 from launcher.ops.submitting.keeping import upgrade_run
 from launcher.ops.submitting.submit import note_submitted
+from launcher.planning.search import plan
+from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS, Bundle
+from launcher.render.kubernetes_facts import pod_image
+from launcher.render.local import HEAD
 from launcher.targets import target_named
+from launcher.whole_file import write_whole
 
 LIVE = (JobState.PENDING, JobState.RUNNING)
+_FIXED: Final = {
+    "kubernetes": frozenset({"namespace", "context", "claim", "mount", "board"}),
+    "slurm": frozenset({"array", "group", "umask"}),
+}
+"""Sections that say what is asked of a platform -> their keys that say where the run is."""
+_OWN: Final = frozenset({"run_id", "version", "start_from"})
+"""Of job.json, what a bundle that is rendered anew does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +58,7 @@ class Resumed:
     job: JobRef | None
     """None: it has done its last step."""
     upgraded: list[str] | None = None
-    """With --upgrade: what has changed, a line each."""
+    """With --upgrade or --set: what has changed, a line each."""
     without: tuple[PutOut, ...] = ()
     """Nodes that were put out since its last submission: this one keeps off them."""
 
@@ -61,6 +87,8 @@ def resume(
     *,
     upgrade_code: bool = False,
     all_nodes: bool = False,
+    sets: Sequence[str] = (),
+    python: str = sys.executable,
     wall: Callable[[], float] = time.time,
 ) -> Resumed:
     """Submit a run again: it goes on from its newest checkpoint.
@@ -70,10 +98,12 @@ def resume(
         backend: its platform's.
         upgrade_code: freeze the working directory anew.
         all_nodes: use nodes too that were put out.
+        sets: what is asked of the platform otherwise from now on, as `kubernetes.image=…`.
+        python: interpreter with holdfast, for nodes where the job names none.
         wall: the clock.
 
     Raises:
-        UserError: HF615 it has a live job; HF653 it was never submitted.
+        UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change more.
         PlatformError: the platform is away, or answers garbage.
     """
     submission = _submission(run)
@@ -81,21 +111,25 @@ def resume(
     told = backend.status(jobs)
     live = next((job for job in jobs if told[job].state in LIVE), None)
     if live is not None:
+        said = f" ({told[live].words})" if told[live].words else ""
         raise UserError(
             "HF615",
             f"{run.path} has a live job already: {submission.target} job {live.id} is "
-            f"{told[live].state}; cancel it first (holdfast cancel {run.shown} --save)",
+            f"{told[live].state}{said}; cancel it first (holdfast cancel {run.shown} --save)",
         )
     fetched(backend, current_job(run))
     if read_news(run.path).code == 0:
         return Resumed(run=run, job=None)
     index = submission.job.id.partition("_")[2]
     tasks = {int(index): run} if index else None
+    asked = _asked_anew(run, sets, python) if sets else None
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
         off = () if all_nodes else _put_out([run])
         hosts = [each.host for each in off]
-        job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
+        with _written(run.path, asked) as changed:
+            job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
+        upgraded = [*(upgraded or []), *changed] if asked else upgraded
         ref = backend.task_of(job, int(index), run.path) if index else job
         noted = note_submitted(run.path, submission.target, ref, without=hosts)
         return Resumed(run=noted, job=ref, upgraded=upgraded, without=off)
@@ -157,6 +191,97 @@ def _put_out(runs: Iterable[Run]) -> tuple[PutOut, ...]:
         since = submission.job.submit_time or 0.0
         found |= {each.host: each for each in read_put_out(run.path, since_unix=since)}
     return tuple(found[host] for host in sorted(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A run's bundle with other wishes to its platform."""
+
+    files: Bundle
+    """What changes; a job.json is not among them."""
+    image: str | None
+    """Of its pods; None: it has none."""
+
+
+def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
+    """Return what a run asks of its platform with `sets`; writes nothing."""
+    submission = _submission(run)
+    target = target_named(submission.target)
+    section = (target.exclude or "").partition(".")[0]
+    keys = [text.partition("=")[0].strip() for text in sets]
+    if submission.job.id.partition("_")[2]:
+        raise UserError("HF655", f"{run.shown} is a task of an array, whose tasks ask for the same")
+    for key in keys:
+        mine, _, name = key.partition(".")
+        if mine != section or not name or name.partition(".")[0] in _FIXED[section]:
+            wishes = f"{section}.…, but {', '.join(sorted(_FIXED[section]))}" if section else "none"
+            raise UserError(
+                "HF655",
+                f"--set {key}: a run that goes on may change what it asks of {submission.target} "
+                f"({wishes}); for anything else start a new run from it: --from {run.shown}",
+            )
+    path, base_dir = _job_file(run.path)
+    spec, config = load_spec(path, sets, folder=base_dir), run_dirs.load(run.path)
+    files = target.load_renderer()(
+        spec,
+        plan(spec),
+        run_id=config.run_id,
+        run_dir=run.path,
+        base_dir=base_dir,
+        python=python,
+    )
+    frozen, _ = load_frozen(run.path)
+    now = TrainConfig.from_json(files.pop(run_dirs.JOB_JSON))
+    now = now if frozen is None else pointed_to(now, frozen)
+    for field in dataclasses.fields(config):
+        if field.name not in _OWN and getattr(now, field.name) != getattr(config, field.name):
+            raise UserError(
+                "HF655",
+                f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a run that "
+                f"goes on keeps; start a new run from it: --from {run.shown}",
+            )
+    return _Asked(files=files, image=pod_image(spec) if target.sees_other_paths else None)
+
+
+def _job_file(run_dir: Path) -> tuple[Path, Path]:
+    """Return the job file of a run, and what relative paths in it are relative to."""
+    for name in (JOB_FILE, FORMER_NAMES[JOB_FILE]):  # a job.yaml may be manifests by that name
+        path = run_dir / name
+        if path.is_file():
+            first = path.read_text(encoding="utf-8").partition("\n")[0]
+            if first.startswith(HEAD):
+                return path, Path(first.removeprefix(HEAD))
+    raise UserError("HF613", f"{run_dir} has no job file of its own; resume it without --set")
+
+
+@contextmanager
+def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
+    """Write what is asked anew, and yield what changes of the environment; undone on failure."""
+    if asked is None:
+        yield []
+        return
+    paths = [run_dir / name for name in (*asked.files, *FORMER_NAMES.values(), ENVIRONMENT_JSON)]
+    before = {path: path.read_text("utf-8") if path.exists() else None for path in paths}
+    said: list[str] = []
+    try:
+        for name, text in asked.files.items():
+            write_whole(run_dir / name, text)
+        if MANIFESTS in asked.files:
+            (run_dir / FORMER_NAMES[JOB_FILE]).unlink(missing_ok=True)
+        known = load_environment(run_dir)
+        if known is not None and asked.image not in (None, known.image):
+            prefix = None if known.prefix is None else Path(known.prefix)
+            found = describe(venv=prefix, image=asked.image)
+            said += [f"environment: {change}" for change in changes(known, found)]
+            record_environment(run_dir, found)
+        yield said
+    except BaseException:
+        for path, former in before.items():
+            if former is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_whole(path, former)
+        raise
 
 
 def _submission(run: Run) -> Submission:

@@ -229,6 +229,8 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     now = news.progress
     parts = [now.state if news.code is None else f"ended with code {news.code}"]
     parts += [f"epoch {now.epoch}", now.step_text]
+    if now.joined is not None and now.joined[0]:
+        parts[0] = f"{now.state}: {now.joined[0]} nodes have come, {now.joined[1]} are needed"
     if now.parked is not None:
         parts[0] = f"parked: {now.parked[0]} nodes left, the last rung needs {now.parked[1]}"
     if now.loss is not None:

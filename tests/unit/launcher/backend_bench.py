@@ -73,7 +73,7 @@ def documents(run_dir, *, board=False):
 
 def bundle(run_dir, **kwargs):
     text = "---\n".join(json.dumps(one) + "\n" for one in documents(run_dir, **kwargs))
-    return {"job.yaml": text, "job.json": "{}", "spec.yaml": "kubernetes: {context: here}\n"}
+    return {"manifests.yaml": text, "job.json": "{}", "job.yaml": "kubernetes: {context: here}\n"}
 
 
 @pytest.fixture

@@ -67,8 +67,8 @@ def refused(values, kind="pytorchjob", **places):
 
 
 def documents_of(values, kind, **places):
-    """Return the documents of job.yaml."""
-    return parse_yaml(bundle_of(values, kind, **places)["job.yaml"], "job.yaml")
+    """Return the documents of manifests.yaml."""
+    return parse_yaml(bundle_of(values, kind, **places)["manifests.yaml"], "manifests.yaml")
 
 
 def job_of(documents):

@@ -47,7 +47,7 @@ def test_render_writes_a_bundle_over_its_own_but_never_into_a_run(tmp_path, caps
     for _ in range(2):
         assert run_cli(["render", str(JOB), "-o", str(out)]) == 0
         listed = capsys.readouterr().out.splitlines()
-        assert listed == [str(out / name) for name in ("job.sbatch", "job.json", "spec.yaml")]
+        assert listed == [str(out / name) for name in ("job.sbatch", "job.json", "job.yaml")]
     assert f'#SBATCH --chdir="{out}"' in (out / "job.sbatch").read_text()
     assert (out / "logs").is_dir()
     (out / "events").mkdir()

@@ -64,7 +64,7 @@ FORBIDDEN = (
         (403, FORBIDDEN, "HF753", "kubectl create rolebinding NAME --role holdfast-submitter"),
         (403, "exceeded quota: jobs, requested: count/x=1", "HF756", "a quota of namespace train"),
         (403, "namespace train because it is being terminated", "HF755", "is being removed"),
-        (403, 'violates PodSecurity "restricted"', "HF757", "a policy of the cluster refuses"),
+        (403, 'violates PodSecurity "restricted"', "HF757", "set kubernetes.security.non_root"),
         (400, 'admission webhook "v" denied the request: no', "HF757", "refuses to create"),
         (422, "spec.x: Invalid value", "HF757", "spec.x: Invalid value; mend what it names"),
         (404, 'namespaces "train" not found', "HF755", "kubectl create namespace train"),

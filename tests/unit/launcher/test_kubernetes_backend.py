@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, submit
+from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher.backends.base import JobId, JobRef, Notices, Reach
 from launcher.backends.kubernetes.api import KubernetesApi
-from launcher.backends.kubernetes.documents import read_bundle, storage_pod
+from launcher.backends.kubernetes.documents import (
+    Bundle,
+    read_bundle,
+    storage_pod,
+    template_of,
+)
 from launcher.errors import PermanentError, TemporaryError, UserError
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
@@ -144,6 +149,25 @@ def test_a_live_job_is_not_touched_and_an_ended_one_makes_room(backend, server, 
     assert "status" not in server.objects[f"{ROOT}/tiny-1"]
 
 
+def test_the_right_to_write_the_board_stays_as_the_board_does(backend, server, run):
+    """Pods that save while their deleted job ends commit on it."""
+    accounts = "/api/v1/namespaces/train/serviceaccounts"
+    files = bundle(run, board=True)
+    documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount"}
+    documents.insert(
+        2, account | {"metadata": {**documents[1]["metadata"], "name": "tiny-1-agent"}}
+    )
+    files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    backend.submit(run, files)
+    board = server.objects[f"{MAPS}/tiny-1-board"]["metadata"]
+    made = server.objects[f"{accounts}/tiny-1-agent"]["metadata"]
+    assert [owner["uid"] for owner in made["ownerReferences"]] == [board["uid"]]
+    end(server, "Failed")
+    backend.submit(run, files)
+    assert server.objects[f"{accounts}/tiny-1-agent"]["metadata"]["uid"] == made["uid"]
+
+
 def test_no_crd(backend, server, run):
     server.says(f"POST {ROOT}", Reply(404, "404 page not found\n"))
     with pytest.raises(UserError, match=r"HF754 .*pytorchjobs.kubeflow.org"):
@@ -199,7 +223,7 @@ def test_a_pod_for_the_storage_that_cannot_start(backend, server, run, state, wo
 def test_files_that_are_no_bundle(backend, run):
     for text in ("", "a: [", "kind: Pod\n", "kind: PyTorchJob\napiVersion: kubeflow.org/v1\n"):
         with pytest.raises(UserError, match="HF613"):
-            backend.check({"job.yaml": text})
+            backend.check({"manifests.yaml": text})
     with pytest.raises(UserError, match="HF613"):
         backend.describe(JobRef(id=JobId("x"), run_dir=str(run)))
 
@@ -207,10 +231,28 @@ def test_files_that_are_no_bundle(backend, run):
 def test_a_former_job_that_does_not_go_is_told(backend, server, run, monkeypatch):
     submit(backend, run)
     end(server)
-    server.objects[f"{ROOT}/tiny-1"]["metadata"]["deletionTimestamp"] = CREATED
+    running(server, 1)  # it stays
     monkeypatch.setattr("launcher.backends.kubernetes.submit.GONE_S", 0.0)
     with pytest.raises(TemporaryError, match="still being removed"):
         submit(backend, run)
+
+
+def test_a_former_job_that_is_stuck_in_its_deletion_is_deleted_once_more(backend, server, run):
+    submit(backend, run)
+    job = server.objects[f"{ROOT}/tiny-1"]["metadata"]
+    job |= {"deletionTimestamp": CREATED, "finalizers": ["foregroundDeletion"]}
+    submit(backend, run)
+    assert server.objects[f"{ROOT}/tiny-1"]["metadata"]["uid"] != job["uid"]
+
+
+def test_the_pod_for_the_storage_does_not_need_the_account_that_comes_with_the_job():
+    documents = list(read_bundle(bundle("/holdfast/tiny-1")).documents)
+    template_of(documents)["spec"]["serviceAccountName"] = "tiny-1-agent"
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "tiny-1-agent"}}
+    for before, name in (([], "tiny-1-agent"), ([account], None)):
+        found = Bundle(documents=(*before, *documents))
+        spec = storage_pod(found, namespace="train", name="s", lives_s=9)["spec"]
+        assert spec.get("serviceAccountName") == name
 
 
 def test_the_client_is_imported_when_a_cluster_is_spoken_to():
@@ -226,10 +268,10 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     assert done.stdout.strip() == "[]"
 
 
-def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend, server, run):
+def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run, waits):
     """A TrainJob is compared with its runtime, which a dry run has not made."""
     files = bundle(run)
-    documents = [json.loads(text) for text in files["job.yaml"].split("---\n")]
+    documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
     template = documents[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     jobs = [{"name": "node", "template": {"spec": {"template": template}}}]
     api = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
@@ -239,7 +281,7 @@ def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend,
         {**api, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime},
         {**api, "kind": "TrainJob", "metadata": metadata, "spec": {"runtimeRef": {"name": "x"}}},
     ]
-    files["job.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
     assert read_bundle(files).num_pods == 2
     message = "admission webhook denied the request: spec.runtimeRef: Invalid value: not found"
     server.replies.append(
@@ -248,5 +290,12 @@ def test_what_a_document_lacks_of_the_others_is_no_refusal_of_a_dry_run(backend,
             [Reply(403, status_object(403, "Forbidden", message))],
         )
     )
+    server.replies.append(
+        (  # nor has its webhook, for a moment after it was made
+            lambda call: "POST" in call and "trainjobs" in call and "dryRun" not in call,
+            [Reply(403, status_object(403, "Forbidden", message))] * 2,
+        )
+    )
     assert backend.submit(run, files).id == "tiny-1"
+    assert waits == [1.0, 1.0]
     assert backend.name == "trainjob"

@@ -10,6 +10,7 @@ import pytest
 from elastic_trainer.agent.boards.board import BoardState, Commit
 from elastic_trainer.agent.boards.open_board import ELSEWHERE, read_board
 from launcher.backends.kubernetes.documents import CONFIG_MAP
+from launcher.backends.kubernetes.errors import UnreachableError
 from launcher.backends.kubernetes.fetch import Fetcher
 from launcher.backends.kubernetes.words import Seen
 from launcher.errors import PermanentError
@@ -20,8 +21,13 @@ STATE = BoardState(epoch=4, commits=(Commit(epoch=4, step=7, dir="d", manifest_s
 class Maps:
     """An API that has ConfigMaps alone."""
 
-    def __init__(self, state):
-        self.state = state
+    def __init__(self, state, dark=()):
+        self.state, self.dark = state, dark
+
+    def log(self, namespace, pod, query):
+        if pod in self.dark:
+            raise UnreachableError(f"pod {pod} does not answer: dial tcp: no route to host")
+        return ""
 
     def get(self, resource, namespace, name):
         assert (resource, namespace, name) == (CONFIG_MAP, "train", "llama-board")
@@ -66,8 +72,8 @@ def test_what_is_no_board_is_told(tmp_path, board, state):
 class Storage:
     """A claim that is reached through pods; that of a dark node answers nothing."""
 
-    def __init__(self):
-        self.api, self.namespace, self.asked = Maps(None), "train", []
+    def __init__(self, *dark):
+        self.api, self.namespace, self.asked = Maps(None, dark), "train", []
         self.bundle = SimpleNamespace(run_dir="/holdfast/llama")
 
     def wall(self):
@@ -108,3 +114,41 @@ def test_what_is_left_of_a_job_on_a_dark_node_does_not_keep_its_files(tmp_path, 
     fetcher = Fetcher(storage=storage, run_dir=tmp_path)
     fetcher.fetch(Seen(job=job, pods=[ending("a", "2026-01-01T00:50:00Z")]), mark="1")
     assert storage.asked == asked
+
+
+def running(name, *, ready="True"):
+    conditions = [{"type": "Ready", "status": ready}, {"type": "ContainersReady", "status": "True"}]
+    return {
+        "metadata": {"name": name, "uid": name},
+        "spec": {"nodeName": f"n-{name}"},
+        "status": {
+            "phase": "Running",
+            "conditions": conditions,
+            "containerStatuses": [{"name": "pytorch", "state": {"running": {}}}],
+        },
+    }
+
+
+JOB = {"metadata": {"name": "llama"}}
+
+
+def test_where_a_node_does_not_answer_another_pod_is_asked(tmp_path):
+    storage = Storage("a", "b")
+    seen = Seen(job=JOB, pods=[running("a"), running("b"), running("c")])
+    Fetcher(storage=storage, run_dir=tmp_path).fetch(seen, mark="1")
+    assert storage.asked == ["c"]
+
+
+def test_pods_of_lost_nodes_are_not_even_asked(tmp_path):
+    storage = Storage()
+    storage.api.log = lambda namespace, pod, query: storage.asked.append(f"log {pod}") or ""
+    by_pod, by_node = running("a", ready="False"), running("b")
+    seen = Seen(job=JOB, pods=[by_pod, by_node, running("c")], ready={"n-b": False})
+    Fetcher(storage=storage, run_dir=tmp_path).fetch(seen, mark="1")
+    assert storage.asked == ["log c", "c"]
+
+
+def test_where_no_node_answers_that_is_told(tmp_path):
+    seen = Seen(job=JOB, pods=[running("a"), running("b", ready="False")])
+    with pytest.raises(UnreachableError, match=r"n-a, n-b\).*pod a does not answer: dial tcp"):
+        Fetcher(storage=Storage("a"), run_dir=tmp_path).fetch(seen, mark="1")

@@ -60,7 +60,7 @@ def write(path, text, mode="w"):
 def test_what_a_run_begins_with_arrives_with_the_paths_of_the_pods(here, there):
     job = {"checkpoint": {"dir": str(there / "checkpoints")}, "command_dir": f"{here}/code/ab"}
     write(here / "job.json", json.dumps(job))
-    write(here / "spec.yaml", f"# relative to {here}\n")
+    write(here / "job.yaml", f"# relative to {here}\n")
     write(here / "code/ab/train.py", "print(1)\n")
     (here / "code/ab/link").symlink_to("train.py")
     (here / "code/ab/train.py").chmod(0o555)
@@ -73,7 +73,7 @@ def test_what_a_run_begins_with_arrives_with_the_paths_of_the_pods(here, there):
         "checkpoint": {"dir": str(there / "checkpoints")},
         "command_dir": f"{there}/code/ab",
     }
-    assert (there / "spec.yaml").read_text() == f"# relative to {here}\n"
+    assert (there / "job.yaml").read_text() == f"# relative to {here}\n"
     assert (there / "code/ab/link").read_text() == "print(1)\n"
     assert (there / "code/ab/.hidden").read_text() == "kept"
     assert (there / "code/ab").stat().st_mode & 0o777 == 0o555

@@ -63,7 +63,7 @@ def rendered(values, kind, **places):
         bundle = bundle_of(values, kind, **places)
     except UserError as error:
         return None, {problem.code for problem in error.problems}
-    return bundle, both_parsers(bundle["job.yaml"])
+    return bundle, both_parsers(bundle["manifests.yaml"])
 
 
 _plain = st.recursive(

@@ -199,7 +199,7 @@ def test_render_prints_what_check_takes(tmp_path, capsys, kind):
     assert run_cli(["check", str(shown)]) == 0
     assert run_cli(["render", str(path), "--to", kind, "-o", str(tmp_path / "run")]) == 0
     written = [Path(line).name for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert written == ["job.yaml", "job.json", "spec.yaml"]
+    assert written == ["manifests.yaml", "job.json", "job.yaml"]
 
 
 def test_secrets_of_kubernetes_alone_are_none_for_slurm():
@@ -214,3 +214,14 @@ def test_the_pods_image_is_recorded_and_not_the_launchers_own_python(tmp_path, k
     prepared = prepare(str(path), target=kind, stamp="now", python="/launcher/python")
     found = prepared.kept.environment
     assert (found.image_digest, found.prefix, found.distributions) == (digest, None, {})
+
+
+def test_a_bundle_is_not_written_over_the_job_file_it_was_made_from(tmp_path, capsys):
+    path = tmp_path / "job.yaml"
+    path.write_text(job_with({}))
+    command = ["render", str(path), "--to", "jobset", "-o", str(tmp_path)]
+    assert run_cli(command) == 2
+    assert "HF611" in capsys.readouterr().err
+    assert path.read_text() == job_with({})
+    command[-1] = str(tmp_path / "out")
+    assert [run_cli(command), run_cli(command)] == [0, 0], "over an earlier bundle"

@@ -7,7 +7,9 @@ from backend_bench import PODS, ROOT, backend, bundle, end, pod, run, running, s
 from fake_api import CREATED, Reply, server, status_object, waits
 
 from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState
+from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState
+from launcher.backends.kubernetes.documents import read_bundle
+from launcher.ops.submitting.cancelling import save_time_s
 
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 
@@ -60,6 +62,16 @@ def test_why_a_lost_node_keeps_a_pod(backend, server, run):
     assert "does not say that it has ended" in backend.status([job])[job].words
 
 
+def test_a_kubelet_that_does_not_answer_is_asked_once(backend, server, run, waits):
+    job = submit(backend, run)
+    running(server)
+    server.says("/log", Reply(500, status_object(500, "InternalError", "dial tcp: no route")))
+    server.calls.clear()
+    backend.fetch(job)  # the claim is mounted here: nothing is missing
+    assert len(server.asked("/log")) == 1
+    assert waits == []
+
+
 @pytest.mark.parametrize("served", ["v1beta2", "v1beta1"])
 def test_why_a_queue_does_not_let_it_go_is_read_of_old_and_new_kueue(backend, server, run, served):
     job = submit(backend, run)
@@ -91,6 +103,21 @@ def test_saving_and_cancelling_delete_the_job_after_its_pods(backend, server, ru
     backend.cancel(job)
 
 
+def test_a_job_that_is_stuck_in_its_deletion_is_known_for_over_and_cancelled_again(
+    backend, server, run
+):
+    """Deleted in the foreground by another, Trainer's webhook holds it: see backend._delete."""
+    job = submit(backend, run)
+    stuck = {"deletionTimestamp": CREATED, "finalizers": ["foregroundDeletion"]}
+    server.objects[f"{ROOT}/tiny-1"]["metadata"] |= stuck
+    stop_request.ask(run, why="test", t_unix=0.0)
+    answer = backend.status([job])[job]
+    assert (answer.state, answer.reason) == (JobState.UNKNOWN, NO_SUCH_JOB)
+    backend.cancel(job)
+    assert f"{ROOT}/tiny-1" not in server.objects
+    assert backend.status([job])[job].state is JobState.CANCELLED
+
+
 def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
     job = submit(backend, run)
     end(server)
@@ -99,6 +126,22 @@ def test_a_job_that_has_ended_is_not_cancelled(backend, server, run):
     assert not backend.ask_to_save(job)
     assert not server.asked("DELETE")
     assert backend.status([job])[job].state is JobState.DONE
+
+
+def test_a_run_that_has_the_former_names_is_read(backend, server, run):
+    """Up to 0.1 the manifests were called job.yaml, and the job file spec.yaml."""
+    job = submit(backend, run)
+    files = bundle(run)
+    (run / "manifests.yaml").unlink()
+    (run / "job.yaml").write_text(files["manifests.yaml"] + "# terminationGracePeriodSeconds: 77\n")
+    (run / "spec.yaml").write_text(files["job.yaml"])
+    running(server)
+    assert backend.status([job])[job].state is JobState.RUNNING
+    assert backend.inside(job) == ("/usr/bin/python$3", str(run))
+    assert save_time_s(run) == 77
+    former = {name: (run / name).read_text() for name in ("job.yaml", "spec.yaml")}
+    assert read_bundle(former).context == "here"
+    assert read_bundle(former).documents == read_bundle(files).documents
 
 
 def test_description_events_and_output(backend, server, run):

@@ -85,8 +85,23 @@ def test_a_job_that_runs():
     found = told(job(condition("Running")), [pod(10), pod(2), pod(1)], num_pods=3)
     assert (found.state, found.words, found.reason) == ("running", "", "")
     assert found.nodes == ("tiny-worker-1", "tiny-worker-2", "tiny-worker-10")
-    assert (found.submitted, found.started) == (1_767_225_600, 1_767_225_900)
+    assert (found.submitted, found.started) == (1_767_225_600, 1_767_225_600)
     assert found.source == "PyTorchJob"
+
+
+def test_a_job_started_when_it_did_itself_not_its_oldest_pod():
+    made = job(condition("StartupPolicyCompleted"), kind="JobSet")
+    made["status"].pop("startTime")
+    assert told(made, [pod(0)]).started == time_of(CREATED)
+    resumed = job(condition("Suspended", "False", since=STARTED), kind="JobSet")
+    resumed["status"].pop("startTime")
+    assert told(resumed, [pod(0)]).started == time_of(STARTED)
+
+
+def test_pods_that_have_ended_are_not_being_started():
+    found = told(job(condition("Running")), [ended(0, 0, "Completed"), ended(1, 0)], num_pods=2)
+    assert (found.state, found.reason) == ("running", "")
+    assert found.words == "its pods have ended; Kubernetes has not noted the end of the job yet"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +154,7 @@ def test_codes_of_a_whole_job():
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "enough free nvidia.com/gpu"),
+        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "free nvidia.com/gpu; it"),
         ("0/2 nodes are available: 2 Insufficient rdma/hca_shared.", "enough free rdma/hca_shared"),
         ('persistentvolumeclaim "runs" not found', "there is no claim runs; make it, or mend"),
         ("0/1 nodes: 1 node(s) had untolerated taint {gpu: true}", "by the taint gpu; see"),
@@ -197,7 +212,7 @@ def test_pods_that_a_quota_refuses_to_make():
     assert found.state == "pending"
     assert "the namespace's quota does not let its pods be made" in found.words
     of_child = event("tiny-node-0", "FailedCreate", "violates PodSecurity restricted", "Job")
-    assert "kubernetes.security" in told(job(), events=[of_child]).words
+    assert "kubernetes.security.non_root" in told(job(), events=[of_child]).words
     no_class = event("tiny", "FailedCreatePod", "no PriorityClass with name urgent was found")
     assert "mend kubernetes.priority_class" in told(job(), events=[no_class]).words
     of_other = event("tinyother", "FailedCreate", "exceeded quota", "Job")
@@ -264,7 +279,7 @@ def test_a_lost_node_shows_in_a_pod_that_stays_terminating():
     gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z")
     found = told(job(condition("Running")), [pod(0), gone], num_pods=2, ready={"gpu-7": False})
     assert found.state == "running"
-    assert found.nodes == ("tiny-worker-0",)
+    assert (found.nodes, found.nodes_lost) == (("tiny-worker-0",), ("tiny-worker-1",))
     assert found.reason == "pod tiny-worker-1 is Terminating, node gpu-7 is NotReady"
     assert found.words.startswith("1 of 2 pods run; pod tiny-worker-1 should have ended 10 min ago")
     assert "kubectl delete pod tiny-worker-1 --namespace train --grace-period=0" in found.words
@@ -283,9 +298,37 @@ def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
     assert "--force" not in found.words
 
 
-def test_a_node_that_does_not_answer_before_its_pod_is_deleted():
-    found = told(job(condition("Running")), [pod(0), pod(1, node="gpu-2")], ready={"gpu-2": False})
-    assert "pod tiny-worker-1: its node gpu-2 does not answer; the job goes on" in found.words
+def not_ready(index, node):
+    """Return a pod as the control plane leaves it whose node has stopped to report."""
+    conditions = [condition("Ready", "False"), condition("ContainersReady")]
+    return pod(index, node=node, conditions=conditions)
+
+
+@pytest.mark.parametrize("ready", [{}, {"gpu-2": False}])
+def test_a_node_that_does_not_answer_is_named_with_its_pods(ready):
+    """Also where nobody may ask about nodes."""
+    pods = [pod(0), not_ready(1, "gpu-2"), not_ready(2, "gpu-2"), pod(3)]
+    found = told(job(condition("Running")), pods, num_pods=4, ready=ready)
+    assert (found.state, found.reason) == ("running", "node gpu-2 is NotReady")
+    assert found.words == (
+        "2 of 4 pods run; pods tiny-worker-1, tiny-worker-2: node gpu-2 does not answer; the job "
+        "goes on without it"
+    )
+    assert found.nodes == ("tiny-worker-0", "tiny-worker-3")
+    assert found.nodes_lost == ("tiny-worker-1", "tiny-worker-2")
+
+
+def test_a_job_whose_nodes_are_all_lost_still_runs():
+    found = told(job(condition("Running")), [not_ready(0, "gpu-2")], num_pods=1)
+    assert (found.state, found.nodes) == ("running", ())
+    assert found.words == "0 of 1 pods run; pod tiny-worker-0: node gpu-2 does not answer"
+
+
+def test_a_pod_whose_container_is_not_ready_is_not_lost():
+    starting = pod(
+        1, conditions=[condition("Ready", "False"), condition("ContainersReady", "False")]
+    )
+    assert told(job(condition("Running")), [pod(0), starting]).nodes_lost == ()
 
 
 def test_a_job_that_is_being_deleted_runs_until_it_is_gone():

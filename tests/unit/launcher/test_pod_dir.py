@@ -19,17 +19,17 @@ def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
     config = tmp_path / "etc"
     (config / "..data").mkdir(parents=True)
     (config / "job.json").write_text(job_json)
-    (config / "spec.yaml").write_text("name: x\n")
+    (config / "job.yaml").write_text("name: x\n")
     made: list[str] = []
 
     def come() -> None:
         made.extend(prepare(tmp_path / "claim" / "llama", config))
 
     at_once(16, come)
-    assert sorted(made) == ["job.json", "spec.yaml"], "each by one pod"
+    assert sorted(made) == ["job.json", "job.yaml"], "each by one pod"
     run = tmp_path / "claim" / "llama"
     assert (run / "job.json").read_text() == job_json
-    assert sorted(path.name for path in run.iterdir()) == ["job.json", "spec.yaml"]
+    assert sorted(path.name for path in run.iterdir()) == ["job.json", "job.yaml"]
 
 
 def test_what_submit_has_put_there_stays(tmp_path, job_json):

@@ -62,9 +62,9 @@ def test_the_kept_spec_gives_the_same_job_again(job_text):
     for some in ([], sets):
         spec = parse_spec(text, sets=some)
         bundle = render_local(spec, plan(spec), **PLACES)
-        assert set(bundle) == {"job.json", "spec.yaml"}
-        assert "# mine" in bundle["spec.yaml"]
-        again = parse_spec(bundle["spec.yaml"])
+        assert set(bundle) == {"job.json", "job.yaml"}
+        assert "# mine" in bundle["job.yaml"]
+        again = parse_spec(bundle["job.yaml"])
         assert again.model_dump() == spec.model_dump()
         assert render_local(again, plan(again), **PLACES)["job.json"] == bundle["job.json"]
 

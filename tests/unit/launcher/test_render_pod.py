@@ -72,9 +72,11 @@ def test_times_that_do_not_fit_are_refused(values, said):
 
 
 def test_pods_have_gpus_memory_and_the_claim(kind):
-    pod = pod_of({"kubernetes.cpus": 8, "kubernetes.memory": "64Gi", "kubernetes.shm": "9Gi"}, kind)
+    pod = pod_of(
+        {"kubernetes.cpus": "8500m", "kubernetes.memory": "64Gi", "kubernetes.shm": "9Gi"}, kind
+    )
     (container,) = pod["containers"]
-    wanted = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "1"}
+    wanted = {"cpu": "8500m", "memory": "64Gi", "nvidia.com/gpu": "1"}
     assert container["resources"] == {"limits": wanted, "requests": wanted}
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     volumes = {each.pop("name"): each for each in pod["volumes"]}
@@ -206,7 +208,7 @@ def test_quarantined_nodes_join_those_that_are_excluded():
 
 def test_secrets_come_by_reference(kind):
     values = {"env.secrets": {"HF_TOKEN": {"env": "HF_TOKEN", "kubernetes": "hub/token"}}}
-    text = bundle_of(values, kind)["job.yaml"]
+    text = bundle_of(values, kind)["manifests.yaml"]
     known = variables_of(pod_of(values, kind))
     assert known["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
     assert "HF_TOKEN" in text

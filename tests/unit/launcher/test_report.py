@@ -167,6 +167,19 @@ def test_progress_shows_a_parked_job():
     assert "waiting for nodes" in text
 
 
+def test_a_job_whose_nodes_are_still_to_come_is_starting_not_parked():
+    """Until agents have imported torch their coordinator counts none of them."""
+    stream = Stream().start()
+    for have in (0, 1):
+        stream.add("membership.parked", have=have, need=2)
+    progress, text = shown(stream.events)
+    assert (progress.state, progress.parked, progress.joined) == ("starting", None, (1, 2))
+    assert "parked" not in text
+    stream.form(["node0", "node1"], resume=0)
+    progress, _ = shown(stream.events)
+    assert (progress.state, progress.joined) == ("forming", None)
+
+
 def test_the_ladder_names_the_layout():
     stream = Stream().start().form(["node0", "node1"], resume=0)
     for event in stream.events:

@@ -47,7 +47,7 @@ def config(tmp_path):
 
 def test_fewer_nodes_use_the_lower_rungs_and_a_resume_may_use_all(tmp_path, config):
     run = tmp_path / "run"
-    run_dirs.create(run, {"job.json": config.to_json(), "spec.yaml": "x"})
+    run_dirs.create(run, {"job.json": config.to_json(), "job.yaml": "x"})
     three = run_dirs.narrow(config, 3)
     assert [rung.num_nodes for rung in three.ladder.rungs] == [3, 2]
     assert run_dirs.write_attempt(run, config, three) == 1

@@ -74,7 +74,7 @@ def test_arrays(text, indices):
 def test_every_task_of_an_array_is_a_run_of_its_own(make_spec):
     spec = make_spec("slurm.array='1,3'")
     bundle = render_slurm(spec, plan(spec), **PLACES)
-    names = ["job.sbatch", "1/job.json", "1/spec.yaml", "3/job.json", "3/spec.yaml"]
+    names = ["job.sbatch", "1/job.json", "1/job.yaml", "3/job.json", "3/job.yaml"]
     assert list(bundle) == names
     assert '"run_id": "r-3"' in bundle["3/job.json"]
     assert '"dir": "/runs/r/3/checkpoints"' in bundle["3/job.json"]

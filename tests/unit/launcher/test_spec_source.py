@@ -59,6 +59,7 @@ def test_every_key_knows_its_line():
         ("a: b: c\n", "job.yaml:1: HF003 not YAML: mapping values are not allowed here"),
         ("a: \x00\n", "HF003 character 0 is not allowed"),
         ("a: 1\n---\nb: 1\n", "HF007 a second document starts here"),
+        ("apiVersion: v1\n---\na: 1\n", "HF007 these are manifests of Kubernetes, not a job file"),
         ("a: " + "[" * 5000, "HF003 nested too deeply"),
         ("a: &x [*x]\n", "HF007 a[0]: aliases that contain themselves"),
         ("a" * ((1 << 20) + 1), "HF002"),

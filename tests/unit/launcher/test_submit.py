@@ -29,9 +29,7 @@ def test_a_job_is_submitted_with_all_that_belongs_to_it(fresh, capsys):
         "a-job-" + said["run_id"][6:],
         [],
     )
-    assert {"job.json", "spec.yaml", "job.sbatch", "logs", "events", "checkpoints"} <= set(
-        tree(run)
-    )
+    assert {"job.json", "job.yaml", "job.sbatch", "logs", "events", "checkpoints"} <= set(tree(run))
 
 
 def test_a_name_with_spaces_and_quotes_in_the_path(fresh, capsys):
@@ -51,7 +49,7 @@ def test_dry_run_shows_the_script_and_contacts_nothing(fresh, capsys):
     assert "nothing was submitted" in err
     submit("--dry-run", "--json")
     answer = json.loads(capsys.readouterr().out)
-    assert {"job.sbatch", "job.json", "spec.yaml"} == set(answer["files"])
+    assert {"job.sbatch", "job.json", "job.yaml"} == set(answer["files"])
     assert (fresh.calls(), tree(".")) == ([], before)
 
 

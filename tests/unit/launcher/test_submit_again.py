@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fake_slurm import SUBMIT
+import pytest
+from fake_slurm import SUBMIT, tree
 from slurm_bench import fresh, submit
 
 from launcher import stop_request
 from launcher.cli.main import run_cli
+from launcher.jobspec.reading import load_spec
 from launcher.ops.record.record import LauncherLog
 
 __all__ = ["fresh"]  # the fixture
@@ -62,6 +64,52 @@ def test_nodes_that_were_put_out_may_be_used_again(fresh, capsys):
     assert run_cli(["submit", "--resume", "one", "--all-nodes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["without"] == []
     assert "--exclude" not in fresh.calls("sbatch")[-1]
+
+
+RESUME = ["submit", "--resume", "one"]
+
+
+def test_a_run_that_goes_on_may_ask_for_something_else(fresh, capsys):
+    submit("--run-dir", "runs/one")
+    run = Path("runs/one")
+    job_json = (run / "job.json").read_text()
+    fresh.is_now("FAILED", ExitCode="91:0")
+    fresh.accepts("18")
+    assert run_cli([*RESUME, "--set", "slurm.time=07:00:00", "--set", "slurm.qos=low"]) == 0
+    assert "--time=07:00:00" in (run / "job.sbatch").read_text()
+    text = (run / "job.yaml").read_text()
+    assert text.count("# Relative paths are relative to ") == 1
+    spec = load_spec(run / "job.yaml")
+    assert spec.slurm.qos == "low"
+    assert (run / "job.json").read_text() == job_json
+
+
+@pytest.mark.parametrize(
+    ("set_", "said"),
+    [
+        ("train.steps=9", "--set train.steps: a run that goes on may change what it asks of slurm"),
+        ("slurm.array=3", "--set slurm.array: a run that goes on"),
+        ("slurm={time: 1}", "--set slurm: a run that goes on"),
+        ("kubernetes.image=x", "--set kubernetes.image: a run that goes on"),
+    ],
+)
+def test_what_a_run_that_goes_on_may_not_change(fresh, capsys, set_, said):
+    submit("--run-dir", "runs/one")
+    before = tree("runs/one")
+    fresh.is_now("FAILED", ExitCode="91:0")
+    capsys.readouterr()
+    assert run_cli([*RESUME, "--set", set_]) == 2
+    assert f"HF655 {said}" in capsys.readouterr().err
+    assert tree("runs/one") == before
+
+
+def test_a_refused_resume_leaves_what_was_asked_for(fresh, capsys):
+    submit("--run-dir", "runs/one")
+    before = {name: Path("runs/one", name).read_text() for name in ("job.sbatch", "job.yaml")}
+    fresh.is_now("FAILED", ExitCode="91:0")
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert run_cli([*RESUME, "--set", "slurm.qos=low"]) == 2
+    assert {name: Path("runs/one", name).read_text() for name in before} == before
 
 
 def test_a_refused_resume_stays_stopped(fresh, capsys):

@@ -266,6 +266,9 @@ def test_parked():
     stream = Stream().start().form(NODES, resume=0).steps(3).kill_node("node1")
     stream.add("membership.parked", node="node0", have=3, need=4)
     assert summarise(stream.events)["state"] == "parked"
+    stream = Stream().start()
+    stream.add("membership.parked", node="node0", have=0, need=4)
+    assert summarise(stream.events)["state"] == "running", "its nodes are still to come"
 
 
 @given(
