@@ -39,6 +39,7 @@ EVENTS: Final[dict[str, str]] = {
     ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
     "member.refused": "A node may not take part. member, host, reason",
+    "member.waiting": "A pod waits for the end of the one whose name it has. member, host, reason",
     "member.readmitted": (
         "The operator let a machine come back that was put out. member, host, reason"
     ),
