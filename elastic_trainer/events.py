@@ -78,6 +78,9 @@ EVENTS: Final[dict[str, str]] = {
         "Memory lacked part of the newest state: older state is used, steps up to `newest` are "
         "redone. newest, back_to, source"
     ),
+    "snapshot.one_machine": (
+        "All nodes share a machine: copies are there too, and lost with it. machine, nodes"
+    ),
     "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",
