@@ -99,7 +99,8 @@ _NODE_FAULT = re.compile(
 root is read-only say that to a program that writes where it may not."""
 
 _DEVICE_FAULT = re.compile(
-    r"CUDA error: (unknown error|hardware stack error|(all )?CUDA-capable device\S* (is/)?are busy)",
+    r"CUDA error: (unknown error|hardware stack error"
+    r"|(all )?CUDA-capable device\S* (is/)?are busy)",
     re.IGNORECASE,
 )
 """The device or its driver gave up, and does not say for what."""

@@ -96,7 +96,8 @@ class Watch(Role, ABC):
             self.absent.add(member.node)
             return self.refused(member)
         if self._is_in_my_place(member):
-            return self._let_wait(member)
+            self._let_wait(member)
+            return None
         older = self.peers.of_node(member.node)
         if older is not None and older.member.agent_id != member.agent_id:
             self.dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=_newer(member)))
@@ -130,7 +131,9 @@ class Watch(Role, ABC):
         """
         if member.agent_id not in self._waiting:
             self._waiting.add(member.agent_id)
-            reason = f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
+            reason = (
+                f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
+            )
             self.ctx.log("member.waiting", member=member.node, host=member.host, reason=reason)
 
     def _refusal(self, join: Join) -> Reject | None:

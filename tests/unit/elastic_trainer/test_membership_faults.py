@@ -206,7 +206,9 @@ def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, sc
 @given(
     nodes=st.integers(1, 4),
     seed=st.integers(0, 2**16),
-    script=scripts_of(("again", "again", "kill", "power", "pause", "resume", "start", "cut", "heal")),
+    script=scripts_of(
+        ("again", "again", "kill", "power", "pause", "resume", "start", "cut", "heal")
+    ),
 )
 @quick
 def test_of_a_pod_and_those_made_anew_in_its_place_the_newest_takes_part_in_the_end(
