@@ -78,7 +78,7 @@ EVENTS: Final[dict[str, str]] = {
         "Memory lacked part of the newest state: older state is used, steps up to `newest` are "
         "redone. newest, back_to, source"
     ),
-    "snapshot.one_machine": (
+    "snapshot.exposed": (
         "All nodes share a machine: copies are there too, and lost with it. machine, nodes"
     ),
     "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",

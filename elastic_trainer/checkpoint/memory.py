@@ -128,7 +128,7 @@ class MemoryTier:
         buddy = copy_node(layout, rank, place.workers, machines)
         self._buddy = None if buddy is None else keepers[buddy]
         if rank == 0 and every_steps and on_one_machine(machines):
-            emit("snapshot.one_machine", None, machine=machines[0], nodes=len(machines))
+            emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
         self._thread: threading.Thread | None = None

@@ -264,7 +264,7 @@ def test_a_machine_with_two_pods_is_lost_and_no_step_is_redone(pods):
     assert first_step_of(pods, second) > committed, pods.story()
     assert pods.events("snapshot.restored"), "from memory"
     assert pods.events("state.lost") == pods.events("checkpoint.restored") == []
-    assert pods.events("snapshot.one_machine") == []
+    assert pods.events("snapshot.exposed") == []
     check_ledger(pods)
 
 

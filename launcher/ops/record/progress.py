@@ -225,7 +225,7 @@ _TELL: dict[str, _Tell] = {
         "step {newest}, is redone",
         every_rank=False,
     ),
-    "snapshot.one_machine": _fill(
+    "snapshot.exposed": _fill(
         "all {nodes} nodes share the machine {machine}: only storage outlives it"
     ),
     "storage.stalled": _fill("storage stood still for {seconds} s; training went on"),

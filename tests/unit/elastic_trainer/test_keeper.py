@@ -224,7 +224,7 @@ def test_a_keeper_that_is_not_there_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("machines", "keeps", "told"),
-    [("aab", 2, []), ("aba", 1, []), ("aaa", 1, [("snapshot.one_machine", {"machine": "a"})])],
+    [("aab", 2, []), ("aba", 1, []), ("aaa", 1, [("snapshot.exposed", {"machine": "a"})])],
 )
 def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
     tmp_path: Path, keeper: Keeper, machines: str, keeps: int, told: list[object]
