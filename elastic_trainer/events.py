@@ -39,6 +39,7 @@ EVENTS: Final[dict[str, str]] = {
     ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
     "member.refused": "A node may not take part. member, host, reason",
+    "member.waiting": "A pod waits for the end of the one whose name it has. member, host, reason",
     "member.readmitted": (
         "The operator let a machine come back that was put out. member, host, reason"
     ),
@@ -78,6 +79,9 @@ EVENTS: Final[dict[str, str]] = {
     "state.lost": (
         "Memory lacked part of the newest state: older state is used, steps up to `newest` are "
         "redone. newest, back_to, source"
+    ),
+    "snapshot.exposed": (
+        "All nodes share a machine: copies are there too, and lost with it. machine, nodes"
     ),
     "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",

@@ -7,7 +7,7 @@ import re
 import signal as signals
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -29,7 +29,10 @@ class Kind(enum.StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     HANG = "hang"
     CRASH = "crash"
-    """A worker ended with an error of its own."""
+    """A worker ended with an error of its own: an exception, an exit code."""
+    FAULT = "fault"
+    """The processor or the device stopped a worker (SIGSEGV, "CUDA error: unknown error"): either
+    the program is wrong or the machine."""
     COLLATERAL = "collateral"
     """A worker failed because a peer did (connection reset, time-out in a collective)."""
     USER_ERROR = "user_error"
@@ -38,7 +41,9 @@ class Kind(enum.StrEnum):
     NODE_FAULT = "node_fault"
     """The node itself is bad: device lost, disk, unreapable worker."""
     INFRASTRUCTURE = "infrastructure"
-    """Storage, name service, network or NCCL failed: no program's doing; one node's perhaps."""
+    """Storage, network or NCCL failed: no program's doing; one node's perhaps."""
+    SERVICE = "service"
+    """A service failed or was not found (a hub, a tracker, the name service): no node's doing."""
 
 
 class Action(enum.StrEnum):
@@ -73,18 +78,32 @@ _EVICTING_XIDS = (
 """XIDs after which the GPU needs a reset, a drain or a hand (NVIDIA's XID catalogue); the others
 are the application's fault, contained, or no failure at all."""
 
-_NODE_FAULT = re.compile(
+_KERNEL_FAULT = re.compile(
     rf"NVRM: Xid \([^)]*\): ({_EVICTING_XIDS}),"
-    r"|uncorrectable (ECC|NVLink) error|cudaErrorECCUncorrectable"
-    r"|unspecified launch failure|fallen off the bus|GPU is lost|device lost"
-    r"|Error 802: system not yet initialized|nvidia-fabricmanager\S* failed|NVSwitch fatal error"
-    r"|SXid \([^)]*\): \d+, Fatal|Got async event : local catastrophic error"
-    r"|Unable to determine the device handle for GPU|CUDA driver initialization failed"
-    r"|no CUDA-capable device is detected|Driver/library version mismatch"
-    r"|Transport endpoint is not connected|Stale file handle|Read-only file system",
+    r"|fallen off the bus|SXid \([^)]*\): \d+, Fatal|NVSwitch fatal error"
+    r"|nvidia-fabricmanager\S* failed|Remounting filesystem read-only",
     re.IGNORECASE,
 )
-"""The node is bad: hardware, driver, or a file system that is gone."""
+"""The machine is bad: in the words of the kernel or a daemon, which no program uses."""
+
+_NODE_FAULT = re.compile(
+    r"uncorrectable (ECC|NVLink) error|cudaErrorECCUncorrectable"
+    r"|unspecified launch failure|GPU is lost|device lost"
+    r"|802\W+system not yet initialized|Got async event : local catastrophic error"
+    r"|Unable to determine the device handle for GPU|CUDA driver initialization failed"
+    r"|no CUDA-capable device is detected|Driver/library version mismatch"
+    r"|Transport endpoint is not connected|Stale file handle",
+    re.IGNORECASE,
+)
+"""The node is bad: hardware, driver, or a file system that is gone. Not EROFS: containers whose
+root is read-only say that to a program that writes where it may not."""
+
+_DEVICE_FAULT = re.compile(
+    r"CUDA error: (unknown error|hardware stack error"
+    r"|(all )?CUDA-capable device\S* (is/)?are busy)",
+    re.IGNORECASE,
+)
+"""The device or its driver gave up, and does not say for what."""
 
 _MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|OOM[- ]?Kill|oom[-_]kill|^MemoryError|Cannot allocate memory"
@@ -112,22 +131,28 @@ _OWN_NETWORK_FAULT = re.compile(r"Address already in use|EADDRINUSE", re.IGNOREC
 """DistNetworkError that is no peer's doing."""
 
 _INFRASTRUCTURE = re.compile(
-    # storage and network, as the kernel says it: EIO, ENETDOWN, ENETUNREACH, ETIMEDOUT,
-    # ECONNREFUSED, EHOSTDOWN, EHOSTUNREACH, ESHUTDOWN (Lustre), EREMOTEIO
+    # storage and network, as the kernel says it: EIO, ENETDOWN, ENETUNREACH, EHOSTDOWN,
+    # EHOSTUNREACH, ESHUTDOWN (Lustre), EREMOTEIO
     r"Input/output error|Remote I/O error|Network is (unreachable|down)|No route to host"
-    r"|Host is down|Connection refused|Connect(ion|\(\)) timed out"
+    r"|Host is down"
     r"|Software caused connection abort|Cannot send after transport endpoint shutdown"
-    # name service and services over HTTP
-    r"|Temporary failure in name resolution|Name or service not known"
+    # NCCL, but for ncclInvalidUsage and ncclInvalidArgument, which are the program's
+    r"|nccl(System|Internal|UnhandledCuda)Error|NCCL (WARN|error)\b(?!.*invalid (usage|argument))",
+    re.IGNORECASE,
+)
+"""What a worker says when something all nodes share, or its way there, has failed."""
+
+_SERVICE = re.compile(
+    r"Temporary failure in name resolution|Name or service not known"
     r"|Max retries exceeded|Read timed out|ReadTimeout|ConnectTimeout|Service Unavailable"
     r"|Bad Gateway|Gateway Time-?out|Too Many Requests"
-    # NCCL, but for ncclInvalidUsage and ncclInvalidArgument, which are the program's
-    r"|nccl(System|Internal|UnhandledCuda)Error|NCCL (WARN|error)\b(?!.*invalid (usage|argument))"
+    r"|Connection refused|Connect(ion|\(\)) timed out"
     # Python's own words for it, whatever the message
     r"|^(?:\w+\.)*(TimeoutError|ConnectionError|ConnectionRefusedError|ConnectTimeout)\b",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What a worker says when something all nodes share, or its way there, has failed."""
+"""What a worker says when a service that the program asks does not answer. Often one rank asks
+for all, so that it is always the same node's worker that says so."""
 
 _USER_EXCEPTION = re.compile(
     r"^(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError)\b"
@@ -220,6 +245,8 @@ def names_an_error(detail: str) -> bool:
 
 
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
+    # Where an exception is known it decides alone: warnings before it are common.
+    said = message or text
     if known := _board_is_away(message) or _by_hardware(message, text):
         return known
     tail = _last_line(text)
@@ -234,11 +261,14 @@ def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
     if (found := _COLLATERAL.search(text)) and not _OWN_NETWORK_FAULT.search(text):
         detail = one_line(_line_around(text, found.start()))
         return Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
-    # Where an exception is known it decides alone: warnings before it are common.
-    said = message or text
-    if found := _INFRASTRUCTURE.search(said):
-        detail = one_line(_line_around(said, found.start()))
-        return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
+    for kind, pattern in (
+        (Kind.INFRASTRUCTURE, _INFRASTRUCTURE),
+        (Kind.SERVICE, _SERVICE),
+        (Kind.FAULT, _DEVICE_FAULT),
+    ):
+        if found := pattern.search(said):
+            detail = one_line(_line_around(said, found.start()))
+            return Failure(kind=kind, action=Action.RESTART, detail=detail)
     return None
 
 
@@ -250,9 +280,12 @@ def _board_is_away(message: str) -> Failure | None:
 
 
 def _by_hardware(message: str, text: str) -> Failure | None:
-    if found := _NODE_FAULT.search(text):
-        detail = _line_around(text, found.start())
-        return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=one_line(detail))
+    # What follows an exception's line is of it; before it there may be warnings.
+    said = text[text.rfind(message) :] if message else text
+    for pattern, where in ((_KERNEL_FAULT, text), (_NODE_FAULT, said)):
+        if found := pattern.search(where):
+            detail = one_line(_line_around(where, found.start()))
+            return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=detail)
     if found := _CORRUPTION.match(message):
         action = Action.EVICT if found[1] == "SilentCorruptionError" else Action.RESTART
         return Failure(kind=Kind.CORRUPTION, action=action, detail=one_line(message))
@@ -267,6 +300,15 @@ def _signal_name(signal: int) -> str:
         return f"signal {signal}"
 
 
+_KIND_OF: Final[Mapping[int, Kind]] = {
+    signals.SIGSEGV: Kind.FAULT,
+    signals.SIGFPE: Kind.FAULT,
+    signals.SIGILL: Kind.FAULT,
+    signals.SIGTRAP: Kind.CRASH,
+    signals.SIGSYS: Kind.CRASH,
+}
+
+
 def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
     name = _signal_name(signal)
     if by_text is not None and by_text.kind is Kind.NODE_FAULT:
@@ -275,10 +317,10 @@ def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
         detail = f"{name}: shared memory or a mapped file ran out"
         return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
     if signal == signals.SIGKILL and (found := _MEMORY.search(text)):
+        # The program's: it wants as much on every node, and its own cgroup is what was full.
         detail = one_line(f"{name}: {_line_around(text, found.start())}")
         return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
-    crashes = (signals.SIGSEGV, signals.SIGFPE, signals.SIGILL, signals.SIGTRAP, signals.SIGSYS)
-    kind = Kind.CRASH if signal in crashes else Kind.KILLED
+    kind = _KIND_OF.get(signal, Kind.KILLED)
     return Failure(kind=kind, action=Action.RESTART, detail=name)
 
 

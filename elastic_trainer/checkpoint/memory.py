@@ -20,7 +20,7 @@ from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, start_idle
 from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.buddies import copy_node, shard_of
+from elastic_trainer.snapshots.buddies import copy_node, on_one_machine, shard_of
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Authenticate, Peer, PeerLink, read_peers
@@ -123,8 +123,12 @@ class MemoryTier:
             num_ranks=layout.world_size,
             shard=self.shard,
         )
-        buddy = copy_node(layout, rank, place.workers)
-        self._buddy = None if buddy is None else place.members[buddy]
+        keepers = (*place.members, *place.spares)
+        machines = [keeper.machine or keeper.node for keeper in keepers]
+        buddy = copy_node(layout, rank, place.workers, machines)
+        self._buddy = None if buddy is None else keepers[buddy]
+        if rank == 0 and every_steps and on_one_machine(machines):
+            emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
         self._thread: threading.Thread | None = None

@@ -34,18 +34,23 @@ class Peer:
     node: str
     address: str
     port: int
+    machine: str = ""
+    """On which it runs; empty: called as the node."""
 
 
 def write_peers(path: Path, peers: Sequence[Peer], num_members: int) -> None:
     """Write the peers of an epoch for its workers: members in rank order, then spares."""
-    rows = [[peer.node, peer.address, peer.port] for peer in peers]
+    rows = [[peer.node, peer.address, peer.port, peer.machine] for peer in peers]
     path.write_text(json.dumps({"members": num_members, "peers": rows}), encoding="utf-8")
 
 
 def read_peers(path: Path) -> tuple[list[Peer], list[Peer]]:
     """Return (members in rank order, spares)."""
     raw = json.loads(path.read_text(encoding="utf-8"))
-    peers = [Peer(node=node, address=address, port=port) for node, address, port in raw["peers"]]
+    peers = [
+        Peer(node=node, address=address, port=port, machine=machine)
+        for node, address, port, machine in raw["peers"]
+    ]
     return peers[: raw["members"]], peers[raw["members"] :]
 
 

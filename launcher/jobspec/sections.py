@@ -184,7 +184,9 @@ class Elastic(Section):
     )
     window_s: Seconds = Field(86400.0, description="Seconds that max_restarts looks back.")
     node_failures: Count = Field(
-        2, description="A node that fails this many times within window_s leaves the job."
+        2,
+        description="A node that fails this many times within window_s leaves the job; a program's "
+        "own errors do not count.",
     )
     hang_ceiling_s: Seconds = Field(
         300.0, description="Seconds without progress after which a worker counts as hung."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,10 +18,36 @@ ALL_RANKS = "raise ValueError('the mixture of data sets is empty')\n"
 ONE_NODE = """\
 import os, time
 if os.environ["HOLDFAST_NODE"] == "n1":
-    raise RuntimeError("/dev/disk/local: cannot read the header")
+    raise OSError(5, "Input/output error", "/dev/disk/local")
 if int(os.environ["WORLD_SIZE"]) == 3:
     time.sleep(60)
 """
+OWN_ERRORS = """\
+import os, time
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+group = "{group}"
+
+@record
+def with_error_file():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+
+def until_the_kernel_kills():
+    if not group:
+        raise MemoryError
+    with open(group + "/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+    held = [bytearray(1 << 20) for _ in range(1 << 12)]
+
+if os.environ["HOLDFAST_NODE"] != "n1":
+    time.sleep(60)
+epoch = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if epoch == 1:
+    raise ValueError("3 labels for 4 rows")
+(with_error_file if epoch == 2 else until_the_kernel_kills)()
+"""
+"""On one node only: without an error file, with one, and with nothing but a signal."""
 DEADLINE_S = 100.0
 """Three agents and three zygotes import torch, on a machine that others use too."""
 
@@ -69,6 +96,45 @@ def test_the_same_error_everywhere_is_not_tried_again(tmp_path):
     (stopped,) = named(events, "job.stopped")
     assert "the mixture of data sets is empty" in stopped["reason"]
     assert "of 3 nodes at step 0" in stopped["reason"]
+
+
+@pytest.fixture
+def small_memory():
+    """Make a cgroup of 64 MiB above what is there; an empty path where this cannot be done."""
+    for root, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
+        path = root / f"holdfast-test-{os.getpid()}"
+        try:
+            path.mkdir()
+            (path / limit).write_text(str(64 << 20))
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            continue
+        yield str(path)
+        deadline = time.monotonic() + 10
+        while path.exists():
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            time.sleep(0.05)
+        return
+    yield ""
+
+
+def test_a_programs_own_errors_and_want_of_memory_put_out_no_healthy_node(tmp_path, small_memory):
+    codes, events = run_agents(tmp_path, OWN_ERRORS.format(group=small_memory), "max_crashes=2")
+    ends = [e for e in named(events, "worker.exit") if e["node"] == "n1"]
+    kinds = [e["kind"] for e in ends]
+    assert kinds == ["crash", "out_of_memory", "out_of_memory"], ends
+    assert ends[2]["signal"] == (9 if small_memory else None)
+    assert named(events, "member.evicted") == []
+    assert [len(e["members"]) for e in named(events, "epoch.formed")] == [3, 3, 3]
+    assert codes == {"n0": 94, "n1": 94, "n2": 94}, "its budget ends it"
+    (stopped,) = named(events, "job.stopped")
+    assert "all on n1" in stopped["reason"]
 
 
 def test_a_node_where_workers_die_at_every_start_leaves_and_the_rest_finishes(tmp_path):

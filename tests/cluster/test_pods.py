@@ -90,6 +90,24 @@ class Pods:
                 stderr=self._log,
             )
 
+    def start_again(self, name: str, *, host: str) -> None:
+        """Make a pod anew while the one before still runs: it was deleted by force."""
+        self.processes[f"{name}, before"] = self.processes.pop(name)
+        self.start(name, host=host)
+
+    def lose(self, *names: str) -> None:
+        """Kill pods at once, with their oldest agents that are left."""
+        pids = []
+        for name in names:
+            node = name.removesuffix(", before")
+            started = [e.fields["pid"] for e in self.events("agent.started") if e.node == node]
+            pids += [started[0], self.processes[name].pid]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # one moment for all
+            for pid in pids:
+                os.kill(pid, number)
+        for name in names:
+            self.processes.pop(name).wait()
+
     def save(self, name: str) -> int:
         """Do what the kubelet does before SIGTERM."""
         command = [sys.executable, "-P", "-m", "launcher.node", "save", str(self.run_dir)]
@@ -231,6 +249,45 @@ def test_all_that_are_told_to_go_end_the_job_and_the_next_generation_goes_on(pod
     pods.processes["pods-0"].send_signal(signal.SIGTERM)  # one is enough: the job is asked
     assert {pods.code(name) for name in pods.processes} == {93}, "and stays down"
     assert pods.board().commits[-1].step == pods.step()
+    check_ledger(pods)
+
+
+def test_a_machine_with_two_pods_is_lost_and_no_step_is_redone(pods):
+    """What the two held is nowhere but with the third: their copies went by machine."""
+    pods.start("pods-0", "pods-1", host="machine-a")
+    pods.start("pods-2", host="machine-b")
+    pods.until_steps(3)
+    pods.lose("pods-0", "pods-1")
+    second = pods.until_steps(1)
+    committed = max(e.step or 0 for e in pods.events("step.committed") if (e.epoch or 0) < second)
+    assert committed > 0
+    assert first_step_of(pods, second) > committed, pods.story()
+    assert pods.events("snapshot.restored"), "from memory"
+    assert pods.events("state.lost") == pods.events("checkpoint.restored") == []
+    assert pods.events("snapshot.exposed") == []
+    check_ledger(pods)
+
+
+def test_a_coordinators_pod_made_anew_while_the_old_one_runs_waits_and_takes_its_place(pods):
+    """As a PyTorchJob makes them: under the same name."""
+    pods.start("pods-0", "pods-1", "pods-2")
+    first = pods.until_steps(3)
+    leader = pods.events("epoch.formed")[-1].fields["coordinator"]
+    pods.start_again(leader, host="machine-new")
+    pods.until(lambda: pods.events("member.waiting"), "nobody waits")
+    [waiting] = pods.events("member.waiting")
+    assert (waiting.fields["member"], waiting.fields["host"]) == (leader, "machine-new")
+    before = pods.step()
+    pods.until(lambda: pods.step() > before + 10, "the job goes on meanwhile")
+    assert newest_epoch(pods) == first
+
+    pods.lose(f"{leader}, before")
+    pods.until(lambda: newest_epoch(pods) > first, "no new epoch")
+    pods.until_steps(3)
+    members = {e.fields["host"] for e in pods.events("member.joined")}
+    assert "machine-new" in members
+    assert pods.events("agent.exit") == [], "nobody was refused"
+    assert pods.events("state.lost") == []
     check_ledger(pods)
 
 

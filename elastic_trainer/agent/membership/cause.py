@@ -10,7 +10,10 @@ from typing import Final
 from elastic_trainer.agent.membership.notices import WorkersFailed
 from elastic_trainer.failures import Action, Failure, Kind, names_an_error, signature
 
-OF_THE_PROGRAM: Final = (Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY)
+NEVER_THE_NODES: Final = (Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY)
+"""What a program does to itself: however often one node has it, that node is healthy."""
+OF_THE_PROGRAM: Final = (*NEVER_THE_NODES, Kind.FAULT)
+"""What a program may have done."""
 
 COLLATERAL_SETTLE_S: Final = 0.1
 """How long to wait for the cause when the first word is that of a consequence."""
@@ -79,7 +82,7 @@ def _key(report: WorkersFailed) -> tuple[Kind, str]:
 
 
 def _may_be_of_all(failure: Failure) -> bool:
-    shared = (*OF_THE_PROGRAM, Kind.NODE_FAULT, Kind.INFRASTRUCTURE)
+    shared = (*OF_THE_PROGRAM, Kind.NODE_FAULT, Kind.INFRASTRUCTURE, Kind.SERVICE)
     return failure.kind in shared and not failure.sure
 
 
@@ -150,7 +153,7 @@ def _shared(primary: Reports, num_members: int, *, alone: bool) -> Culprit | Non
             said = f"the same error on {where} at step {first.step}: {detail}"
             return Culprit(None, kind, Action.STOP, said, first.step)
         return None
-    if kind in (Kind.NODE_FAULT, Kind.INFRASTRUCTURE) and num_members > 1:
+    if kind in (Kind.NODE_FAULT, Kind.INFRASTRUCTURE, Kind.SERVICE) and num_members > 1:
         said = f"on {where} at once: {detail}"
         return Culprit(None, Kind.INFRASTRUCTURE, Action.RESTART, said, first.step)
     return None

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from elastic_trainer.agent.membership.cause import OF_THE_PROGRAM, Culprit
+from elastic_trainer.agent.membership.cause import NEVER_THE_NODES, OF_THE_PROGRAM, Culprit
 from elastic_trainer.agent.membership.messages import PastFailure
 from elastic_trainer.agent.membership.notices import named
 from elastic_trainer.failures import (
@@ -26,7 +26,10 @@ PUT_OUT_FOR_NOTHING: Final = 2
 LONGEST_BACKOFF_S: Final = 60.0
 
 _OF_WORKERS: Final = (*OF_THE_PROGRAM, Kind.HANG, Kind.KILLED)
-_SHARED: Final = (Kind.INFRASTRUCTURE, Kind.COLLATERAL)
+_NO_STRIKE: Final = (*NEVER_THE_NODES, Kind.SERVICE, Kind.NODE_LOST)
+"""Failures that cost no node its place: the program's own, a service's, and the loss of a node,
+which may come back sound."""
+_SHARED: Final = (Kind.INFRASTRUCTURE, Kind.SERVICE, Kind.COLLATERAL)
 """Failures of what nodes share: time may mend them, a restart at once may not."""
 
 
@@ -146,9 +149,9 @@ class History:
         return cls(tuple((now - entry.age_s, entry) for entry in entries))
 
 
-def _incidents(entries: Iterable[_Entry], kinds: Collection[Kind] | None = None) -> int:
-    """Count the moments at which something (of `kinds`) failed."""
-    return len({when for when, e in entries if kinds is None or Kind(e.kind) in kinds})
+def _incidents(entries: Iterable[_Entry]) -> int:
+    """Count the moments at which something failed."""
+    return len({when for when, _ in entries})
 
 
 def _follows_the_job(recent: Sequence[_Entry], found: Culprit, barred: Collection[str]) -> str:
@@ -170,11 +173,13 @@ def _follows_the_job(recent: Sequence[_Entry], found: Culprit, barred: Collectio
 
 def _is_bad_node(recent: Sequence[_Entry], found: Culprit, limits: Limits) -> str:
     """Say why the machine of the newest failure must leave, or return an empty string."""
-    if found.node is None or found.kind is Kind.NODE_LOST:
+    if found.node is None:
         return ""
     if found.action is Action.EVICT:
         return found.detail
-    times = sum(e.host == found.machine and e.kind != Kind.NODE_LOST for _, e in recent)
+    if found.kind in _NO_STRIKE:
+        return ""
+    times = sum(e.host == found.machine and Kind(e.kind) not in _NO_STRIKE for _, e in recent)
     enough = times >= limits.node_failures
     return f"failed {times} times, last: {found.detail}" if enough else ""
 
@@ -182,6 +187,14 @@ def _is_bad_node(recent: Sequence[_Entry], found: Culprit, limits: Limits) -> st
 def _machines(entries: Iterable[PastFailure]) -> dict[str, str]:
     """Return the machines on which these happened, and what people call them, by the newest."""
     return {e.host: named(e.node, e.host) for e in entries if e.node and e.host}
+
+
+def _all_on_one(entries: Sequence[_Entry]) -> str:
+    """Say that all these happened on one machine, for whoever decides whether it is to blame."""
+    if any(e.host is None for _, e in entries):
+        return ""
+    machines = _machines(e for _, e in entries)
+    return f", all on {_listed(machines)}" if len(machines) == 1 < len(entries) else ""
 
 
 def _listed(machines: Mapping[str, str]) -> str:
@@ -194,13 +207,14 @@ def _stands_still(charged: list[_Entry], found: Culprit, limits: Limits) -> str:
     newest = charged[-1][1].progress if charged else None
     if found.kind not in kinds or newest is None:
         return ""
-    same = [item for item in charged if item[1].progress == newest]
-    failures = _incidents(same, kinds)
+    same = [(t, e) for t, e in charged if e.progress == newest and Kind(e.kind) in kinds]
+    failures = _incidents(same)
     if failures < limits.no_progress:
         return ""
     return (
         f"{failures} failures without progress since step {newest} was committed "
-        f"(elastic.no_progress allows {limits.no_progress - 1}); last: {found.detail}"
+        f"(elastic.no_progress allows {limits.no_progress - 1}){_all_on_one(same)}; "
+        f"last: {found.detail}"
     )
 
 
@@ -212,10 +226,11 @@ def _overdrawn(charged: list[_Entry], found: Culprit, limits: Limits) -> str:
         ("restarts", "max_restarts", tuple(Kind), limits.max_restarts),
     )
     for what, key, kinds, allowed in classes:
-        used = _incidents(charged, kinds)
+        counted = [item for item in charged if Kind(item[1].kind) in kinds]
+        used = _incidents(counted)
         if found.kind in kinds and used > allowed:
             return (
                 f"{used} {what} within {limits.window_s:.0f} s, "
-                f"elastic.{key} allows {allowed}; last: {found.detail}"
+                f"elastic.{key} allows {allowed}{_all_on_one(counted)}; last: {found.detail}"
             )
     return ""

@@ -22,6 +22,8 @@ class Peer:
     """Its workers can be forked at once."""
     probe: Conn | None = None
     """A dial under way that decides whether it is dead."""
+    fresh: bool = False
+    """It had been in no epoch when it joined: a process that has just started."""
     leaving: bool = False
     """It was asked to go: no later epoch has it."""
 
@@ -81,9 +83,13 @@ class Peers:
             peer.probe = None
         return peer
 
-    def connect(self, member: Member, conn: Conn, now: float, *, ready: bool = True) -> Conn | None:
+    def connect(
+        self, member: Member, conn: Conn, now: float, *, ready: bool = True, fresh: bool = False
+    ) -> Conn | None:
         """Put `member` on `conn`; return a connection of it that this one replaces."""
-        peer = self._by_id.setdefault(member.agent_id, Peer(member, None, now, ready))
+        peer = self._by_id.setdefault(
+            member.agent_id, Peer(member, None, now, ready=ready, fresh=fresh)
+        )
         if ready:
             self.now_ready(peer)
         elif not peer.ready:

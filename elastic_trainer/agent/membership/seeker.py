@@ -125,8 +125,9 @@ class Seeker(Role):
         """Coordinate when the claim was won, else look again at who has it."""
         self._claiming = False
         if won:
-            seen = self._seen
-            gone = (seen.node,) if self._refused and seen and seen.job == self.ctx.job else ()
+            seen, ctx = self._seen, self.ctx
+            dead = self._refused and seen is not None and seen.job == ctx.job
+            gone = (seen.node,) if seen and dead and seen.node != ctx.me.node else ()
             return Lead(state, token, gone=gone)
         return self.board_read(state, token)
 

@@ -41,6 +41,8 @@ class Watch(Role, ABC):
         """Nodes that had joined and left: a first epoch does not wait for them."""
         self.unsure: set[str] = set()
         """agent_ids lost without proof that they are dead: perhaps only the way to them is."""
+        self._waiting: set[str] = set()
+        """agent_ids of pods that wait for the end of this one, whose name they have."""
 
     @abstractmethod
     def advance(self) -> Turn | None:
@@ -93,23 +95,46 @@ class Watch(Role, ABC):
             ctx.log("member.refused", member=member.node, host=member.host, reason=refusal.reason)
             self.absent.add(member.node)
             return self.refused(member)
+        if self._is_in_my_place(member):
+            self._let_wait(member)
+            return None
         older = self.peers.of_node(member.node)
         if older is not None and older.member.agent_id != member.agent_id:
-            reason = f"a newer agent of {member.node} has joined"
-            self.dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=reason))
+            self.dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=_newer(member)))
             if turn := self.lost(older, "replaced by a newer agent of the node"):
                 return turn
         self.absent.discard(member.node)
         self.unsure.discard(member.agent_id)
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
-        replaced = self.peers.connect(member, conn, ctx.now, ready=join.ready)
+        replaced = self.peers.connect(
+            member, conn, ctx.now, ready=join.ready, fresh=join.last_epoch == 0
+        )
         if replaced is not None:
             ctx.close(replaced)
         if self.expected is not None:
             self.expected.pop(conn, None)
         ctx.send(conn, Welcome(term=ctx.term))
         return self.joined(join)
+
+    def _is_in_my_place(self, member: Member) -> bool:
+        """Whether it is another process under this node's name."""
+        me = self.ctx.me
+        return member.node == me.node and member.agent_id != me.agent_id
+
+    def _let_wait(self, member: Member) -> None:
+        """Leave a pod that was made anew under this one's name without an answer.
+
+        This pod was deleted by force, or its node is cut off from the API: it ends before long,
+        and with it the other's connection, who then looks for a coordinator at once. Until that
+        happens the job loses nothing.
+        """
+        if member.agent_id not in self._waiting:
+            self._waiting.add(member.agent_id)
+            reason = (
+                f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
+            )
+            self.ctx.log("member.waiting", member=member.node, host=member.host, reason=reason)
 
     def _refusal(self, join: Join) -> Reject | None:
         ctx, member = self.ctx, join.member
@@ -121,11 +146,15 @@ class Watch(Role, ABC):
                 reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
                 "wait for its end",
             )
-        if node == ctx.me.node and join.member.agent_id != ctx.me.agent_id:
+        if self._is_in_my_place(member) and not ctx.in_pod:
             return Reject(
                 code=EXIT_DO_NOT_RESTART,
                 reason=f"an agent of {node} coordinates the job already: start one on each node",
             )
+        other = self.peers.of_node(node)
+        if other is not None and other.fresh and join.last_epoch and other.member != member:
+            # Cut off or stopped for a while, and its pod was made anew meanwhile.
+            return Reject(code=EXIT_DO_NOT_RESTART, reason=_newer(member))
         if member.workers < ctx.settings.workers:
             return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
         if host in ctx.barred and join.readmit:
@@ -223,3 +252,7 @@ class Watch(Role, ABC):
         conns = self.peers.conns()
         if conns:
             self.ctx.outbox.append(Send(conns, message))
+
+
+def _newer(member: Member) -> str:
+    return f"a newer agent of {member.node} has joined"

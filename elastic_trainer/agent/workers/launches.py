@@ -55,6 +55,8 @@ def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
         old.unlink()
     path = scratch / f"{formed.epoch}.peers.json"
     nodes = (*formed.members, *formed.spares)
-    peers = [Peer(node=m.node, address=m.address, port=m.snapshot_port) for m in nodes]
+    peers = [
+        Peer(node=m.node, address=m.address, port=m.snapshot_port, machine=m.host) for m in nodes
+    ]
     write_peers(path, peers, len(formed.members))
     return path

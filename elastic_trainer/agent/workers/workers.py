@@ -31,6 +31,22 @@ ORPHANS_S = 2.0
 """How long workers may take to die after their zygote."""
 
 
+OOM_KILLED = "the kernel has killed processes of this machine for memory (oom_kill in /proc/vmstat)"
+"""What stands for the log of a worker that died of SIGKILL meanwhile."""
+
+
+def oom_kills() -> int:
+    """Return how many processes of this machine the kernel has killed for memory since it booted.
+
+    In a container too; 0 where the kernel does not tell.
+    """
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 @dataclass(slots=True)
 class _Worker:
     launch: Launch
@@ -44,6 +60,8 @@ class _Worker:
 @dataclass(slots=True)
 class _Epoch:
     number: int = -1
+    oom_kills: int = 0
+    """When it was launched."""
     workers: dict[int, _Worker] = field(default_factory=dict)
     """local rank -> those not known to have ended."""
 
@@ -53,6 +71,12 @@ class Workers:
 
     Every call returns at once but for `kill_all`, which has a deadline. The zygote starts
     with the object, so that it warms up while the agent imports and joins.
+
+    Args:
+        task: what they run.
+        env: of all of them.
+        clock: monotonic seconds.
+        oom_kills: how many processes the kernel has killed for memory so far.
     """
 
     def __init__(
@@ -61,8 +85,10 @@ class Workers:
         *,
         env: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
+        oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self.task, self._env, self._clock = task, dict(env), clock
+        self._oom_kills = oom_kills
         self._zygote = self._start_zygote()
         self._ready = False
         self._epoch = _Epoch()
@@ -91,7 +117,7 @@ class Workers:
     def launch(self, epoch: int, launches: list[Launch]) -> None:
         """Start the workers of `epoch`; `poll` reports each. Nothing else may run."""
         assert not self._epoch.workers, f"epoch {self._epoch.number} still has workers"
-        self._epoch = _Epoch(epoch)
+        self._epoch = _Epoch(epoch, self._oom_kills())
         for launch in launches:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             launch.error_file.unlink(missing_ok=True)
@@ -259,7 +285,12 @@ class Workers:
 
     def _exited(self, local_rank: int, worker: _Worker, status: int) -> None:
         record = _read_record(worker.launch.error_file)
-        bad = status not in {0, -int(signal.SIGKILL)}
+        killed = status == -int(signal.SIGKILL)
+        tail = ""
+        if killed and self._oom_kills() > self._epoch.oom_kills:
+            tail = OOM_KILLED
+        elif status and not killed and record is None:
+            tail = _read_tail(worker)
         self._found.append(
             WorkerExited(
                 local_rank=local_rank,
@@ -268,7 +299,7 @@ class Workers:
                 code=status if status >= 0 else None,
                 signal=-status if status < 0 else None,
                 record=record,
-                log_tail=_read_tail(worker) if bad and record is None else "",
+                log_tail=tail,
                 beat=worker.heartbeat.read(),
             )
         )

@@ -209,6 +209,7 @@ _TELL: dict[str, _Tell] = {
     "member.lost": _fill("{who} is lost: {reason}"),
     "member.evicted": _fill("{who} is put out: {reason}"),
     "member.refused": _fill("{who} is refused: {reason}"),
+    "member.waiting": _fill("{who} waits: {reason}"),
     "membership.parked": _fill(
         "parked: {have} nodes left, the last rung needs {need}; waiting for nodes"
     ),
@@ -231,6 +232,9 @@ _TELL: dict[str, _Tell] = {
         "no whole state in memory: going on from step {back_to} ({source}); what was newer, up to "
         "step {newest}, is redone",
         every_rank=False,
+    ),
+    "snapshot.exposed": _fill(
+        "all {nodes} nodes share the machine {machine}: only storage outlives it"
     ),
     "storage.stalled": _fill("storage stood still for {seconds} s; training went on"),
     "trainer.stopping": _fill("stopping at step {step}: {why}", every_rank=False),

@@ -45,6 +45,7 @@ NODES = [
     "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
     "RuntimeError: CUDA error: unspecified launch failure",
     "OSError: [Errno 107] Transport endpoint is not connected: '/data/corpus'",
+    "RuntimeError: cuda runtime error (802) : system not yet initialized at THCGeneral.cpp:50",
 ]
 MEMORY = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB.",
@@ -55,17 +56,29 @@ MEMORY = [
 SHARED = [
     "OSError: [Errno 5] Input/output error: '/data/corpus'",
     "OSError: [Errno 101] Network is unreachable",
-    "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='hub', port=443)",
-    "HTTPError: 503 Server Error: Service Unavailable for url: https://hub/model",
-    "socket.gaierror: [Errno -3] Temporary failure in name resolution",
-    "ConnectionRefusedError: [Errno 111] Connection refused",
-    "TimeoutError: the lock of /data/index was not free within 60 s",
     "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, unhandled system error",
     "torch.distributed.DistBackendError: NCCL error in: init.cc:1, ncclInternalError",
     "BoardAwayError: the board did not answer for 60 s: OSError: [Errno 116] Stale file handle",
     "BoardAwayError: the board did not answer for 60 s: NotSentError: Connection reset by peer",
 ]
+SERVICES = [
+    "requests.exceptions.ConnectTimeout: HTTPSConnectionPool(host='hub', port=443)",
+    "HTTPError: 503 Server Error: Service Unavailable for url: https://hub/model",
+    "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+    "ConnectionRefusedError: [Errno 111] Connection refused",
+    "TimeoutError: the lock of /data/index was not free within 60 s",
+]
+DEVICES = [
+    "RuntimeError: CUDA error: unknown error",
+    "torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable",
+]
 PROGRAMS = [
+    "RuntimeError: CUDA error: device-side assert triggered",
+    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm`",
+    "AssertionError: the batch is empty",
+    "OSError: [Errno 30] Read-only file system: '/app/out'",
     "RuntimeError: shape '[4096, 1, 5, 179]' is invalid for input of size 3670016",
     "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, invalid usage",
     "IndexError: index 512 is out of range",
@@ -80,6 +93,8 @@ PROGRAMS = [
         *((text, Kind.NODE_FAULT, Action.EVICT) for text in NODES),
         *((text, Kind.OUT_OF_MEMORY, Action.RESTART) for text in MEMORY),
         *((text, Kind.INFRASTRUCTURE, Action.RESTART) for text in SHARED),
+        *((text, Kind.SERVICE, Action.RESTART) for text in SERVICES),
+        *((text, Kind.FAULT, Action.RESTART) for text in DEVICES),
         *((text, Kind.CRASH, Action.RESTART) for text in PROGRAMS),
         ("ValueError: loss is nan", Kind.CRASH, Action.RESTART),
         (PORT_TAKEN, Kind.CRASH, Action.RESTART),
@@ -104,7 +119,9 @@ def test_exceptions_mean_the_same_from_a_record_and_from_a_log(
         (signal.SIGKILL, "step 3 done\n", Kind.KILLED),
         (signal.SIGKILL, "slurmstepd: error: Detected 1 oom_kill event\n", Kind.OUT_OF_MEMORY),
         (signal.SIGTERM, "", Kind.KILLED),
-        (signal.SIGSEGV, "Fatal Python error: Segmentation fault\n", Kind.CRASH),
+        (signal.SIGSEGV, "Fatal Python error: Segmentation fault\n", Kind.FAULT),
+        (signal.SIGILL, "", Kind.FAULT),
+        (signal.SIGSYS, "", Kind.CRASH),
         (signal.SIGBUS, "", Kind.OUT_OF_MEMORY),
         (signal.SIGABRT, "", Kind.CRASH),
         (
@@ -221,3 +238,23 @@ def test_warnings_before_an_exception_decide_nothing():
         "node-a:1:1 [0] NCCL WARN Connect to 10.0.0.1 failed : Connection refused\nValueError: x\n"
     )
     assert classify(code=1, signal=None, log_tail=tail).kind is Kind.CRASH
+
+
+def test_what_a_script_warned_of_before_its_own_error_costs_no_node():
+    """Without an error file its log is all there is, and programs log what they got over."""
+    tail = (
+        "WARNING cache: OSError: [Errno 116] Stale file handle, opened again\n"
+        "Traceback (most recent call last):\n"
+        "ValueError: 3 labels for 4 rows\n"
+    )
+    assert classify(code=1, signal=None, log_tail=tail).kind is Kind.CRASH
+    kernel = FALLEN_OFF + "Traceback (most recent call last):\nValueError: x\n"
+    assert classify(code=1, signal=None, log_tail=kernel).action is Action.EVICT
+
+
+def test_the_lines_after_an_exception_are_its_own():
+    tail = (
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, unhandled cuda\n"
+        "Last error:\nCuda failure 'uncorrectable ECC error encountered'\n"
+    )
+    assert classify(code=1, signal=None, log_tail=tail).action is Action.EVICT

@@ -96,12 +96,54 @@ def test_a_crash_that_comes_back_on_another_node_is_deterministic():
     assert verdict_on(blame("a"), blame("b")).stop_code is None  # killed: nobody's program
 
 
-def test_a_crash_that_follows_one_rank_does_not_put_out_one_node_after_the_other():
+def test_a_crash_that_follows_one_rank_puts_out_nobody():
     found = [blame("a", *CRASH), blame("a", *CRASH), blame("b", *CRASH)]
-    assert verdict_on(*found[:2]).evict == "a"
-    verdict = verdict_on(*found, barred={"a": "failed twice"})
-    assert verdict.stop_code == 93
+    assert verdict_on(*found[:2]).evict is None
+    verdict = verdict_on(*found)
+    assert (verdict.evict, verdict.stop_code) == (None, 93)
     assert "a, b" in verdict.reason
+
+
+OF_THE_PROGRAM = [
+    CRASH,
+    (Kind.USER_ERROR, "ModuleNotFoundError: No module named 'wandb'"),
+    (Kind.OUT_OF_MEMORY, "torch.OutOfMemoryError: CUDA out of memory"),
+]
+OF_A_MACHINE = [
+    (Kind.KILLED, "SIGKILL"),
+    (Kind.HANG, "no progress for 300 s"),
+    (Kind.FAULT, "SIGSEGV"),
+    (Kind.INFRASTRUCTURE, "OSError: [Errno 5] Input/output error"),
+]
+BY_CLASS = Limits(max_restarts=100, window_s=100.0, node_failures=2, max_crashes=5)
+
+
+@pytest.mark.parametrize("error", OF_THE_PROGRAM)
+def test_a_program_that_fails_on_one_node_only_costs_the_job_and_never_the_node(error):
+    """With progress, budgets end it; without, `no_progress` does: nobody is put out."""
+    found = [blame("a", *error, step=n) for n in range(6)]
+    for n in range(1, 6):
+        verdict = verdict_on(*found[:n], limits=BY_CLASS)
+        assert (verdict.evict, verdict.stop_code) == (None, None)
+    assert verdict_on(*found, limits=BY_CLASS).stop_code == 94
+    stuck = verdict_on(*found[:3], limits=BY_CLASS, progress=[0, 0, 0])
+    assert (stuck.evict, stuck.stop_code) == (None, 93)
+    assert "all on a" in stuck.reason, "whoever reads it may look at that machine"
+
+
+@pytest.mark.parametrize("error", OF_THE_PROGRAM)
+@pytest.mark.parametrize("other", OF_A_MACHINE)
+def test_what_a_machine_may_have_done_counts_against_it_alone(error, other):
+    assert verdict_on(blame("a", *other), blame("a", *other), limits=BY_CLASS).evict == "a"
+    mixed = [blame("a", *error), blame("a", *other), blame("a", *error)]
+    assert [verdict_on(*mixed[:n], limits=BY_CLASS).evict for n in (1, 2, 3)] == [None] * 3
+    assert verdict_on(*mixed, blame("a", *other), limits=BY_CLASS).evict == "a"
+
+
+def test_a_service_that_one_rank_asks_for_all_costs_no_node():
+    gone = [blame("a", Kind.SERVICE, "HTTPError: 503 Server Error", step=n) for n in range(9)]
+    verdict = verdict_on(*gone, limits=BY_CLASS)
+    assert (verdict.evict, verdict.stop_code) == (None, None)
 
 
 def test_the_same_failure_wherever_a_rank_goes_costs_two_nodes_but_not_a_third():
@@ -137,7 +179,7 @@ def test_a_pod_that_fails_alike_on_two_machines_has_a_bad_program():
     assert verdict.stop_code == 93
     assert "p-0 (m1), p-0 (m2)" in verdict.reason
     again = verdict_on(blame("p-0-a", *CRASH, host="m1"), blame("p-0-b", *CRASH, host="m1"))
-    assert (again.stop_code, again.evict) == (None, "m1"), "two pods, one machine"
+    assert (again.stop_code, again.evict) == (None, None), "two pods, one machine"
 
 
 # --- no progress -----------------------------------------------------------------------
@@ -171,7 +213,7 @@ def test_lost_nodes_and_kills_say_nothing_of_the_program():
 
 
 def test_a_bad_node_at_the_start_leaves_and_does_not_stop_the_rest():
-    found = [blame("a", Kind.CRASH, "OSError: x"), blame("a", Kind.CRASH, "OSError: x")]
+    found = [blame("a", Kind.FAULT, "SIGILL"), blame("a", Kind.FAULT, "SIGILL")]
     assert verdict_on(*found, progress=[0, 0]).evict == "a"
     later = [*found, blame("b", *CRASH)]
     verdict = verdict_on(*later, progress=[0] * 3, barred={"a": "failed 2 times"})
@@ -217,6 +259,10 @@ def test_a_mended_node_starts_afresh_and_old_failures_are_forgotten():
 
 
 KINDS = st.sampled_from([k for k in Kind if k is not Kind.NODE_LOST])
+STRIKES = {
+    *(Kind.KILLED, Kind.HANG, Kind.FAULT, Kind.INFRASTRUCTURE),
+    *(Kind.NODE_FAULT, Kind.CORRUPTION, Kind.COLLATERAL),
+}
 incidents = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c", None]), KINDS, st.integers(0, 3)), max_size=12
 )
@@ -236,9 +282,10 @@ def test_no_node_fails_more_often_than_it_may_and_stays(found):
         if verdict.evict is not None:
             assert verdict.evict == node
             barred[node] = verdict.reason
-        failures = sum(e.node == node for _, e in record.entries)
-        if node is not None and failures >= LIMITS.node_failures:
+        strikes = [e for _, e in record.entries if e.node == node and e.kind in STRIKES]
+        if node is not None and kind in STRIKES and len(strikes) >= LIMITS.node_failures:
             assert verdict.evict == node or verdict.stop_code == 93
+        assert kind in STRIKES or verdict.evict is None
         if verdict.stop_code is not None:
             return
         charged = {when for when, e in record.entries if e.node not in barred}

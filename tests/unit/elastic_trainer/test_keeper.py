@@ -12,10 +12,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from test_snapshot_image import write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
 from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
 from elastic_trainer.snapshots.peer import (
@@ -219,7 +222,50 @@ def test_a_keeper_that_is_not_there_is_said() -> None:
         PeerLink(Peer(node="node7", address=HOME, port=port), prove(b"k", server=False))
 
 
+@pytest.mark.parametrize(
+    ("machines", "keeps", "told"),
+    [("aab", 2, []), ("aba", 1, []), ("aaa", 1, [("snapshot.exposed", {"machine": "a"})])],
+)
+def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
+    tmp_path: Path, keeper: Keeper, machines: str, keeps: int, told: list[object]
+) -> None:
+    """Only the node that should be asked has a keeper."""
+    peers = [
+        Peer(node=f"n{i}", address=HOME, port=keeper.port if i == keeps else 0, machine=machine)
+        for i, machine in enumerate(machines)
+    ]
+    write_peers(tmp_path / "peers", peers, 3)
+    members, spares = read_peers(tmp_path / "peers")
+    own = tmp_path / "own"
+    own.mkdir()
+    place = Place(
+        directory=own,
+        node="n0",
+        local_rank=0,
+        workers=1,
+        members=tuple(members),
+        spares=tuple(spares),
+        authenticate=prove(b"k", server=False),
+    )
+    said: list[object] = []
+    tier = MemoryTier(
+        place,
+        ParallelLayout(dp=3),
+        rank=0,
+        epoch=1,
+        every_steps=1,
+        emit=lambda event, step, **fields: said.append((event, {"machine": fields["machine"]})),
+    )
+    assert tier.take({"model": {"w": torch.ones(4)}}, 7)
+    tier.wait(60)
+    assert tier.votes() == (1.0, 0.0, 0.0)
+    with dial(keeper) as link:
+        assert [holding.header.step for holding in link.held()] == [7]
+    assert said == told
+    tier.close()
+
+
 def test_peers_are_written_and_read(tmp_path: Path) -> None:
-    peers = [Peer(node=f"n{i}", address=HOME, port=i) for i in range(3)]
+    peers = [Peer(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(3)]
     write_peers(tmp_path / "peers", peers, 2)
     assert read_peers(tmp_path / "peers") == (peers[:2], peers[2:])

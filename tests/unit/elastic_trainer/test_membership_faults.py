@@ -47,14 +47,15 @@ FAULTS = (
     "go",
     "slow",
 )
-fault_scripts = st.lists(
-    st.tuples(
-        st.floats(0.0, 6.0, allow_nan=False).map(lambda s: round(s, 3)),
-        st.sampled_from(FAULTS),
-        st.integers(0, 7),
-    ),
-    max_size=14,
-)
+
+
+def scripts_of(faults: tuple[str, ...]):
+    pauses = st.floats(0.0, 6.0, allow_nan=False).map(lambda s: round(s, 3))
+    step = st.tuples(pauses, st.sampled_from(faults), st.integers(0, 7))
+    return st.lists(step, max_size=14)
+
+
+fault_scripts = scripts_of(FAULTS)
 
 
 def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
@@ -110,6 +111,11 @@ def inject(cluster: Cluster, fault: str, which: int, nodes: int) -> None:
             cluster.report(node, NodeLeaving(reason="a failed check"))
         case "go" if node:
             cluster.report(node, LeaveAsked(reason="drained"))
+        case "again":  # the coordinator's pod was deleted by force, and is made anew elsewhere
+            places = [n.me.node for n in alive]
+            for leader in [n for n in alive if n.machine.is_coordinator]:
+                if places.count(leader.me.node) == 1:
+                    cluster.add(leader.me.node, host=f"again{len(cluster.nodes)}")
         case "slow":
             cluster.delay_s = (0.0005, 0.002, 0.02, 0.2)[which % 4]
         case _:
@@ -123,7 +129,9 @@ def warm_all(cluster: Cluster) -> None:
             cluster.report(node, WorkersReady())
 
 
-def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]) -> Cluster:
+def play(
+    nodes: int, least: int, seed: int, script: list[tuple[float, str, int]], *, pods: bool = False
+) -> Cluster:
     limits = Settings(
         rung_nodes=tuple(range(nodes, least - 1, -1)),
         expected_nodes=nodes,
@@ -135,7 +143,8 @@ def play(nodes: int, least: int, seed: int, script: list[tuple[float, str, int]]
     )
     cluster = Cluster(limits, seed=seed)
     for i in range(nodes):
-        cluster.add(f"node{i}", ready=seed % 2 == 0 or i % 2 == 0)
+        host = f"m{i}" if pods else None
+        cluster.add(f"node{i}", host=host, ready=seed % 2 == 0 or i % 2 == 0)
     cluster.run(1.0)
     for pause_s, fault, which in script:
         cluster.run(cluster.now + pause_s)
@@ -192,6 +201,29 @@ def test_a_member_drained_from_the_last_rung_leaves_a_job_that_parks():
 @quick
 def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, script):
     check_stops(nodes, slack, seed, script)
+
+
+@given(
+    nodes=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+    script=scripts_of(
+        ("again", "again", "kill", "power", "pause", "resume", "start", "cut", "heal")
+    ),
+)
+@quick
+def test_of_a_pod_and_those_made_anew_in_its_place_the_newest_takes_part_in_the_end(
+    nodes, seed, script
+):
+    """No two ever lead one term (membership_sim looks), and nobody that lives is refused."""
+    cluster = play(nodes, 1, seed, script, pods=True)
+    newest = {node.me.node: node for node in cluster.nodes if node.alive or node.stopped}
+    assert [n.stopped for n in newest.values() if n.stopped] == []
+    for node in cluster.up:
+        if node is not newest[node.me.node]:
+            cluster.kill(node)  # at last the kubelet gets to it
+    if cluster.up:
+        cluster.run_until(cluster.settled, within=HEALED_WITHIN_S)
+        assert {node.me.node for node in cluster.up} == newest.keys()
 
 
 @pytest.mark.slow

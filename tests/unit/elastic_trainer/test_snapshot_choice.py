@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.layout import AXES, ParallelLayout
-from elastic_trainer.snapshots.buddies import copy_node, shard_of
+from elastic_trainer.snapshots.buddies import copy_node, on_one_machine, shard_of
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
@@ -34,57 +37,99 @@ def layouts(draw: st.DrawFn) -> tuple[ParallelLayout, int]:
     return layout, draw(st.sampled_from(divisors))
 
 
-@given(layouts())
-def test_every_shard_outlives_any_one_node(given_: tuple[ParallelLayout, int]) -> None:
+def apart(layout: ParallelLayout, workers: int) -> list[str]:
+    """Every node a machine of its own."""
+    return [f"m{node}" for node in range(layout.world_size // workers)]
+
+
+@given(layouts(), st.data())
+def test_every_shard_outlives_any_one_machine(
+    given_: tuple[ParallelLayout, int], data: st.DataObject
+) -> None:
+    """However nodes and spares lie on machines; on one machine, any one node."""
     layout, workers = given_
-    num_nodes = layout.world_size // workers
-    held: dict[int, set[int]] = {}
+    num_nodes, spares = layout.world_size // workers, data.draw(st.integers(0, 2))
+    names = st.sampled_from(["m0", "m1", "m2", "m3"])
+    machines = data.draw(
+        st.one_of(
+            st.lists(names, min_size=num_nodes + spares, max_size=num_nodes + spares),
+            st.just([f"m{node}" for node in range(num_nodes + spares)]),
+        )
+    )
+    one = on_one_machine(machines)
+    held: dict[int, set[object]] = {}
     for rank in range(layout.world_size):
         shard, num_shards = shard_of(layout, rank)
         assert 0 <= shard < num_shards
         assert num_shards * layout.dp_replicate == layout.world_size
-        nodes = held.setdefault(shard, set())
-        nodes.add(rank // workers)
-        copy = copy_node(layout, rank, workers)
-        if copy is not None:
-            assert copy != rank // workers
-            assert 0 <= copy < num_nodes
-            nodes.add(copy)
+        copy = copy_node(layout, rank, workers, machines)
+        assert copy is None or 0 <= copy < num_nodes + spares
+        for node in {rank // workers, copy} - {None}:
+            held.setdefault(shard, set()).add(node if one else machines[node])
     assert len(held) == num_shards
     if num_nodes > 1:
-        assert all(len(nodes) > 1 for nodes in held.values())
+        assert all(len(places) > 1 for places in held.values())
 
 
-@given(layouts())
-def test_no_node_keeps_much_more_than_it_gives(given_: tuple[ParallelLayout, int]) -> None:
+@given(layouts(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_no_node_keeps_much_more_than_it_gives(
+    given_: tuple[ParallelLayout, int], on_each: int, random: Random
+) -> None:
+    """As long as no machine has more than half of the nodes."""
     layout, workers = given_
+    num_nodes = layout.world_size // workers
+    machines = [f"m{node // on_each}" for node in range(num_nodes)]
+    random.shuffle(machines)
     kept: dict[int, int] = {}
     for rank in range(layout.world_size):
-        copy = copy_node(layout, rank, workers)
+        copy = copy_node(layout, rank, workers, machines)
         if copy is not None:
             kept[copy] = kept.get(copy, 0) + 1
-    assert max(kept.values(), default=0) <= 2 * workers
+    if 2 * max(map(machines.count, machines)) <= num_nodes:
+        assert max(kept.values(), default=0) <= 2 * workers
 
 
 def test_the_copy_goes_to_another_replica_first() -> None:
     # Two nodes a replica: its neighbour would often be lost with it.
     layout = ParallelLayout(dp=2, pp=2, tp=2)
-    assert [copy_node(layout, rank, 2) for rank in range(8)] == [2, 2, 3, 3, 0, 0, 1, 1]
+    copies = [copy_node(layout, rank, 2, apart(layout, 2)) for rank in range(8)]
+    assert copies == [2, 2, 3, 3, 0, 0, 1, 1]
 
 
 def test_one_replica_copies_to_the_next_node() -> None:
     layout = ParallelLayout(pp=4)
-    assert [copy_node(layout, rank, 1) for rank in range(4)] == [1, 2, 3, 0]
+    assert [copy_node(layout, rank, 1, apart(layout, 1)) for rank in range(4)] == [1, 2, 3, 0]
 
 
-def test_replicas_of_hsdp_need_no_copy() -> None:
+@pytest.mark.parametrize(
+    ("machines", "copies"),
+    [
+        ("aabb", [2, 3, 0, 1]),
+        ("abba", [1, 0, 3, 2]),
+        ("aabc", [2, 3, 0, 1]),
+        ("aaab", [3, 3, 3, 0]),
+        ("aaaa", [1, 2, 3, 0]),  # nothing is better than the next node
+        ("aaaab", [4, 4, 4, 4]),  # a spare
+    ],
+)
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=4), ParallelLayout(pp=4)])
+def test_the_copy_goes_to_another_machine(
+    layout: ParallelLayout, machines: str, copies: list[int]
+) -> None:
+    assert [copy_node(layout, rank, 1, machines) for rank in range(4)] == copies
+
+
+def test_replicas_of_hsdp_need_no_copy_but_on_the_same_machine() -> None:
     layout = ParallelLayout(dp=4, dp_replicate=2)
     assert [shard_of(layout, rank) for rank in range(4)] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert [copy_node(layout, rank, 1) for rank in range(4)] == [None] * 4
+    assert [copy_node(layout, rank, 1, "abcd") for rank in range(4)] == [None] * 4
+    assert [copy_node(layout, rank, 1, "aabb") for rank in range(4)] == [None] * 4
+    # Rank 0 and its replica, rank 2, share a machine; so do 1 and 3.
+    assert [copy_node(layout, rank, 1, "abab") for rank in range(4)] == [1, 0, 3, 2]
     # Both replicas of a shard on one node are lost together.
-    assert [copy_node(layout, rank, 4) for rank in range(4)] == [None] * 4  # one node only
+    assert [copy_node(layout, rank, 4, "a") for rank in range(4)] == [None] * 4  # one node only
     wide = ParallelLayout(dp=4, dp_replicate=2, tp=2, order=("dp", "tp", "cp", "pp"))
-    assert all(copy_node(wide, rank, 4) is not None for rank in range(8))
+    assert all(copy_node(wide, rank, 4, "ab") is not None for rank in range(8))
 
 
 def holding(

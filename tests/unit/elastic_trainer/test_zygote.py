@@ -18,7 +18,9 @@ from elastic_trainer.agent.membership.tasks import (
     WorkerStarted,
     ZygoteLost,
 )
+from elastic_trainer.agent.workers.ends import failure_of
 from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.failures import Kind
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 
@@ -177,6 +179,25 @@ def test_the_log_tail_is_of_this_epoch_alone(workers: Workers, tmp_path: Path) -
     assert "child does exit 6" in ended.log_tail
     assert "child does exit 5" not in ended.log_tail
     assert "child does exit 5" in (tmp_path / "logs" / "0.log").read_text()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_sigkill_is_want_of_memory_when_the_kernel_has_killed_for_it(
+    tmp_path: Path, killed: int
+) -> None:
+    task = Task(kind="main", target=CHILD, cwd=str(tmp_path))
+    counts = iter([7, 7 + killed])
+    workers = Workers(task, env=base_env(), oom_kills=lambda: next(counts))
+    try:
+        workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
+        (started,) = until_started(workers)
+        os.kill(started.pid, signal.SIGKILL)
+        (ended,) = until_exited(workers)
+        failure = failure_of(ended, beats=True)
+        assert failure is not None
+        assert failure.kind is (Kind.OUT_OF_MEMORY if killed else Kind.KILLED)
+    finally:
+        workers.close()
 
 
 def test_kill_all_reaps_stopped_workers_and_their_families(
