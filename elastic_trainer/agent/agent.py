@@ -179,6 +179,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
                     self._scripts.ask(notice.request, self._clock())
+                    self._forgive(self._epoch)
             case JobStopped():
                 self._result = notice
 
@@ -256,6 +257,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if epoch.held is not None:
             self._fail(epoch, epoch.held)
             return
+        self._ended(epoch)
+
+    def _ended(self, epoch: Running) -> None:
+        """Report that no worker of an epoch is left here, and that none has failed."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._membership.report(
@@ -268,6 +273,16 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         )
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
+
+    def _forgive(self, epoch: Running) -> None:
+        """Take back a failure that was not reported yet: peers that were asked first caused it."""
+        if epoch.held is None or epoch.failed or not self._scripts.asked:
+            return
+        if self._scripts.take_requests(self._workers):
+            return  # those that are left would wait for the one that failed
+        epoch.held, epoch.finished, self._scripts.saved = None, False, False
+        if not self._workers.alive:
+            self._ended(epoch)
 
     def _fail(self, epoch: Running, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
@@ -371,6 +386,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             wish: type[LeaveAsked | StopAsked] = LeaveAsked if alone else StopAsked
             if wish not in self._asked:
                 self._asked.add(wish)
+                self._scripts.agent_signalled()
                 self._membership.report(wish(reason=name))
             if self._urgings > 1:
                 self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")

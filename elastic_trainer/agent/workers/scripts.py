@@ -65,9 +65,11 @@ class Scripts:
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s = grace_s
         self._stop: _Stop | None = None
+        self._signalled = False
+        """This node's agent was signalled: a scheduler signals the workers beside it."""
         self._shown_step, self._shown_at = 0, float("-inf")
         self.saved = True
-        """No worker of this epoch left on a signal without saying that it had saved."""
+        """Every worker of this epoch that was asked to leave said, by its code, that it saved."""
 
     # -- the start of an epoch --------------------------------------------------------------
 
@@ -138,10 +140,9 @@ class Scripts:
         stop = self._stop
         if stop is None:
             return
-        beats, pids = workers.beats(), workers.pids()
-        if any(beat.listens for beat in beats.values()):
+        if self.take_requests(workers):
             return  # they leave at a step that they agree on
-        for local_rank, pid in pids.items():
+        for local_rank, pid in workers.pids().items():
             if local_rank not in stop.signalled:
                 stop.signalled.add(local_rank)
                 self._log.emit(
@@ -158,25 +159,38 @@ class Scripts:
             elif now >= stop.kill_at:
                 workers.send(local_rank, signal.SIGKILL)
 
+    @staticmethod
+    def take_requests(workers: Workers) -> bool:
+        """Return whether the script looks at what is asked for, by the API."""
+        return any(beat.listens for beat in workers.beats().values())
+
+    def agent_signalled(self) -> None:
+        """Note that this node's agent was asked to stop or to leave; the request follows."""
+        self._signalled = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether scripts are being asked to leave: how they end from now on is no failure."""
+        return self._task.kind != "main" and (self._stop is not None or self._signalled)
+
     def judge(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
-        """Return what the end of a worker means: one that was signalled to leave did not fail."""
-        stop = self._stop
-        if stop is None or exited.local_rank not in stop.signalled:
+        """Return what the end of a worker means: one that was asked to leave did not fail.
+
+        It may not have had its own SIGTERM yet: the peers that left first take it along.
+        """
+        if not self.asked:
             return failure
-        if exited.code not in {EXIT_DONE, EXIT_SAVED}:
-            self.saved = False
-        return None
+        self.saved = self.saved and exited.code == EXIT_SAVED
+        return failure if exited.beat.listens else None
 
     def finished(self, exited: WorkerExited) -> bool:
         """Return whether a worker that ended well has done all there is to do.
 
-        One that was signalled for the sake of growth has not: it starts again.
+        Its exit code 0 says so unless it was asked to leave: handlers of SIGTERM end with 0 in
+        the midst of training. Then only `api.Run.finish` does.
         """
-        if exited.code == EXIT_DONE:
-            stop = self._stop
-            signalled = stop is not None and exited.local_rank in stop.signalled
-            return not signalled or (stop is not None and Request.GROW not in stop.request)
-        return False
+        told = exited.beat.section is Section.FINISHED
+        return exited.code == EXIT_DONE and (told or not self.asked)
 
     def close(self) -> None:
         """Show what was written last."""

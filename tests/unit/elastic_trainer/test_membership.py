@@ -214,13 +214,14 @@ def test_a_stop_saves_everywhere_then_ends_with_91():
     assert cluster.board.content[0].lease is None
 
 
-def test_a_stop_of_scripts_that_did_not_say_that_they_saved_ends_with_1():
+def test_a_stop_of_scripts_that_did_not_say_that_they_saved_also_ends_with_91():
     cluster = started(3)
     cluster.up[1].saves = False
     cluster.report(cluster.up[2], StopAsked(reason="SIGTERM"))
     cluster.run(cluster.now + 3.0)
-    assert {n.stopped.code for n in cluster.nodes} == {1}
-    assert "left without saying that they had saved" in cluster.nodes[0].stopped.reason
+    assert {n.stopped.code for n in cluster.nodes} == {91}
+    assert "saved at" not in cluster.nodes[0].stopped.reason
+    assert not cluster.board.content[0].finished
 
 
 def test_growth_does_not_ask_scripts_whether_they_saved():
