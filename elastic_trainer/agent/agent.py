@@ -7,6 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -228,6 +229,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._now_running(epoch)  # a script tells nothing better
 
     def _on_exit(self, exited: WorkerExited) -> None:
+        exited = replace(exited, beat=self._scripts.since_the_beginning(exited.beat))
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
         failure = self._scripts.judge(exited, failure)
         log_exit(self._log, exited, failure)
@@ -313,7 +315,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         begin, had = self._clock(), self._workers.alive
         self._epoch = None
         exits, unreapable = self._workers.kill_all(self._config.kill_deadline_s)
-        for exited in exits:
+        for item in exits:
+            exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
             log_exit(self._log, exited, failure, f"killed by the agent: {reason}" if killed else "")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import agent_bench as a
 import pytest
@@ -30,6 +31,7 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.script_steps import WRITER, newest_step
 
 HANDLER = """
 import signal, sys, time
@@ -133,6 +135,42 @@ def test_a_failure_that_peers_caused_by_leaving_on_request_is_taken_back(
         assert exits[0]["kind"] is None
 
 
+STEPS = """
+import sys, time
+import torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.ones(1)
+optimizer = getattr(torch.optim, sys.argv[1])([parameter], lr=0.1)
+for step in range(5):
+    optimizer.step()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("SGD", [105, 110]), ("Adam", [5, 5])])
+def test_steps_count_from_the_beginning_of_the_training(
+    tmp_path: Path, optimizer: str, steps: list[int]
+) -> None:
+    """SGD does not count: they go on where the record, then the epoch before, has ended."""
+    (tmp_path / "script.py").write_text(STEPS)
+    earlier = EventLog(tmp_path, f"{WRITER}n7", node="n7", epoch=3)
+    for step in (99, 100):
+        earlier.emit("script.progress", step=step)
+    earlier.close()
+    with (tmp_path / "events" / f"{WRITER}n7.jsonl").open("a") as file:
+        file.write('{"event": "script.progress", "step": 10')  # torn by a crash
+    task = Task(kind="script", target=str(tmp_path / "script.py"), args=(optimizer,))
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+
+    def play(m: a.ScriptedMembership) -> None:
+        for epoch, step in zip((4, 5), steps, strict=True):
+            m.say(a.formed(epoch, a.ME))
+            m.expect(WorkersRunning)
+            t.until(lambda step=step: newest_step(tmp_path) == step, f"no step {step}")
+
+    run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
+
+
 def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -> None:
     code = "import os, sys; print('step', 3); print(os.environ['HOLDFAST_LAYOUT'], file=sys.stderr)"
     task = Task(kind="command", target=sys.executable, args=("-c", code))
@@ -161,6 +199,7 @@ def run(
     grace_s: float = 30.0,
     settle_s: float = 0.05,
     streams: dict[int, Streams] | None = None,
+    **record: Any,
 ) -> list[Event]:
     """Run one agent until the played coordinator stops the job; return its events."""
     (tmp_path / "scratch").mkdir()
@@ -189,7 +228,13 @@ def run(
         waker=waker,
         log=log,
         scripts=Scripts(
-            task, layouts, log, follower=follower, split=streams is not None, grace_s=grace_s
+            task,
+            layouts,
+            log,
+            follower=follower,
+            split=streams is not None,
+            grace_s=grace_s,
+            **record,
         ),
     )
     try:
