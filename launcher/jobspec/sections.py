@@ -166,7 +166,9 @@ class Elastic(Section):
     """How the job lives with failures."""
 
     min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None, description="Fewest nodes to train on; null: the nodes of one dp replica."
+        None,
+        description="Fewest nodes to train on; null: the nodes of one dp replica, of a command "
+        "all nodes, for its batch changes with them.",
     )
     max_restarts: Annotated[int, Field(ge=0, le=10**9)] = Field(
         100, description="Job-wide restarts within window_s; then exit code 94."

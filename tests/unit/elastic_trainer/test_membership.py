@@ -123,6 +123,24 @@ def test_below_the_last_rung_the_job_parks_and_goes_on_with_a_replacement():
     cluster.run_until(cluster.settled, within=1.0)
 
 
+def test_a_parked_job_ends_with_92_once_no_node_has_come_for_long():
+    """So that its scheduler finds others; a fixed number of nodes would else wait for its limit."""
+    cluster = started(3, least=3, join_timeout_s=60.0)
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 50)
+    node = cluster.add("node9")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.run(cluster.now + 30)
+    assert all(node.stopped is None for node in cluster.up), "it was parked for 50 s only"
+    cluster.kill(node)
+    cluster.run(cluster.now + 50)
+    assert all(node.stopped is None for node in cluster.up)
+    up = cluster.up
+    cluster.run(cluster.now + 15)
+    assert {node.stopped.code for node in up} == {92}
+    assert "2 nodes are left, the last rung needs 3" in up[0].stopped.reason
+
+
 def test_growth_waits_for_the_boundary_and_costs_no_failure():
     cluster = started(3)
     cluster.kill(others(cluster)[0])
