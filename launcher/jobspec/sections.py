@@ -201,7 +201,8 @@ class Elastic(Section):
         1800.0, description="The same until the second step of an epoch is done."
     )
     join_timeout_s: Seconds = Field(
-        600.0, description="Seconds the first epoch waits for all nodes."
+        600.0,
+        description="Seconds the first epoch waits for all nodes, and a job with too few for more.",
     )
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of agents.")
     dead_after_s: Seconds = Field(5.0, description="Seconds of silence: the agent is dead.")
