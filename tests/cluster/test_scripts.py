@@ -247,8 +247,8 @@ def test_a_stopped_run_goes_on_by_resume_and_its_steps_count_on(tmp_path):
     )
 
     def shown():
-        lines = [line for path in (run / "events").glob("script-*") for line in path.open()]
-        return [json.loads(line)["step"] for line in lines if line[-1:] == "\n"]
+        text = "".join(path.read_text() for path in (run / "events").glob("script-*"))
+        return [json.loads(line)["step"] for line in text.splitlines(True) if line[-1:] == "\n"]
 
     deadline = time.monotonic() + DEADLINE_S
     while not shown() or max(shown()) < 20:
