@@ -109,7 +109,8 @@ class ElasticSection:
     start_ceiling_s: float = 1800.0
     """The same until the second step of an epoch is done (imports, restore, compile)."""
     join_timeout_s: float = 600.0
-    """How long the first epoch waits for all nodes before going on with a lower rung."""
+    """How long the first epoch waits for all nodes before going on with a lower rung, and a job
+    with too few for the last rung for others, before it ends with 92."""
     heartbeat_s: float = 1.0
     """Between agents."""
     dead_after_s: float = 5.0

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-"""The agent's own fault, or workers that left on a signal without having saved."""
+"""The agent's own fault."""
 EXIT_SAVED = 91
-"""Saved on a signal: requeue me."""
+"""Stopped on request, saved or left at an older checkpoint of its own: requeue me."""
 EXIT_TOO_FEW_NODES = 92
 EXIT_DO_NOT_RESTART = 93
 """A user or config error, or a crash that would come back."""

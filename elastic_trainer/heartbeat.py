@@ -73,7 +73,8 @@ _MILLI_BITS = 20
     _PART,
     _PLACE,
     _LISTENS,
-) = range(11)
+    _FROM_START,
+) = range(12)
 _TOTALS = 16
 _GAPS = _TOTALS + 16
 _WORDS = _GAPS + len(Part) * BUCKETS
@@ -108,6 +109,9 @@ class Beat:
     """Whom it may be compared with: the place in the pipeline."""
     listens: bool = False
     """The worker looks at what is asked for; of a script nobody knows until it says so."""
+    from_start: bool = False
+    """`step` counts from the worker's start, for nothing tells where a script resumed; else
+    from the beginning of the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,10 @@ class Heartbeat:
         """Worker: say which ranks make the same marks as this one."""
         self._words[_LANE] = lane
 
+    def count_from_start(self, *, yes: bool) -> None:
+        """Worker: say what `step` counts from, see `Beat.from_start`."""
+        self._words[_FROM_START] = yes
+
     def read(self) -> Beat:
         """Agent: the newest reading."""
         words = self._words
@@ -201,6 +209,7 @@ class Heartbeat:
             words[_PLACE],
             words[_LANE],
             bool(words[_LISTENS]),
+            bool(words[_FROM_START]),
         )
 
     def pace(self) -> Pace:

@@ -18,7 +18,9 @@ from elastic_trainer.heartbeat import Heartbeat, Request, Section
 class StepCounter:
     """Writes this worker's steps into `heartbeat`.
 
-    Counted steps begin at 1 in every epoch, since nobody knows where the script resumed.
+    An optimizer that counts its own steps in its state (Adam and most others; not SGD) tells
+    where the script resumed, once it has loaded that state. Of others counted steps begin at 1
+    in every worker, which the heartbeat says.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -28,6 +30,8 @@ class StepCounter:
         self._leader: weakref.ref[Any] | None = None
         """The optimizer whose steps count: the first seen of those that still live."""
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._from_start = True
+        """No optimizer has told how many steps it had done before this worker began."""
 
     def count_optimizer_steps(self) -> None:
         """Count the steps of torch's optimizers from now on, until `report` is called."""
@@ -37,7 +41,12 @@ class StepCounter:
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """Take the end of an optimizer's step; of several optimizers the busiest counts."""
-        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if optimizer not in self._counts:
+            own = own_count(optimizer)
+            self._from_start = self._from_start and own is None
+            self._counts[optimizer] = (own or 1) - 1
+            self._heartbeat.count_from_start(yes=self._from_start)
+        count = self._counts[optimizer] = self._counts[optimizer] + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         step = self._step + 1 if self._leader() is optimizer else self._step
@@ -54,6 +63,7 @@ class StepCounter:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._heartbeat.count_from_start(yes=False)
         self._heartbeat.beat(step=step, section=section, committed_step=committed_step)
 
     def listen(self) -> None:
@@ -67,6 +77,28 @@ class StepCounter:
     def save_served(self) -> None:
         """Tell the agent that the save it asked for is under way."""
         self._heartbeat.save_served()
+
+
+def own_count(optimizer: Any) -> int | None:
+    """Return how many steps an optimizer says that it has done; None: it does not count.
+
+    As torch.optim keeps it: `step` in the state of each parameter, a number or a tensor; or in
+    a parameter group, as Apex does. Of several the highest: a parameter without a gradient is
+    left out of a step. A tensor on a device is waited for, so ask once.
+    """
+    states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
+    found = [state["step"] for state in (*states, *optimizer.param_groups) if "step" in state]
+    return max((int(step) for step in found if _is_count(step)), default=None)
+
+
+def _is_count(step: Any) -> bool:
+    from torch import Tensor, cuda
+
+    if isinstance(step, Tensor):
+        # While a CUDA graph is captured nothing can be read from the device.
+        captured = step.is_cuda and cuda.is_current_stream_capturing()
+        return step.numel() == 1 and not step.is_meta and not captured
+    return isinstance(step, int | float)
 
 
 _counter: tuple[int, StepCounter | None] | None = None

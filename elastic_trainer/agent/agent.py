@@ -7,6 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
@@ -179,6 +180,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
                     self._scripts.ask(notice.request, self._clock())
+                    self._forgive(self._epoch)
             case JobStopped():
                 self._result = notice
 
@@ -227,6 +229,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._now_running(epoch)  # a script tells nothing better
 
     def _on_exit(self, exited: WorkerExited) -> None:
+        exited = replace(exited, beat=self._scripts.since_the_beginning(exited.beat))
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
         failure = self._scripts.judge(exited, failure)
         log_exit(self._log, exited, failure)
@@ -256,6 +259,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if epoch.held is not None:
             self._fail(epoch, epoch.held)
             return
+        self._ended(epoch)
+
+    def _ended(self, epoch: Running) -> None:
+        """Report that no worker of an epoch is left here, and that none has failed."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
         self._membership.report(
@@ -268,6 +275,16 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         )
         self._group.state = WorkerState.SUCCEEDED
         self._epoch = None
+
+    def _forgive(self, epoch: Running) -> None:
+        """Take back a failure that was not reported yet: peers that were asked first caused it."""
+        if epoch.held is None or epoch.failed or not self._scripts.asked:
+            return
+        if self._scripts.take_requests(self._workers):
+            return  # those that are left would wait for the one that failed
+        epoch.held, epoch.finished, self._scripts.saved = None, False, False
+        if not self._workers.alive:
+            self._ended(epoch)
 
     def _fail(self, epoch: Running, report: WorkersFailed) -> None:
         """Report the first failure of an epoch and end what is left of it here."""
@@ -298,7 +315,8 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         begin, had = self._clock(), self._workers.alive
         self._epoch = None
         exits, unreapable = self._workers.kill_all(self._config.kill_deadline_s)
-        for exited in exits:
+        for item in exits:
+            exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
             log_exit(self._log, exited, failure, f"killed by the agent: {reason}" if killed else "")
@@ -371,6 +389,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             wish: type[LeaveAsked | StopAsked] = LeaveAsked if alone else StopAsked
             if wish not in self._asked:
                 self._asked.add(wish)
+                self._scripts.agent_signalled()
                 self._membership.report(wish(reason=name))
             if self._urgings > 1:
                 self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")

@@ -35,6 +35,7 @@ from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.name_service import ask_for_a_name
+from elastic_trainer.script_steps import WRITER
 from elastic_trainer.snapshots.peer import KEEPER_LABEL
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def _agent(
             options.task,
             options.layouts,
             log,
+            shown=EventLog(options.record_dir, f"{WRITER}{options.node}", node=options.node),
             record_dir=options.record_dir,
             follower=follower,
             split=options.streams is not None,

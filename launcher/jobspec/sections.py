@@ -166,7 +166,9 @@ class Elastic(Section):
     """How the job lives with failures."""
 
     min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None, description="Fewest nodes to train on; null: the nodes of one dp replica."
+        None,
+        description="Fewest nodes to train on; null: the nodes of one dp replica, of a command "
+        "all nodes, for its batch changes with them.",
     )
     max_restarts: Annotated[int, Field(ge=0, le=10**9)] = Field(
         100, description="Job-wide restarts within window_s; then exit code 94."
@@ -201,7 +203,8 @@ class Elastic(Section):
         1800.0, description="The same until the second step of an epoch is done."
     )
     join_timeout_s: Seconds = Field(
-        600.0, description="Seconds the first epoch waits for all nodes."
+        600.0,
+        description="Seconds the first epoch waits for all nodes, and a job with too few for more.",
     )
     heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of agents.")
     dead_after_s: Seconds = Field(5.0, description="Seconds of silence: the agent is dead.")

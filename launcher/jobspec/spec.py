@@ -142,9 +142,14 @@ class JobSpec(values.Section):
 
     @property
     def min_nodes(self) -> int:
-        """Fewest nodes to train on; by default those of one dp replica."""
+        """Fewest nodes to train on; by default those of one dp replica, of a command all.
+
+        For a script's batch is usually so much a rank: on fewer nodes it would train otherwise.
+        """
         if self.elastic.min_nodes is not None:
             return self.elastic.min_nodes
+        if self.command is not None:
+            return self.cluster.nodes
         replica = self.layout.tp * self.layout.cp * self.layout.pp
         return min(self.cluster.nodes, -(-replica // self.cluster.gpus_per_node))
 

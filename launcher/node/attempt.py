@@ -1,6 +1,6 @@
 """One start of the batch script: its name, and what is kept of it in RUN/attempts/<name>/.
 
-begin.json      written by `begin`: when, the newest step that was committed then; of Slurm also
+begin.json      written by `begin`: when, the newest step that counted then; of Slurm also
                 the job and the nodes that it was given
 batch.beat      a number that rises while the batch script lives
 exit/<node>     how that node's agent ended
@@ -38,7 +38,7 @@ class Past:
     name: str
     begun_unix: float
     step: int
-    """Newest committed step when it began; -1: none."""
+    """Newest step that counted when it began, see begin.newest_step; -1: none."""
     code: int | None = None
     """How it ended; None: nobody could say so."""
     failed: bool = False

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from elastic_trainer import script_steps
 from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.node import board
@@ -39,7 +40,7 @@ def begin(attempt: Attempt, env: Mapping[str, str]) -> int:
     for folder in (attempt.dir, attempt.logs):
         folder.mkdir(parents=True, exist_ok=True)
     given = {"platform": "slurm", "job": attempt.slurm_id, "nodes": env.get("SLURM_JOB_NODELIST")}
-    step = board.newest_step(state)
+    step = newest_step(run_dir, config, state)
     write_json(attempt.dir / "begin.json", {"t_unix": now, "step": step, **given})
     for change in warn_if_changed(run_dir):
         say(f"warning: the environment is not the one recorded at submission: {change}")
@@ -64,14 +65,14 @@ def decide(
         OSError: the run directory cannot be read.
     """
     run_dir = attempt.run_dir
-    jobs = lineage(run_dir, attempt.job_id)
+    jobs, step = lineage(run_dir, attempt.job_id), newest_step(run_dir, config, state)
     lease = board.live_lease(run_dir, lambda job: job.partition(".")[0] in jobs)
     return may_begin(
         finished=state.finished,
         stop_asked=stop_request.asked(run_dir),
         live_job=None if lease is None else f"{lease.job} (coordinated by {lease.node})",
         past=[past for past in pasts(run_dir, jobs) if past.name != attempt.name],
-        step=board.newest_step(state),
+        step=None if step < 0 and config.command is not None else step,
         now_unix=now_unix,
         budget=Budget(
             max_restarts=config.elastic.max_restarts,
@@ -80,6 +81,18 @@ def decide(
         ),
         before=f"{attempt.job_id}.{attempt.restart - 1}",
     )
+
+
+def newest_step(run_dir: Path, config: TrainConfig, state: board.State) -> int:
+    """Return the newest step that counts as progress; -1: none is known.
+
+    Of a script also what it has shown: its own checkpoints are on no board.
+
+    Raises:
+        OSError: the record cannot be read.
+    """
+    shown = None if config.command is None else script_steps.newest_step(run_dir)
+    return max(board.newest_step(state), -1 if shown is None else shown)
 
 
 def _refuse(attempt: Attempt, decision: Decision) -> int:

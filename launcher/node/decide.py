@@ -52,7 +52,7 @@ def may_begin(
     stop_asked: bool,
     live_job: str | None,
     past: Sequence[Past],
-    step: int,
+    step: int | None,
     now_unix: float,
     budget: Budget,
     before: str | None = None,
@@ -64,7 +64,8 @@ def may_begin(
         stop_asked: the user wants it to stay stopped.
         live_job: another job that trains this run right now, or None.
         past: attempts since the user submitted the run, oldest first.
-        step: newest committed step; -1: none.
+        step: newest step that counts; -1: none; None: nobody knows, as of a script that shows
+            none. Then only the budget decides.
         now_unix: the time.
         budget: restarts allowed.
         before: name of this job's attempt before this one; its 93 or 94 is final. A caretaker
@@ -87,7 +88,7 @@ def may_begin(
     return _within(past, step=step, now_unix=now_unix, budget=budget)
 
 
-def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget) -> Decision:
+def _within(past: Sequence[Past], *, step: int | None, now_unix: float, budget: Budget) -> Decision:
     bad = [
         p
         for p in past
@@ -100,6 +101,8 @@ def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget)
             f"elastic.max_restarts is {budget.max_restarts}; the last, {bad[-1].name}: "
             f"{bad[-1].reason or 'no reason is known'}; mend that, then holdfast submit --resume",
         )
+    if step is None:
+        return GO
     idle, newest = 0, step
     for p in reversed(past):
         if not p.failed or p.step < newest:
@@ -108,9 +111,10 @@ def _within(past: Sequence[Past], *, step: int, now_unix: float, budget: Budget)
     if idle >= budget.no_progress:
         return Decision(
             code=EXIT_DO_NOT_RESTART,
-            reason=f"HF672 {idle} attempts in a row have failed without a new checkpoint; the "
-            f"last, {past[-1].name}: {past[-1].reason or 'no reason is known'}; mend that, or save "
-            "more often (checkpoint.every_s), then holdfast submit --resume",
+            reason=f"HF672 {idle} attempts in a row have ended without a step beyond "
+            f"{max(step, 0)} that counts (saved, or shown by a script); the last, "
+            f"{past[-1].name}: {past[-1].reason or 'no reason is known'}; fix that, or save more "
+            "often (checkpoint.every_s, or the script's own), then holdfast submit --resume",
         )
     return GO
 

@@ -28,7 +28,7 @@ from elastic_trainer.failures import (
 from launcher import stop_request
 from launcher.node import board
 from launcher.node.attempt import Attempt, NodeError
-from launcher.node.begin import decide, read_config
+from launcher.node.begin import decide, newest_step, read_config
 from launcher.node.decide import NOTHING_TO_DO, verdict
 from launcher.node.pod_decide import (
     AGAIN,
@@ -144,7 +144,7 @@ class Pod:
                 )
         for folder in (attempt.dir, attempt.logs):
             folder.mkdir(parents=True, exist_ok=True)
-        step = board.newest_step(state)
+        step = newest_step(self._run_dir, config, state)
         if publish_json(attempt.dir / "begin.json", {"t_unix": time.time(), "step": step}):
             nodes = config.ladder.rungs[0].num_nodes
             note(attempt, "run.started", attempt=attempt.name, nodes=nodes)

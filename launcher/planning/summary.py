@@ -45,7 +45,18 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     if spec.command is None:
         return lines
     # Model and batch are the script's business.
-    return [f"command  {shlex.join(spec.command)}", *lines[1:3], lines[-2]]
+    head = [f"command  {shlex.join(spec.command)}", *lines[1:3]]
+    least = rungs[-1]
+    if len(rungs) == 1:
+        fixed = f"{least.num_nodes:,} nodes, fixed: a lost node is replaced or waited for"
+        opt_in = "" if spec.elastic.min_nodes else " (elastic.min_nodes lets the job shrink)"
+        return [*head, f"ladder   {fixed}{opt_in}"]
+    share = least.layout.dp / rungs[0].layout.dp
+    batch = (
+        f"the script's: falls to {share:.0%} with {least.num_nodes:,} of {rungs[0].num_nodes:,} "
+        "nodes unless the script adapts, as by {dp} in its arguments"
+    )
+    return [*head, lines[-2], f"batch    {batch}"]
 
 
 def short(count: float) -> str:

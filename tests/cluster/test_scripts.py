@@ -129,6 +129,11 @@ def test_an_unmodified_script_outlives_the_node_that_hosts_its_store(agents, how
     assert losses(said)[60] < 4.0
     log = next((agents.record / "logs" / "0" / next(iter(codes))).glob("0.stdout.log"))
     assert "epoch 60 loss" in log.read_text()
+    # 8 steps an epoch of the data on two nodes, 16 on the one that is left.
+    steps = 60 if how == "fresh" else 8 * resumed + 16 * (60 - resumed)
+    reason = agents.events("job.stopped")[-1]["reason"]
+    assert reason == f"the last step, {steps}, is done", "of the training, not since the restart"
+    assert agents.events("script.progress")[-1]["step"] == steps
 
 
 OWN_LOOP = "holdfast run examples/own_loop.yaml --fault kill-node:1@40 --run-dir runs/own"
@@ -183,8 +188,108 @@ def test_a_script_that_takes_no_requests_is_ended_by_sigterm(agents):
     agents.start(EXAMPLES / "ddp_tutorial.py", "100000", "100")
     agents.until_step(10)
     agents.running["n1"].send_signal(signal.SIGTERM)
-    assert agents.codes() == {"n1": 1}
-    assert agents.events("job.stopped")[-1]["reason"].startswith("SIGTERM; workers left without")
+    assert agents.codes() == {"n1": 91}
+    assert agents.events("job.stopped")[-1]["reason"].startswith("SIGTERM; stopped at step ")
+
+
+LEAVES = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+
+run, total, code = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # counts no steps
+saved = run / "saved.json"
+step = json.loads(saved.read_text()) if saved.exists() else 0
+print("world", os.environ["WORLD_SIZE"], "resumed", step, flush=True)
+left = []
+signal.signal(signal.SIGTERM, lambda *_: left.append(True))
+while step < total and not left:
+    optimizer.step()
+    step += 1
+    time.sleep(0.02)
+if os.environ["RANK"] == "0":
+    saved.write_text(json.dumps(step))
+sys.exit(code if left else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "flags"), [(0, []), (0, ["--on-term", "leave"]), (1, []), (143, []), (91, [])]
+)
+def test_however_a_script_leaves_on_request_the_job_has_stopped_and_is_not_done(
+    agents, code, flags
+):
+    (agents.folder / "leaves.py").write_text(LEAVES)
+    agents.start("leaves.py", "{run_dir}", 10**6, code, nodes=2, flags=flags)
+    agents.until_step(10)
+    for agent in agents.running.values():
+        agent.send_signal(signal.SIGTERM)
+    assert agents.codes() == {"n1": 91, "n2": 91}, agents.said()
+    reason = agents.events("job.stopped")[-1]["reason"]
+    assert ("saved at step" in reason) == (code == 91), reason
+    assert {event["kind"] for event in agents.events("worker.exit")} == {None}
+
+
+def test_a_stopped_run_goes_on_by_resume_and_its_steps_count_on(tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    (tmp_path / "job.yaml").write_text(
+        "name: leaves\ncommand: leaves.py {run_dir} 300 0\ntrain: {steps: 300}\n"
+        "cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}\n"
+    )
+    run, job = tmp_path / "run", str(tmp_path / "job.yaml")
+    first = subprocess.Popen(
+        [*HOLDFAST, "run", job, "--run-dir", str(run)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def shown():
+        text = "".join(path.read_text() for path in (run / "events").glob("script-*"))
+        return [json.loads(line)["step"] for line in text.splitlines(True) if line[-1:] == "\n"]
+
+    deadline = time.monotonic() + DEADLINE_S
+    while not shown() or max(shown()) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=DEADLINE_S)
+    stopped = int((run / "saved.json").read_text())
+    assert first.returncode == 130, said
+    assert f"stopped at step {stopped}" in said
+    assert "--resume" in said
+    before = len(shown())
+    done = subprocess.run(
+        [*HOLDFAST, "run", "--resume", str(run), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert shown()[before] > stopped, "counted on"
+    assert shown()[-1] == 300
+    summary = json.loads(done.stdout)
+    assert (summary["state"], summary["steps"], summary["attempts"]) == ("finished", 300, 2)
+
+
+def test_a_script_keeps_its_world_size_and_waits_for_the_node(tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    (tmp_path / "job.yaml").write_text(
+        "name: fixed\ncommand: leaves.py {run_dir} 200 0\n"
+        "cluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}\n"
+    )
+    run = tmp_path / "run"
+    summary = run_job(
+        tmp_path / "job.yaml", run, "--fault", "kill-node:1@20", "--fault", "return-node@100000"
+    )
+    assert summary["state"] == "finished"
+    logs = "".join(path.read_text() for path in sorted((run / "logs").rglob("[0-9].log")))
+    assert set(re.findall(r"world (\d+)", logs)) == {"2"}
+    events = "".join(path.read_text() for path in (run / "events").glob("agent-*.jsonl"))
+    assert '"event":"membership.parked"' in events
 
 
 HANGS = """
@@ -217,6 +322,7 @@ def test_arguments_follow_the_rung(tmp_path):
         "command: show.py {dp} {tp} {pp} {cp} {nodes} {world_size} {{dp}} '; false' {run_dir}\n"
         "layout: {tp: 2, dp: auto}\n"
         "cluster: {nodes: 2, gpus_per_node: 2, gpu: cpu}\n"
+        "elastic: {min_nodes: 1}\n"
     )
     for nodes in (2, 1):
         run_job(tmp_path / "job.yaml", tmp_path / f"r{nodes}", "--nodes", str(nodes))

@@ -123,11 +123,12 @@ def make_run(
     steps: int,
     nodes: int = 4,
     sets: tuple[str, ...] = (),
+    text: str | None = None,
 ) -> TinyRun:
-    """Render a run directory under `folder`."""
+    """Render a run directory under `folder`, of the tiny job or of the job file `text`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
-    (folder / "job.yaml").write_text(job_text(nodes=nodes, steps=steps))
+    (folder / "job.yaml").write_text(text or job_text(nodes=nodes, steps=steps))
     spec = load_spec(folder / "job.yaml", sets)
     path = folder / "run"
     bundle = render_slurm(

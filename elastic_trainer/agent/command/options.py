@@ -45,7 +45,7 @@ In the script's arguments {{dp}} {{tp}} {{pp}} {{cp}} {{nodes}} {{world_size}} {
 filled for each epoch; {{{{dp}}}} is the text itself. Flags may also come as
 torchrun's PET_... variables.
 
-exit codes: 0 done, 91 saved and left on request, 92 too few nodes, 93 do not restart,
+exit codes: 0 done, 91 stopped on request, 92 too few nodes, 93 do not restart,
 94 restart budget used up, 1 the agent itself failed
 
 examples:

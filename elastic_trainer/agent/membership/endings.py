@@ -76,7 +76,9 @@ class Endings(Inquiry, ABC):
         """Too few nodes are left for the last rung: wait, or end where none can come.
 
         A node that was put out does not come back. A pod does, and may find another machine;
-        its coordinator must not be on one that was put out itself.
+        its coordinator must not be on one that was put out itself. Where no controller makes lost
+        nodes anew, none may ever come: after `join_timeout_s` the job ends with 92, so that the
+        scheduler finds others. The rest of the allocation would only be held for nothing.
         """
         ctx, need = self.ctx, self.ctx.settings.min_nodes
         have = len(self.peers.able(ctx.barred))
@@ -86,9 +88,27 @@ class Endings(Inquiry, ABC):
             return self._give_up(have)
         if self.parked is None or self.parked[0] != have:
             since = ctx.now if self.parked is None else self.parked[1]
+            if self.parked is None and not ctx.in_pod:
+                ctx.after("parked", ctx.settings.join_timeout_s)
             self.parked = have, since
             ctx.log("membership.parked", have=have, need=need)
         return None
+
+    def timer(self, name: str) -> Turn | None:
+        """End a job that has waited long enough for nodes."""
+        if name != "parked":
+            return super().timer(name)
+        if self.parked is None or self.phase != "idle":
+            return None
+        have, settings = self.parked[0], self.ctx.settings
+        if self.peers.num_ready < len(self.peers):  # one has come, and warms up
+            self.ctx.after("parked", settings.join_timeout_s)
+            return None
+        return self.stop(
+            EXIT_TOO_FEW_NODES,
+            f"{have} nodes are left, the last rung needs {settings.min_nodes}; no other came "
+            f"within {settings.join_timeout_s:.0f} s",
+        )
 
     def refused(self, member: Member) -> Turn | None:
         """Wait no longer for pods that find no other machine than those that were put out."""

@@ -119,8 +119,8 @@ class WorkersFailed:
 class WorkersEnded:
     """Agent: all workers of this node ended well, or as they were asked to, in `epoch`.
 
-    `finished`: exit 0, the last step is done; else exit 91, state saved on request; or, not
-    `saved`, scripts that were signalled left without saying so.
+    `finished`: the last step is done, by exit 0 that nobody asked for or by `api.Run.finish`.
+    Else they left on request, or to go on from an older state; `saved`: all said so by exit 91.
     """
 
     epoch: int

@@ -6,6 +6,7 @@ script takes no requests. Of the built-in trainer only the stop's bookkeeping is
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure
 from elastic_trainer.heartbeat import Beat, Request, Section
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.script_steps import newest_step
 from elastic_trainer.templates import fill, values_of
 
 PROGRESS_S = 1.0
@@ -44,6 +46,7 @@ class Scripts:
         task: what the workers run.
         layouts: nodes of a rung -> its layout; empty where nobody asks.
         log: the agent's events.
+        shown: where the steps go that the script shows, see script_steps.py; None: to `log`.
         record_dir: where the job's events and logs are, for the workers; None for none.
         follower: follows the logs; None where there is nothing to show and to look for.
         split: stdout and stderr have logs of their own.
@@ -56,18 +59,24 @@ class Scripts:
         layouts: Mapping[int, ParallelLayout],
         log: EventLog,
         *,
+        shown: EventLog | None = None,
         record_dir: Path | None = None,
         follower: LogFollower | None = None,
         split: bool = False,
         grace_s: float = 30.0,
     ) -> None:
-        self._task, self._layouts, self._log = task, layouts, log
+        self._task, self._layouts, self._log, self._shown = task, layouts, log, shown or log
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s = grace_s
         self._stop: _Stop | None = None
+        self._signalled = False
+        """This node's agent was signalled: a scheduler signals the workers beside it."""
         self._shown_step, self._shown_at = 0, float("-inf")
+        self._epoch = 0
+        self._before = self._newest = 0
+        """Steps of the training that were done before this epoch, and by now, as far as known."""
         self.saved = True
-        """No worker of this epoch left on a signal without saying that it had saved."""
+        """Every worker of this epoch that was asked to leave said, by its code, that it saved."""
 
     # -- the start of an epoch --------------------------------------------------------------
 
@@ -75,6 +84,7 @@ class Scripts:
         """Return `launches` with what the epoch fills in; their logs are followed from here."""
         self._stop, self.saved = None, True
         self._shown_step, self._shown_at = 0, float("-inf")
+        self._go_on_from(formed.epoch)
         dressed = [self._dressed(launch, formed) for launch in launches]
         if self._follower is not None:
             followed = [
@@ -104,10 +114,30 @@ class Scripts:
 
     # -- progress ---------------------------------------------------------------------------
 
+    def _go_on_from(self, epoch: int) -> None:
+        """Find out where steps go on that are counted from a worker's start.
+
+        From what this node saw of the epoch before; a node that had no part in that, as any
+        after a requeue, from the record.
+        """
+        known, self._epoch = self._epoch == epoch - 1, epoch
+        if not known and self._record_dir is not None and self._task.kind != "main":
+            # It is for people to read: storage that fails now does not keep a script from going on.
+            with contextlib.suppress(OSError):
+                self._newest = newest_step(self._record_dir) or 0
+        self._before = self._newest
+
+    def since_the_beginning(self, beat: Beat) -> Beat:
+        """Return a worker's reading with steps that count from the beginning of the training."""
+        if beat.from_start:
+            beat = replace(beat, step=self._before + beat.step, from_start=False)
+        self._newest = max(self._newest, beat.step)
+        return beat
+
     def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
         """Return the workers' readings, with the steps that were found in their logs."""
         steps = self._follower.steps(epoch) if self._follower is not None else {}
-        merged = dict(beats)
+        merged = {rank: self.since_the_beginning(beat) for rank, beat in beats.items()}
         for local_rank, (step, changes) in steps.items():
             if (beat := merged.get(local_rank)) is not None:
                 merged[local_rank] = replace(
@@ -122,7 +152,7 @@ class Scripts:
         """Put the job's step on record, for whoever watches it: the first of an epoch at once."""
         if step > self._shown_step and (last or now - self._shown_at >= PROGRESS_S):
             self._shown_step, self._shown_at = step, now
-            self._log.emit("script.progress", step=step)
+            self._shown.emit("script.progress", step=step, epoch=self._epoch)
 
     # -- requests as signals ----------------------------------------------------------------
 
@@ -138,10 +168,9 @@ class Scripts:
         stop = self._stop
         if stop is None:
             return
-        beats, pids = workers.beats(), workers.pids()
-        if any(beat.listens for beat in beats.values()):
+        if self.take_requests(workers):
             return  # they leave at a step that they agree on
-        for local_rank, pid in pids.items():
+        for local_rank, pid in workers.pids().items():
             if local_rank not in stop.signalled:
                 stop.signalled.add(local_rank)
                 self._log.emit(
@@ -158,28 +187,42 @@ class Scripts:
             elif now >= stop.kill_at:
                 workers.send(local_rank, signal.SIGKILL)
 
+    @staticmethod
+    def take_requests(workers: Workers) -> bool:
+        """Return whether the script looks at what is asked for, by the API."""
+        return any(beat.listens for beat in workers.beats().values())
+
+    def agent_signalled(self) -> None:
+        """Note that this node's agent was asked to stop or to leave; the request follows."""
+        self._signalled = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether scripts are being asked to leave: how they end from now on is no failure."""
+        return self._task.kind != "main" and (self._stop is not None or self._signalled)
+
     def judge(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
-        """Return what the end of a worker means: one that was signalled to leave did not fail."""
-        stop = self._stop
-        if stop is None or exited.local_rank not in stop.signalled:
+        """Return what the end of a worker means: one that was asked to leave did not fail.
+
+        It may not have had its own SIGTERM yet: the peers that left first take it along.
+        """
+        if not self.asked:
             return failure
-        if exited.code not in {EXIT_DONE, EXIT_SAVED}:
-            self.saved = False
-        return None
+        self.saved = self.saved and exited.code == EXIT_SAVED
+        return failure if exited.beat.listens else None
 
     def finished(self, exited: WorkerExited) -> bool:
         """Return whether a worker that ended well has done all there is to do.
 
-        One that was signalled for the sake of growth has not: it starts again.
+        Its exit code 0 says so unless it was asked to leave: handlers of SIGTERM end with 0 in
+        the midst of training. Then only `api.Run.finish` does.
         """
-        if exited.code == EXIT_DONE:
-            stop = self._stop
-            signalled = stop is not None and exited.local_rank in stop.signalled
-            return not signalled or (stop is not None and Request.GROW not in stop.request)
-        return False
+        told = exited.beat.section is Section.FINISHED
+        return exited.code == EXIT_DONE and (told or not self.asked)
 
     def close(self) -> None:
         """Show what was written last."""
+        self._shown.close()
         if self._follower is not None:
             self._follower.close()
 

@@ -145,14 +145,19 @@ def _tail(path: str, num_bytes: int) -> Iterable[Event]:
 
 
 def _end(events: list[Event]) -> tuple[int | None, str]:
-    """Return the code and reason that the newest attempt ended with."""
+    """Return the code and reason that the newest attempt ended with.
+
+    The launcher's own `run.ended`, of a local run, has no reason; the agents' `job.stopped` has.
+    """
+    ended: int | None = None
     for event in reversed(events):
-        if event.event in ("run.ended", "job.stopped"):
-            code = event.fields.get("code")
-            if isinstance(code, int):
-                return code, str(event.fields.get("reason") or "")
+        code, reason = event.fields.get("code"), str(event.fields.get("reason") or "")
+        if event.event in ("run.ended", "job.stopped") and isinstance(code, int):
+            ended = code if ended is None else ended
+            if reason:
+                return ended, reason
         if event.event == "trainer.finished":
-            return 0, ""
+            return 0 if ended is None else ended, ""
         if event.event in ("run.started", "epoch.formed", "step.completed", "agent.started"):
             break
-    return None, ""
+    return ended, ""

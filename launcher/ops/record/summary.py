@@ -14,8 +14,8 @@ Seconds are rounded to milliseconds. Definitions:
   counts once, with its last execution; start-up, pauses and saves do not count.
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
 - `put_out`: machines that were put out and not let in again, with the node each was then.
-- Of a `command` the `steps` are those it has shown, counted from 1 in each epoch where its
-  optimizer counts them; what needs every step is null.
+- Of a `command` the `steps` are those it has shown (docs/scripts.md); what needs every step is
+  null.
 - `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
 - `failures[].recovered_s`: from the fault's own moment when it was injected,
   else from its detection, to the first step completed in a later epoch; the

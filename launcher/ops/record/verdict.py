@@ -30,7 +30,7 @@ SUBMIT_AGAIN = "holdfast submit --resume {run}"
 """What goes on with a run that this machine ran, and with one that was submitted."""
 
 _WAY_OUT = {
-    EXIT_SAVED: "its state is saved; continue with: {again}",
+    EXIT_SAVED: "continue with: {again}",
     EXIT_TOO_FEW_NODES: (
         "too few healthy nodes were left for the last rung; "
         "continue on more with: {again}, or lower elastic.min_nodes"
@@ -135,11 +135,22 @@ def saved_step(events: Sequence[Event]) -> int | None:
 
 def _interrupted(run_dir: Path, events: Sequence[Event]) -> str:
     step = saved_step(events)
+    if step is None and (shown := _shown_step(events)) is not None:
+        return (
+            f"stopped at step {shown}; continue from the script's own newest checkpoint with: "
+            f"holdfast run --resume {run_dir}"
+        )
     if step is None:
         return (
             f"stopped before anything was saved; start again with: holdfast run --resume {run_dir}"
         )
     return f"saved at step {step}; continue with: holdfast run --resume {run_dir}"
+
+
+def _shown_step(events: Sequence[Event]) -> int | None:
+    """Return the step that a script has shown last; None: it has shown none."""
+    steps = (event.step for event in reversed(events) if event.event == "script.progress")
+    return next(steps, None)
 
 
 def first_failure(attempt: Sequence[Event]) -> Event | None:

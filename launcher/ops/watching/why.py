@@ -158,12 +158,13 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
     attempt = this_attempt(news.events) if news is not None else []
     failed = first_failure(attempt)
     ending = "" if code is None else f" with code {code}"
+    reason = news.reason if news is not None and news.code == code else ""
     if state is JobState.CANCELLED:
         short = "it was cancelled"
     elif state is JobState.SAVED:
-        short = f"it has saved its state and ended{ending}"
+        # Whether it had saved the reason says: nothing may have run, or a script tells nothing.
+        short = f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
     else:
-        reason = news.reason if news is not None and news.code == code else ""
         words = _joined(status.words, status.reason)
         short = f"it failed{ending}: {reason or words or 'nobody says why'}"
     more = ["`holdfast cancel` asked for the end"] if stop_request.asked(run_dir) else []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import agent_bench as a
 import pytest
@@ -11,7 +14,12 @@ import test_zygote as t
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import Std, Streams
-from elastic_trainer.agent.membership.notices import AskWorkers, WorkersEnded, WorkersRunning
+from elastic_trainer.agent.membership.notices import (
+    AskWorkers,
+    StopAsked,
+    WorkersEnded,
+    WorkersRunning,
+)
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.wire.waker import Waker
 from elastic_trainer.agent.workers.ends import worker_spec
@@ -23,11 +31,18 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.script_steps import WRITER, newest_step
 
 HANDLER = """
 import signal, sys, time
 from pathlib import Path
 def leave(*_):
+    if sys.argv[2] == "finish":  # as api.Run.finish does
+        sys.path.insert(0, sys.argv[3])
+        from elastic_trainer.heartbeat import Section
+        from elastic_trainer.progress import step_counter
+        step_counter().report(section=Section.FINISHED)
+        sys.exit(0)
     sys.exit(int(sys.argv[2]))
 if sys.argv[2] != "none":
     signal.signal(signal.SIGTERM, leave if sys.argv[2] != "stay" else lambda *_: None)
@@ -41,12 +56,14 @@ while True:
     ("fresh", "leaves", "request_", "ended"),
     [
         (True, "91", Request.STOP, {"finished": False, "saved": True}),
-        (True, "0", Request.STOP, {"finished": True, "saved": True}),
+        (True, "0", Request.STOP, {"finished": False, "saved": False}),
+        (True, "finish", Request.STOP, {"finished": True, "saved": False}),
+        (True, "143", Request.STOP, {"finished": False, "saved": False}),
         (True, "5", Request.STOP, {"finished": False, "saved": False}),
         (True, "none", Request.STOP, {"finished": False, "saved": False}),
         (False, "none", Request.STOP, {"finished": False, "saved": False}),
         (False, "stay", Request.STOP, {"finished": False, "saved": False}),
-        (False, "0", Request.GROW, {"finished": False, "saved": True}),
+        (False, "0", Request.GROW, {"finished": False, "saved": False}),
         (False, "91", Request.GROW, {"finished": False, "saved": True}),
         (False, "none", Request.GROW, {"finished": False, "saved": False}),
     ],
@@ -55,7 +72,7 @@ def test_a_script_is_asked_by_sigterm(
     tmp_path: Path, fresh: bool, leaves: str, request_: Request, ended: dict[str, bool]
 ) -> None:
     (tmp_path / "script.py").write_text(HANDLER)
-    args = (str(tmp_path / "up.{dp}.${local_rank}"), leaves)
+    args = (str(tmp_path / "up.{dp}.${local_rank}"), leaves, str(Path(__file__).parents[3]))
     # No preloading: what is tested is the same, and a second faster.
     target = str(tmp_path / "script.py")
     task = Task(kind="script", target=target, args=args, fresh=fresh, count_steps=False)
@@ -75,6 +92,83 @@ def test_a_script_is_asked_by_sigterm(
     assert [fields["request"] for fields in signalled] == (
         ["stop" if request_ is Request.STOP else "growth"] * 2
     )
+
+
+PEER_LEFT = """
+import os, signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(91))
+Path(sys.argv[1] + os.environ["LOCAL_RANK"]).write_text(str(os.getpid()))
+if os.environ["LOCAL_RANK"] == "0":
+    raise RuntimeError("Connection closed by peer")
+while True:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_a_failure_that_peers_caused_by_leaving_on_request_is_taken_back(
+    tmp_path: Path, signalled: bool
+) -> None:
+    """Its node's own request comes a moment later, or its agent had a signal of its own."""
+    (tmp_path / "script.py").write_text(PEER_LEFT)
+    target, up = str(tmp_path / "script.py"), tmp_path / "up."
+    task = Task(kind="script", target=target, args=(str(up),), count_steps=False)
+
+    def play(m: a.ScriptedMembership) -> None:
+        if signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+            m.expect(StopAsked)
+        m.say(a.formed(1, a.ME))
+        pids = [Path(f"{up}{rank}") for rank in (0, 1)]
+        t.until(lambda: all(p.exists() and p.read_text() for p in pids), "never came up")
+        m.expect(WorkersRunning)
+        t.until(lambda: not Path(f"/proc/{pids[0].read_text()}").exists(), "rank 0 stays")
+        m.say(AskWorkers(epoch=1, request=Request.STOP))
+        ended = m.expect(WorkersEnded)
+        assert ended == WorkersEnded(epoch=1, finished=False, step=0, saved=False)
+
+    events = run(tmp_path, task, play, settle_s=30.0)
+    exits = {e.fields["local_rank"]: e.fields for e in events if e.event == "worker.exit"}
+    assert (exits[0]["code"], exits[1]["code"]) == (1, 91)
+    if signalled:
+        assert exits[0]["kind"] is None
+
+
+STEPS = """
+import sys, time
+import torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.ones(1)
+optimizer = getattr(torch.optim, sys.argv[1])([parameter], lr=0.1)
+for step in range(5):
+    optimizer.step()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), [("SGD", [105, 110]), ("Adam", [5, 5])])
+def test_steps_count_from_the_beginning_of_the_training(
+    tmp_path: Path, optimizer: str, steps: list[int]
+) -> None:
+    """SGD does not count: they go on where the record, then the epoch before, has ended."""
+    (tmp_path / "script.py").write_text(STEPS)
+    earlier = EventLog(tmp_path, f"{WRITER}n7", node="n7", epoch=3)
+    for step in (99, 100):
+        earlier.emit("script.progress", step=step)
+    earlier.close()
+    with (tmp_path / "events" / f"{WRITER}n7.jsonl").open("a") as file:
+        file.write('{"event": "script.progress", "step": 10')  # torn by a crash
+    task = Task(kind="script", target=str(tmp_path / "script.py"), args=(optimizer,))
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+
+    def play(m: a.ScriptedMembership) -> None:
+        for epoch, step in zip((4, 5), steps, strict=True):
+            m.say(a.formed(epoch, a.ME))
+            m.expect(WorkersRunning)
+            t.until(lambda step=step: newest_step(tmp_path) == step, f"no step {step}")
+
+    run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
 
 
 def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -> None:
@@ -103,7 +197,9 @@ def run(
     play,
     *,
     grace_s: float = 30.0,
+    settle_s: float = 0.05,
     streams: dict[int, Streams] | None = None,
+    **record: Any,
 ) -> list[Event]:
     """Run one agent until the played coordinator stops the job; return its events."""
     (tmp_path / "scratch").mkdir()
@@ -124,6 +220,7 @@ def run(
             hang_ceiling_s=30.0,
             start_ceiling_s=30.0,
             watch_all=False,
+            settle_s=settle_s,
         ),
         worker_spec(2, task.target, 3),
         workers=Workers(task, env=t.base_env()),
@@ -131,7 +228,13 @@ def run(
         waker=waker,
         log=log,
         scripts=Scripts(
-            task, layouts, log, follower=follower, split=streams is not None, grace_s=grace_s
+            task,
+            layouts,
+            log,
+            follower=follower,
+            split=streams is not None,
+            grace_s=grace_s,
+            **record,
         ),
     )
     try:

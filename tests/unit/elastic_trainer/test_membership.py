@@ -123,6 +123,24 @@ def test_below_the_last_rung_the_job_parks_and_goes_on_with_a_replacement():
     cluster.run_until(cluster.settled, within=1.0)
 
 
+def test_a_parked_job_ends_with_92_once_no_node_has_come_for_long():
+    """So that its scheduler finds others; a fixed number of nodes would else wait for its limit."""
+    cluster = started(3, least=3, join_timeout_s=60.0)
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 50)
+    node = cluster.add("node9")
+    cluster.run_until(cluster.settled, within=1.0)
+    cluster.run(cluster.now + 30)
+    assert all(node.stopped is None for node in cluster.up), "it was parked for 50 s only"
+    cluster.kill(node)
+    cluster.run(cluster.now + 50)
+    assert all(node.stopped is None for node in cluster.up)
+    up = cluster.up
+    cluster.run(cluster.now + 15)
+    assert {node.stopped.code for node in up} == {92}
+    assert "2 nodes are left, the last rung needs 3" in up[0].stopped.reason
+
+
 def test_growth_waits_for_the_boundary_and_costs_no_failure():
     cluster = started(3)
     cluster.kill(others(cluster)[0])
@@ -214,13 +232,14 @@ def test_a_stop_saves_everywhere_then_ends_with_91():
     assert cluster.board.content[0].lease is None
 
 
-def test_a_stop_of_scripts_that_did_not_say_that_they_saved_ends_with_1():
+def test_a_stop_of_scripts_that_did_not_say_that_they_saved_also_ends_with_91():
     cluster = started(3)
     cluster.up[1].saves = False
     cluster.report(cluster.up[2], StopAsked(reason="SIGTERM"))
     cluster.run(cluster.now + 3.0)
-    assert {n.stopped.code for n in cluster.nodes} == {1}
-    assert "left without saying that they had saved" in cluster.nodes[0].stopped.reason
+    assert {n.stopped.code for n in cluster.nodes} == {91}
+    assert "saved at" not in cluster.nodes[0].stopped.reason
+    assert not cluster.board.content[0].finished
 
 
 def test_growth_does_not_ask_scripts_whether_they_saved():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
-from elastic_trainer.progress import StepCounter
+from elastic_trainer.progress import StepCounter, own_count
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def counter(tmp_path: Path):
     heartbeat.close()
 
 
-def an_optimizer() -> torch.optim.Optimizer:
+def an_optimizer(kind: str = "SGD", **more) -> torch.optim.Optimizer:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
-    return torch.optim.SGD([parameter], lr=0.1)
+    return getattr(torch.optim, kind)([parameter], lr=0.1, **more)
 
 
 def test_the_steps_of_an_optimizer_are_counted(counter) -> None:
@@ -60,6 +60,55 @@ def test_another_optimizer_goes_on_where_the_last_one_ended(counter) -> None:
     gc.collect()
     an_optimizer().step()
     assert heartbeat.read().step == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Adam", {}),
+        ("AdamW", {"fused": True}),
+        ("AdamW", {"foreach": True, "amsgrad": True}),
+        ("AdamW", {"capturable": False}),
+        ("Adagrad", {}),
+        ("RMSprop", {}),
+    ],
+)
+def test_an_optimizer_that_was_loaded_tells_where_the_script_resumed(counter, kind, more) -> None:
+    first, heartbeat = counter
+    before = an_optimizer(kind, **more)
+    for _ in range(40):
+        before.step()
+    beat = heartbeat.read()
+    assert (beat.step, beat.from_start) == (40, False)
+    loaded, fresh = an_optimizer(kind, **more), an_optimizer()
+    loaded.load_state_dict(before.state_dict())
+    first.report(0)
+    again = StepCounter(heartbeat)  # as in the worker that follows
+    again.count_optimizer_steps()
+    fresh.step()
+    loaded.step()
+    again.report()
+    assert heartbeat.read().step == 41
+
+
+def test_an_optimizer_that_does_not_count_says_nothing_of_where_it_resumed(counter) -> None:
+    steps, heartbeat = counter
+    optimizer = an_optimizer("SGD", momentum=0.9)
+    for _ in range(3):
+        optimizer.step()
+    beat = heartbeat.read()
+    assert (beat.step, beat.from_start) == (3, True)
+    steps.report(100)
+    assert not heartbeat.read().from_start
+
+
+def test_a_step_in_the_group_counts_and_other_things_of_that_name_do_not() -> None:
+    optimizer = an_optimizer()
+    assert own_count(optimizer) is None
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] = "third"
+    assert own_count(optimizer) is None
+    optimizer.param_groups[0]["step"] = 12  # as Apex
+    assert own_count(optimizer) == 12
 
 
 def test_a_reported_step_ends_the_counting(counter) -> None:

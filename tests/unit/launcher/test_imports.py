@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 READERS = {
     ROOT / "launcher/backends/kubernetes/fetch.py",
+    ROOT / "launcher/node/begin.py",
     ROOT / "launcher/node/board.py",
     ROOT / "launcher/ops/checkpoints/commits.py",
 }
@@ -28,10 +29,10 @@ PURE = {
     "command",
     "templates",
 }
-READABLE = {"agent.boards.board", "agent.boards.open_board"} | {
+READABLE = {"agent.boards.board", "agent.boards.open_board", "script_steps"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")
 }
-"""What the readers of boards and manifests may take besides."""
+"""What the readers of boards, manifests and scripts' steps may take besides."""
 RUN = "from launcher.cli.main import run_cli; assert run_cli({}) == 0"
 HEAVY = {"torch", "numpy", "rich", "jinja2", "matplotlib", "elastic_trainer.agent"}
 

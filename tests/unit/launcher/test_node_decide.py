@@ -100,6 +100,13 @@ def test_no_progress_stops_a_job_and_only_that(tries, last):
     assert (begin(past=pasts, step=step, budget=budget).code == 93) == (trailing >= 2)
 
 
+def test_of_a_script_that_shows_no_steps_only_the_budget_decides():
+    stopped = [past(i, 91, step=-1, failed=True) for i in range(9)]
+    assert begin(past=stopped, step=-1).code == 93
+    assert begin(past=stopped, step=None).code == 0
+    assert begin(past=[past(i, 92, step=-1, failed=True) for i in range(9)], step=None).code == 94
+
+
 @given(NODES, st.booleans(), st.one_of(st.none(), st.integers(0, 143)))
 def test_the_board_decides_over_all_exit_codes(exits, at_limit, step_code):
     facts = {"exits": exits, "at_limit": at_limit, "step_code": step_code}

@@ -113,7 +113,7 @@ CASES = {
     used_its_budget_up: "it failed with code 94: 4 failures in 86400 s",
     failed_before_it_wrote_anything: "it failed with code 93: ",
     was_cancelled: "it was cancelled",
-    was_cancelled_and_saved: "it has saved its state and ended with code 91",
+    was_cancelled_and_saved: "it was stopped on request and ended with code 91: saved on request",
     is_forgotten: "it has done its last step",
     is_on_a_platform_that_is_away: "unknown: <the platform's words>",
 }

@@ -15,6 +15,7 @@ from launcher.errors import UserError
 from launcher.jobspec.reading import load_spec, parse_spec
 from launcher.jobspec.spec import SECTIONS
 from launcher.planning.search import plan
+from launcher.planning.summary import summary_lines
 
 ROOT = Path(__file__).parents[3]
 
@@ -275,16 +276,26 @@ def test_a_command_may_leave_out_what_only_it_knows():
     text = "name: a\ncommand: train.py --tp {tp}\ncluster: {nodes: 6, gpus_per_node: 8, gpu: cpu}\n"
     spec = parse_spec(text + "layout: {tp: 4, pp: 3, cp: 2}\ntrain: {steps: 7}\n")
     assert spec.warnings == ()
-    assert [str(rung.layout) for rung in plan(spec).ladder.rungs] == [
-        "dp2-pp3-cp2-tp4",
-        "dp1-pp3-cp2-tp4",
-    ]
     assert spec.train.steps == 7
     with pytest.raises(UserError) as caught:
         parse_spec(text + "layout: {tp: 5, dp: 9}\ntrain: {batch: 7}\n")
     assert {problem.code for problem in caught.value.problems} == {"HF010", "HF101", "HF104"}
     with pytest.raises(UserError, match="HF011 model: "):
         parse_spec(text.replace("command: train.py --tp {tp}\n", ""))
+
+
+def test_a_command_keeps_its_number_of_nodes_unless_the_job_says_that_it_may_shrink():
+    text = "name: a\ncommand: train.py\ncluster: {nodes: 6, gpus_per_node: 8, gpu: cpu}\n"
+    text += "layout: {tp: 4, pp: 3, cp: 2}\n"
+    fixed = parse_spec(text)
+    assert [str(rung.layout) for rung in plan(fixed).ladder.rungs] == ["dp2-pp3-cp2-tp4"]
+    assert "6 nodes, fixed" in summary_lines(fixed, plan(fixed))[-1]
+    elastic = parse_spec(text + "elastic: {min_nodes: 3}\n")
+    assert [str(rung.layout) for rung in plan(elastic).ladder.rungs] == [
+        "dp2-pp3-cp2-tp4",
+        "dp1-pp3-cp2-tp4",
+    ]
+    assert "falls to 50% with 3 of 6 nodes unless" in summary_lines(elastic, plan(elastic))[-1]
 
 
 def test_plugins_of_others_are_left_alone():
