@@ -139,6 +139,12 @@ class Env(Section):
         "{kubernetes: NAME/KEY}; never the value itself.",
     )
 
+    inherit: Annotated[tuple[VariableName, ...], Field(strict=False)] = Field(
+        (),
+        description="Further variables of the submitting shell that a Slurm job gets; it gets "
+        "HOME, PATH, LANG and the like. A local run has them all, pods have none.",
+    )
+
     @model_validator(mode="after")
     def _staged(self) -> Self:
         if self.stage and not self.venv:

@@ -42,6 +42,12 @@ class _Places:
 
 
 SCRIPT: Final = "job.sbatch"
+EXPORTED: Final = (
+    *("HOME", "USER", "SHELL", "LANG", "LC_CTYPE"),
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CONDA_PREFIX"),
+    *("MODULEPATH", "MODULESHOME"),
+)
+"""Of the submitting shell: who it is, where programs are, where `module` is defined."""
 CONTAINER_PYTHON: Final = "python3"
 
 
@@ -173,6 +179,12 @@ def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | No
     return found
 
 
+def _exported(spec: JobSpec) -> list[str]:
+    """Return the names of the submitting shell's variables that the job gets."""
+    secrets = (s.env for s in spec.env.secrets.values() if s.file is None and s.env is not None)
+    return list(dict.fromkeys([*EXPORTED, *spec.env.inherit, *secrets]))
+
+
 def _step_log(run: str, *, array: bool) -> Quoted:
     """Return --output of a step on the nodes: a file for each, in the attempt's folder."""
     task = '/"$SLURM_ARRAY_TASK_ID"' if array else ""
@@ -222,6 +234,10 @@ def _sbatch_sections(
         (
             "A lost node must not end the job: the others go on without it.",
             [sbatch_option("no-kill"), sbatch_option(requeue)],
+        ),
+        (
+            "All of the submitting shell that reaches the job: env.inherit adds to it.",
+            [sbatch_option("export", ",".join(_exported(spec)))],
         ),
         (
             f"Signal this script in time: {clock}.",

@@ -79,15 +79,19 @@ class Canceller:
             status = self._saved(job)
             if status.state.is_final:
                 return self._outcome(job, status)
-            self.say("it has not ended in time; it is cancelled without a further save")
+            self.say(
+                "it has not ended in time: it is cancelled now, and saves only if it can before "
+                "the platform kills it"
+            )
         for other in self._chain(job):
             self.backend.cancel(other)
         return self._outcome(job, self._wait(job, _ENDING_S))
 
     def _saved(self, job: JobRef) -> JobStatus:
         """Ask for a save and wait until the job has ended, or its time is over."""
-        deadline = self.mono() + self.wait_s + _ENDING_S
-        self.say(f"asking job {job.id} to save and to end (at most {self.wait_s:.0f} s)")
+        wait_s = self.wait_s + _ENDING_S
+        deadline = self.mono() + wait_s
+        self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
         asked_at, told = -_AGAIN_S, ""
         while True:
             if self.mono() - asked_at >= _AGAIN_S:

@@ -41,9 +41,9 @@ TEXT_KEYS = (
     "slurm.array", "slurm.dependency", "slurm.comment", "slurm.mail_user", "slurm.mail_type",
     "slurm.container", "slurm.python", "slurm.fabric", "slurm.fabric_devices", "slurm.restart",
     "slurm.umask", "slurm.group", "slurm.exclude.0", "slurm.extra.0", "slurm.container_mounts.0",
-    "slurm.modules.0", "slurm.setup.0", "env.venv", "env.stage", "env.image", "env.variables.A",
-    "env.secrets.S.file", "env.secrets.S.env", "network.interface", "network.cidr",
-    "network.ports", "data.path", "data.tokenizer", "checkpoint.dir", "code.dir",
+    "slurm.modules.0", "slurm.setup.0", "env.inherit.0", "env.venv", "env.stage", "env.image",
+    "env.variables.A", "env.secrets.S.file", "env.secrets.S.env", "network.interface",
+    "network.cidr", "network.ports", "data.path", "data.tokenizer", "checkpoint.dir", "code.dir",
     "code.exclude.0", "model", "cluster.gpu", "name", "kubernetes.namespace",
 )  # fmt: skip
 SHOWN = {"slurm.constraint", "slurm.comment", "slurm.mail_user"}
@@ -57,6 +57,7 @@ JOB = {
 CALLED = ("srun", "sbatch", "scancel", "scontrol")
 STUB = """\
 #!/bin/bash
+[[ ${4-} != steps ]] || { shift 6; exec "$@"; }
 # Writes down how it was called, each text with a NUL behind it, and ends as it is told to.
 printf '%s\\0' "${0##*/}" "$@" '' >>"$STUB_LOG"
 [[ ${0##*/} != srun ]] || env -0 >"$STUB_LOG.env"

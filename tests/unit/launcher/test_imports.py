@@ -27,6 +27,7 @@ PURE = {
     "injected",
     "command",
     "templates",
+    "running_clock",
 }
 READABLE = {"agent.boards.board", "agent.boards.open_board"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")

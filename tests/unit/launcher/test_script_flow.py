@@ -23,6 +23,7 @@ STUB = """\
 #!/bin/bash
 what=${0##*/}
 [[ $what != python* ]] || { what=$4; shift 4; }
+[[ $what != steps ]] || { shift 2; exec "$@"; }
 [[ $what != srun || $* != *' care '* ]] || what=srun-care
 echo "$what${2:+ $2}" >>"$STUBS/calls"
 [[ ! -r $STUBS/$what ]] || source "$STUBS/$what"
