@@ -36,7 +36,7 @@ _MAX_TASKS: Final = 10_000
 
 SET_BY_US: Final = frozenset({
     "account", "array", "chdir", "comment", "constraint", "cpus-per-task", "dependency", "error",
-    "exclude", "exclusive", "export", "gpus", "gpus-per-node", "gpus-per-task", "gres", "job-name",
+    "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "job-name",
     "mail-type", "mail-user", "mem", "mem-per-cpu", "mem-per-gpu", "no-kill", "no-requeue",
     "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos",
     "requeue", "reservation", "segment", "signal", "switches", "tasks-per-node", "test-only",

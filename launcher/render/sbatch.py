@@ -42,12 +42,13 @@ class _Places:
 
 
 SCRIPT: Final = "job.sbatch"
-EXPORTED: Final = (
-    *("HOME", "USER", "SHELL", "LANG", "LC_CTYPE"),
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CONDA_PREFIX"),
-    *("MODULEPATH", "MODULESHOME"),
+KEPT: Final = (
+    ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_CTYPE", "TZ", "PWD", "SHLVL"),
+    ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    ("MODULE*", "LMOD_*", "__LMOD_*", "_ModuleTable*", "LOADEDMODULES", "_LMFILES_"),
+    ("SLURM_*", "SLURMD_*", "SPANK_*"),
 )
-"""Of the submitting shell: who it is, where programs are, where `module` is defined."""
+"""Patterns of variables that a job keeps: who and where it is, where programs and modules are."""
 CONTAINER_PYTHON: Final = "python3"
 
 
@@ -143,6 +144,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "python": check_path(interpreter, "interpreter"),
         "venv": venv,
         "umask": slurm.umask,
+        "keep": _kept(spec),
         "modules": slurm.modules,
         "setup": slurm.setup,
         "fabric": slurm.fabric,
@@ -179,10 +181,10 @@ def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | No
     return found
 
 
-def _exported(spec: JobSpec) -> list[str]:
-    """Return the names of the submitting shell's variables that the job gets."""
+def _kept(spec: JobSpec) -> list[Quoted]:
+    """Return patterns of bash, in lines, for the variables that stay of the submitting shell."""
     secrets = (s.env for s in spec.env.secrets.values() if s.file is None and s.env is not None)
-    return list(dict.fromkeys([*EXPORTED, *spec.env.inherit, *secrets]))
+    return [words(*patterns) for patterns in (*KEPT, spec.env.inherit, secrets)]
 
 
 def _step_log(run: str, *, array: bool) -> Quoted:
@@ -234,10 +236,6 @@ def _sbatch_sections(
         (
             "A lost node must not end the job: the others go on without it.",
             [sbatch_option("no-kill"), sbatch_option(requeue)],
-        ),
-        (
-            "All of the submitting shell that reaches the job: env.inherit adds to it.",
-            [sbatch_option("export", ",".join(_exported(spec)))],
         ),
         (
             f"Signal this script in time: {clock}.",

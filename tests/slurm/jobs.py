@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,11 +52,8 @@ class TinyRun:
     def submit(self, *flags: str, env: Mapping[str, str] | None = None) -> str:
         """Return the job's id; `env` is added to its environment."""
         given = {"HOLDFAST_BEAT_S": "0.5", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        script = self.path / "job.sbatch"
-        exported = re.findall(r"^#SBATCH --export=(.*)", script.read_text(), re.MULTILINE)
-        names = ",".join([*exported, "HOLDFAST_BEAT_S", "OMP_NUM_THREADS"])
         env = self.cluster.env(**{**given, **(env or {})})
-        return self.cluster.sbatch(script, f"--export={names}", *flags, env=env)
+        return self.cluster.sbatch(self.path / "job.sbatch", *flags, env=env)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events `name` of all writers, in the order of time."""
@@ -137,5 +133,8 @@ def make_run(
     bundle = render_slurm(
         spec, plan(spec), run_id="tiny", run_dir=path, base_dir=folder, python=sys.executable
     )
-    write_bundle(path, bundle)
+    script = bundle["job.sbatch"].replace(
+        "hf_keep=(\n", "hf_keep=(HOLDFAST_BEAT_S OMP_NUM_THREADS\n"
+    )
+    write_bundle(path, {**bundle, "job.sbatch": script})
     return TinyRun(cluster, path, run_dirs.load(path))

@@ -59,13 +59,13 @@ STUB = """\
 #!/bin/bash
 [[ ${4-} != steps ]] || { shift 6; exec "$@"; }
 # Writes down how it was called, each text with a NUL behind it, and ends as it is told to.
-printf '%s\\0' "${0##*/}" "$@" '' >>"$STUB_LOG"
-[[ ${0##*/} != srun ]] || env -0 >"$STUB_LOG.env"
+printf '%s\\0' "${0##*/}" "$@" '' >>"$SLURM_STUB_LOG"
+[[ ${0##*/} != srun ]] || env -0 >"$SLURM_STUB_LOG.env"
 exit 0
 """
 FUNCTIONS = """\
-eval() { printf '%s\\0' eval "$@" '' >>"$STUB_LOG"; }
-module() { printf '%s\\0' module "$@" '' >>"$STUB_LOG"; }
+eval() { printf '%s\\0' eval "$@" '' >>"$SLURM_STUB_LOG"; }
+module() { printf '%s\\0' module "$@" '' >>"$SLURM_STUB_LOG"; }
 """
 
 
@@ -134,8 +134,9 @@ def run_script(script, folder, *, env=()):
         ["bash", path],
         cwd=folder,
         env={
-            "PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": "/home/me", "STUB_LOG": str(log),
-            "BASH_ENV": str(functions), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            "PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": "/home/me",
+            "SLURM_STUB_LOG": str(log), "BASH_ENV": str(functions),
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
             "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4", **dict(env),
         },
         capture_output=True,
