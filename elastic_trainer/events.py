@@ -100,7 +100,7 @@ EVENTS: Final[dict[str, str]] = {
     "run.started": "The launcher started agents. attempt, nodes",
     "step.lost": (
         "A step of Slurm's ended without its agents' word, as when its node reboots; they are "
-        "started again there. nodes, code (srun's), alone (no other agent is left)"
+        "started again there; `alone` where no other agent is left. nodes, code, alone"
     ),
     "run.ended": "All agents are gone. code",
 }
