@@ -292,6 +292,43 @@ def test_a_secret_that_is_not_there_stops_the_job(folder):
         assert calls == []
 
 
+LEAKS = {
+    "AWS_SECRET_ACCESS_KEY": "x", "GITHUB_TOKEN": "x", "BASH_FUNC_ls%%": "() { echo x; }",
+    "HOLDFAST_GENERATION": "7", "HOLDFAST_SAVE_BY": "1", "SRUN_CPUS_PER_TASK": "3",
+    "SBATCH_PARTITION": "x", "SLURM_TIME_FORMAT": "%s", "SLURM_CPU_BIND": "cores",
+    "SLURM_HINT": "nomultithread", "LC_ALL": "C", "RANK": "3", "MASTER_ADDR": "x", "WANDB": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("restart", ["requeue", "chain"])
+def test_of_the_submitting_shell_the_workers_get_what_is_named(folder, restart):
+    stays = {
+        "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/opt/lib", "MODULEPATH": "/m", "HF_HOME": "/hf",
+        "HF_HUB_OFFLINE": "1", "WANDB_PROJECT": "mine", "TOKEN_OF_ONE": "secret",
+    }  # fmt: skip
+    values = {
+        "env.inherit": ["WANDB_PROJECT", "HF_*"],
+        "env.secrets.S.env": "TOKEN_OF_ONE",
+        "slurm.restart": restart,
+        "slurm.setup": ["true"],
+    }
+    _, script = script_of(values, folder)
+    calls, found, done = run_script(script, folder, env={**LEAKS, **stays})
+    assert done.returncode == 0, done.stderr
+    generation = {"HOLDFAST_GENERATION"} if restart == "chain" else set()
+    assert found.keys() & LEAKS.keys() == generation
+    assert found.get("HOLDFAST_GENERATION", "0") == "0"
+    assert {name: found[name] for name in stays} == stays
+    assert (found["S"], found["SLURM_JOB_ID"], found["HOME"]) == ("secret", "7", "/home/me")
+    successors = [call[-1] for call in calls if call[0] == "sbatch"]
+    assert successors == (["1"] if restart == "chain" else [])
+
+
+@pytest.mark.parametrize("name", ["a b", "*", "HOLDFAST_X", "SLURM_*", "A*B", "BASH_ENV"])
+def test_names_to_inherit_are_names(name, folder):
+    assert script_or_codes({"env.inherit.0": name}, folder) == {"HF165"}
+
+
 def test_the_installed_sbatch_reads_what_the_parse_above_reads(folder):
     if not has_sbatch():
         pytest.skip("sbatch is not installed: apt-get install slurm-client")
