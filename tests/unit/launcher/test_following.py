@@ -157,7 +157,7 @@ def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
     )
     trains()
     out, err = cli(capsys, "cancel", "one", "--save", code=1)
-    assert "it has not ended in time; it is cancelled" in err
+    assert "it has not ended in time: it is cancelled" in err
     assert "one is over: cancelled, saved: step 3" in out
     assert slurm.calls("scancel") == ["scancel --batch --signal=USR2 17", "scancel 17"]
 
