@@ -296,7 +296,7 @@ LEAKS = {
     "AWS_SECRET_ACCESS_KEY": "x", "GITHUB_TOKEN": "x", "BASH_FUNC_ls%%": "() { echo x; }",
     "HOLDFAST_GENERATION": "7", "HOLDFAST_SAVE_BY": "1", "SRUN_CPUS_PER_TASK": "3",
     "SBATCH_PARTITION": "x", "SLURM_TIME_FORMAT": "%s", "SLURM_CPU_BIND": "cores",
-    "SLURM_HINT": "nomultithread", "LC_ALL": "C", "RANK": "3", "MASTER_ADDR": "x", "WANDB": "x",
+    "SLURM_LABELIO": "1", "LC_ALL": "C", "RANK": "3", "MASTER_ADDR": "x", "WANDB": "x",
 }  # fmt: skip
 
 
