@@ -104,6 +104,10 @@ EVENTS: Final[dict[str, str]] = {
         "A node has its own copy, or reads the shared one. how, path, seconds, problem"
     ),
     "run.started": "The launcher started agents. attempt, nodes",
+    "step.lost": (
+        "A step of Slurm's ended without its agents' word, as when its node reboots; they are "
+        "started again there; `alone` where no other agent is left. nodes, code, alone"
+    ),
     "run.ended": "All agents are gone. code",
 }
 """Event name -> what it says and which extra fields it has."""

@@ -62,7 +62,15 @@ def no_secret(value: str) -> str:
     return value
 
 
+def _inherited(value: str) -> str:
+    if not re.fullmatch(rf"{_NAME}\*?", value):
+        raise refuse("HF165", f"expected a variable's name, or its beginning with *, found {value}")
+    variable_name(value.removesuffix("*"))
+    return value
+
+
 VariableName = Annotated[str, Field(max_length=256), AfterValidator(variable_name)]
+Inherited = Annotated[str, Field(max_length=256), AfterValidator(_inherited)]
 OpenText = Annotated[Text, AfterValidator(no_secret)]
 """A text that is printed into scripts: one line, and no secret."""
 
@@ -137,6 +145,12 @@ class Env(Section):
         default_factory=dict,
         description="Variable -> {file: PATH}, {env: NAME} or, on Kubernetes, "
         "{kubernetes: NAME/KEY}; never the value itself.",
+    )
+
+    inherit: Annotated[tuple[Inherited, ...], Field(strict=False)] = Field(
+        (),
+        description="Further variables of the submitting shell that a Slurm job keeps, as "
+        "[WANDB_PROJECT, HF_*]. A local run has them all, pods have none.",
     )
 
     @model_validator(mode="after")

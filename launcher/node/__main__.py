@@ -1,4 +1,4 @@
-"""`python -m launcher.node begin|beat|agent|care|end|again|pod|save RUN`: for scripts and pods."""
+"""`python -m launcher.node COMMAND RUN`: what batch scripts and pods call."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, help_text in (
         ("begin", "may this attempt start? 0, or the code the script ends with"),
         ("beat", "tell the nodes that the batch script lives"),
+        ("steps", "run the srun after -- on the job's nodes, and again where it is lost"),
         ("agent", "run this node's agent; what comes after -- stands in for python"),
         ("care", "stand in for the batch script once its host is lost"),
         ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("run", type=Path, help="the run directory")
         if name == "end":
             sub.add_argument("code", type=int, help="exit code of srun")
+        if name == "steps":
+            sub.add_argument("srun", nargs="+", help="as: -- srun --no-kill COMMAND")
         if name == "agent":
             sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
             sub.add_argument("--apart", action="store_true", help="a step of its own runs care")
@@ -69,12 +72,8 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
         from launcher.node.beat import beat
 
         return beat(attempt, os.environ)
-    if args.command == "agent":
-        # From here on: `srun` sends it to the whole step, perhaps before the agent has begun.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-        from launcher.node.agent import NodeAgent
-
-        return NodeAgent(attempt, _node(), os.environ, args.prefix, apart=args.apart).run()
+    if args.command in {"steps", "agent"}:
+        return _run_asked(args, attempt)
     if args.command == "care":
         from launcher.node.care import Caretaker
 
@@ -86,6 +85,18 @@ def _run(args: argparse.Namespace, attempt: Attempt) -> int:
     code = end.end(attempt, os.environ, args.code).code
     end.put_summary(attempt, os.environ, code)
     return code
+
+
+def _run_asked(args: argparse.Namespace, attempt: Attempt) -> int:
+    """Run what may be asked to save before it has begun."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    if args.command == "steps":
+        from launcher.node.steps import serve
+
+        return serve(attempt, os.environ, args.srun)
+    from launcher.node.agent import NodeAgent
+
+    return NodeAgent(attempt, _node(), os.environ, args.prefix, apart=args.apart).run()
 
 
 def _node() -> str:

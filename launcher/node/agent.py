@@ -13,11 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from elastic_trainer.failures import EXIT_FAILED
+from elastic_trainer.running_clock import RunningClock
 from launcher.node import beat
 from launcher.node.attempt import Attempt
 from launcher.node.care import Caretaker
 from launcher.node.end import save_by
 from launcher.node.say import say
+from launcher.node.taken_signals import TakenSignals
 
 CONTAINER_PYTHON = "python3"
 TAKEN = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -50,6 +52,7 @@ class NodeAgent:
         self._beat_s = beat.period_s(env)
         self._care, self._apart = Caretaker(attempt, node, env), apart
         self._save_by = save_by(env)
+        self._clock = RunningClock()
         self._kill_at: float | None = None
         self._asked = False
 
@@ -61,29 +64,35 @@ class NodeAgent:
         """
         # Before signals wait: while the environment is copied there is nothing to save.
         python, env = self._start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
+        with TakenSignals(TAKEN) as signals:
+            process = self._serve(self._command(python), env, signals)
+        code = process.returncode if process.returncode >= 0 else EXIT_FAILED
+        with contextlib.suppress(OSError):
+            self._attempt.note_exit(self._node, code)
+        if not self._apart:
+            self._care.take_care()
+        return code
+
+    def _serve(
+        self, command: Sequence[str], env: Mapping[str, str], signals: TakenSignals
+    ) -> subprocess.Popen[bytes]:
+        """Run the agent to its end."""
         process = subprocess.Popen(
-            self._command(python),
+            command,
             env=env,
             preexec_fn=_as_agent,  # noqa: PLW1509  there are no threads here
         )
         while process.poll() is None:
-            taken = signal.sigtimedwait(TAKEN, min(1.0, self._beat_s))
-            if taken is not None and taken.si_signo != signal.SIGCHLD:
-                self._ask(signal.Signals(taken.si_signo).name)
+            taken = signals.wait(min(1.0, self._beat_s))
+            if taken is not None and taken != signal.SIGCHLD:
+                self._ask(taken.name)
             if self._asked:
                 # Again and again: it may not listen yet. It comes from Slurm too, which signals
                 # every process of the step; SIGUSR2 is the one that says no more when it repeats.
                 process.send_signal(signal.SIGUSR2)
             self._look_at_clock(process)
             self._care.look()
-        code = process.returncode if process.returncode >= 0 else EXIT_FAILED
-        with contextlib.suppress(OSError):
-            self._attempt.note_exit(self._node, code)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
-        if not self._apart:
-            self._care.take_care()
-        return code
+        return process
 
     def _start(self) -> tuple[str, Mapping[str, str]]:
         """Return the interpreter and the environment: of this node's own copy where there is one.
@@ -112,17 +121,20 @@ class NodeAgent:
         self._asked = True
         say(f"{self._node}: {why}: the job is asked to save and to end")
         if limit := self._env.get("HOLDFAST_SHUTDOWN_S"):
-            self._kill_at = time.monotonic() + float(limit)
+            self._kill_at = self._clock() + float(limit)
 
     def _look_at_clock(self, process: subprocess.Popen[bytes]) -> None:
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+        now = self._clock()
+        if self._kill_at is not None and now >= self._kill_at:
             say(f"{self._node}: the agent has not ended in time after it was asked to")
             for _ in range(2):  # the second means: without saving
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LAST_WORDS_S / 2)
             process.kill()
-        if self._care.lost and self._save_by is not None and time.time() >= self._save_by:
+        # Slurm puts the limit off by the time in which the job is suspended.
+        due = self._save_by is not None and time.time() >= self._save_by + self._clock.stopped_s
+        if self._care.lost and due:
             self._ask("the time limit is near and the batch host is lost")
 
 
@@ -130,3 +142,6 @@ def _as_agent() -> None:
     """Let the agent have signals as usual, but one: it would be killed before it listens."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TAKEN)
+    # `scontrol suspend` sends it two seconds before SIGSTOP. It would stop workers that the agent,
+    # which it does not reach, then takes for hung; SIGSTOP stops all at once.
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)

@@ -44,6 +44,7 @@ from launcher.node.pod_decide import (
 from launcher.node.pod_dir import failures, prepare, publish_json
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import note, say
+from launcher.node.taken_signals import TakenSignals
 
 PASSED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TAKEN: Final = (*PASSED, signal.SIGCHLD)
@@ -70,10 +71,10 @@ class Pod:
         env: Mapping[str, str],
         *,
         mono: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], signal.Signals | None] | None = None,
+        wait: Callable[[float], signal.Signals | None],
     ) -> None:
         self._run_dir, self._who, self._env = run_dir.absolute(), who, env
-        self._mono, self._wait = mono, wait or _wait
+        self._mono, self._wait = mono, wait
         self._began = mono()
         self._told_to_go = False
         self._repeat = False
@@ -82,7 +83,6 @@ class Pod:
 
     def run(self) -> int:
         """Serve until the agent has ended; return the code of the container."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, TAKEN)
         try:
             made = prepare(self._run_dir, self._who.config_dir)
             if made:
@@ -281,7 +281,9 @@ def pod(run_dir: Path, env: Mapping[str, str]) -> int:
     Raises:
         NodeError: HF674, this is no pod of a job.
     """
-    return Pod(run_dir, PodEnv.of(env), env).run()
+    who = PodEnv.of(env)
+    with TakenSignals(TAKEN) as signals:
+        return Pod(run_dir, who, env, wait=signals.wait).run()
 
 
 def reap(process: subprocess.Popen[bytes]) -> bool:
@@ -298,11 +300,6 @@ def reap(process: subprocess.Popen[bytes]) -> bool:
         else:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(found.si_pid, 0)
-
-
-def _wait(seconds: float) -> signal.Signals | None:
-    taken = signal.sigtimedwait(TAKEN, seconds)
-    return None if taken is None else signal.Signals(taken.si_signo)
 
 
 def _as_agent() -> None:

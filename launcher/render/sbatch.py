@@ -42,6 +42,13 @@ class _Places:
 
 
 SCRIPT: Final = "job.sbatch"
+KEPT: Final = (
+    ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_CTYPE", "TZ", "PWD", "SHLVL"),
+    ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    ("MODULE*", "LMOD_*", "__LMOD_*", "_ModuleTable*", "LOADEDMODULES", "_LMFILES_"),
+    ("SLURM_*", "SLURMD_*", "SPANK_*"),
+)
+"""Patterns of variables that a job keeps: who and where it is, where programs and modules are."""
 CONTAINER_PYTHON: Final = "python3"
 
 
@@ -137,6 +144,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "python": check_path(interpreter, "interpreter"),
         "venv": venv,
         "umask": slurm.umask,
+        "keep": _kept(spec),
         "modules": slurm.modules,
         "setup": slurm.setup,
         "fabric": slurm.fabric,
@@ -171,6 +179,12 @@ def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | No
     if problems:
         raise UserError.many(problems)
     return found
+
+
+def _kept(spec: JobSpec) -> list[Quoted]:
+    """Return patterns of bash, in lines, for the variables that stay of the submitting shell."""
+    secrets = (s.env for s in spec.env.secrets.values() if s.file is None and s.env is not None)
+    return [words(*patterns) for patterns in (*KEPT, spec.env.inherit, secrets)]
 
 
 def _step_log(run: str, *, array: bool) -> Quoted:

@@ -134,5 +134,8 @@ def make_run(
     bundle = render_slurm(
         spec, plan(spec), run_id="tiny", run_dir=path, base_dir=folder, python=sys.executable
     )
-    write_bundle(path, bundle)
+    script = bundle["job.sbatch"].replace(
+        "hf_keep=(\n", "hf_keep=(HOLDFAST_BEAT_S OMP_NUM_THREADS\n"
+    )
+    write_bundle(path, {**bundle, "job.sbatch": script})
     return TinyRun(cluster, path, run_dirs.load(path))

@@ -127,6 +127,23 @@ def test_cancel_with_save_leaves_a_checkpoint_that_a_resume_goes_on_from(user, s
     assert f"trains from step {commit.step} on" in user("logs", "one")[0]
 
 
+def test_cancel_with_save_saves_though_the_batch_host_is_lost(user, slurm):
+    user.submit(*ALWAYS, nodes=3, more=["--run-dir", "runs/one"])
+    job = user.wait_step("one", 3)["job_id"]
+    slurm.power_off(slurm.job(job).batch_host)
+    seen = user.json("status", "one")["training"]["step"]
+    user.wait_step("one", seen + 3)
+    begun = time.monotonic()
+    out, _ = user("cancel", "one", "--save")
+    took_s = time.monotonic() - begun
+    [commit] = RunCheckpoints.of(Path("runs/one")).commits
+    assert f"one is over: saved, saved: step {commit.step}" in out
+    assert commit.step >= seen + 3
+    # One of the nodes has seen for 30 s that the script is gone, and ends the job in its place.
+    assert took_s < 120
+    assert slurm.run("squeue", "-h").stdout == ""
+
+
 def test_logs_follow_a_rank_over_a_requeue(user, slurm):
     user.submit(*ALWAYS, nodes=1, more=["--run-dir", "runs/one"])
     job = user.wait_step("one", 2)["job_id"]
@@ -204,6 +221,43 @@ def test_what_slurm_takes_but_will_never_start(user):
         return "more nodes than its partition gives" in user.json("why", "one")["why"]
 
     until("the reason", told, timeout_s=WAIT_S)
+
+
+LEAKS = {
+    "AWS_SECRET_ACCESS_KEY": "of-the-shell",
+    "GITHUB_TOKEN": "of-the-shell",
+    "BASH_ENV": "/dev/null",
+    "HOLDFAST_GENERATION": "7",
+    "SRUN_CPUS_PER_TASK": "3",
+    "SLURM_CPU_BIND": "cores",
+    "SBATCH_REQUEUE": "1",
+    "LC_ALL": "C.UTF-8",
+}
+
+
+def test_only_what_is_named_of_the_submitting_shell_reaches_the_workers(user, slurm, monkeypatch):
+    for name, value in LEAKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDED_PROJECT", "mine")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    wanted = ("env.inherit=[WANDED_PROJECT]", "env.variables={SET: here}")
+    user.submit(*ALWAYS, *wanted, more=["--run-dir", "runs/one"])
+    job = user.wait_step("one", 2)["job_id"]
+    record = RunRecord(Path("runs/one"))
+    record.poll()
+    started = next(e for e in record.events if e.event == "worker.started")
+    listed = slurm.on(started.node, "cat", f"/proc/{started.fields['pid']}/environ").stdout
+    found = dict(line.split("=", 1) for line in listed.split("\0") if line)
+    assert found.keys() & {*LEAKS, "SLURM_TIME_FORMAT"} <= {"SLURM_CPU_BIND"}
+    assert found.get("SLURM_CPU_BIND") != "cores"
+    assert (found["WANDED_PROJECT"], found["SET"], found["LANG"]) == ("mine", "here", "C.UTF-8")
+    assert (found["HOME"], found["PYTHONPATH"]) == (os.environ["HOME"], str(ROOT))
+    steps = slurm.run("squeue", "--steps", "-h", f"--jobs={job}", "-o", "%i").stdout.split()
+    own = [step for step in steps if step.rpartition(".")[2].isdigit()]
+    assert len(own) == 2, "one for each node"
+    for step in own:
+        told = slurm.run("scontrol", "show", "step", step).stdout
+        assert "CPUs=16 " in told, told
 
 
 def test_a_controller_that_is_away(user, slurm):

@@ -107,6 +107,11 @@ class Coordinator(Departures):
                 ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(self._asked))))
         return self.advance()
 
+    def woken(self) -> Turn | None:
+        """Show at once that the lease is held, or learn that another has taken it."""
+        self.lease.renew()
+        return None
+
     def timer(self, name: str) -> Turn | None:
         """Renew the lease, end a wait, or watch the peers."""
         if name == "renew":

@@ -21,7 +21,11 @@ from elastic_trainer.agent.membership.seeker import Seeker
 
 
 class Membership:
-    """One agent's part. Every method takes the agent's own monotonic time in seconds."""
+    """One agent's part.
+
+    Every method takes the agent's own monotonic time in seconds, without those in which it was
+    stopped: in these it could hear nobody, so nobody is judged by them.
+    """
 
     def __init__(
         self,
@@ -82,6 +86,10 @@ class Membership:
     def reported(self, report: Report, now: float) -> list[Effect]:
         """Take a report of the local agent."""
         return self._run(now, lambda role: role.reported(report))
+
+    def woken(self, now: float) -> list[Effect]:
+        """This process was stopped for a while, which `now` leaves out, and goes on."""
+        return self._run(now, lambda role: role.woken())
 
     def tick(self, now: float) -> list[Effect]:
         """Fire the timers that are due."""

@@ -139,6 +139,10 @@ class Role:
         self.ctx.note(report)
         return None
 
+    def woken(self) -> Turn | None:
+        """This process was stopped, and goes on."""
+        return None
+
     def timer(self, name: str) -> Turn | None:
         """Handle a timer that fired."""
         return None

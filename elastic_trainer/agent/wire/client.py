@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
@@ -87,6 +86,8 @@ class MembershipClient:
         self._notices: queue.SimpleQueue[Notice] = queue.SimpleQueue()
         self._timer: float | None = None
         self._started = self._closed = False
+        self._stopped_s = 0.0
+        """As the reactor's clock said when it was looked at last."""
         self._strangers, self._board_failures = Throttle(EVENT_S), Throttle(EVENT_S)
 
     def start(self) -> None:
@@ -107,7 +108,7 @@ class MembershipClient:
 
     def report(self, report: Report) -> None:
         """Tell the coordinator; returns at once."""
-        self._reactor.call(lambda: self._do(self._machine.reported(report, time.monotonic())))
+        self._reactor.call(lambda: self._do(self._machine.reported(report, self._reactor.now())))
 
     def close(self) -> None:
         """Leave: peers see the connections end. Waits for nothing, a stalled board least of all."""
@@ -122,18 +123,18 @@ class MembershipClient:
 
     def opened(self, conn: int) -> None:
         """A dial succeeded."""
-        self._do(self._machine.opened(conn, time.monotonic()))
+        self._do(self._machine.opened(conn, self._reactor.now()))
 
     def closed(self, conn: int, *, refused: bool) -> None:
         """A connection ended or a dial failed."""
-        self._do(self._machine.closed(conn, time.monotonic(), refused=refused))
+        self._do(self._machine.closed(conn, self._reactor.now(), refused=refused))
 
     def stranger(self, address: str, reason: str) -> None:
         """A connection did not prove itself: said now and then, however many they are."""
         self._say_now_and_then(self._strangers, "peer.refused", reason, address=address)
 
     def _say_now_and_then(self, throttle: Throttle, event: str, reason: str, **more: str) -> None:
-        held_back = throttle.admit(time.monotonic())
+        held_back = throttle.admit(self._reactor.now())
         if held_back is not None and not self._closed:
             self._log(event, None, {**more, "reason": reason, "held_back": held_back})
 
@@ -143,15 +144,15 @@ class MembershipClient:
             message = decode(payload)
         except ValueError:
             self._endpoint.close(conn)
-            self._do(self._machine.closed(conn, time.monotonic()))
+            self._do(self._machine.closed(conn, self._reactor.now()))
             return
-        self._do(self._machine.received(conn, message, time.monotonic()))
+        self._do(self._machine.received(conn, message, self._reactor.now()))
 
     # --- effects ----------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._endpoint.serve(self)
-        self._do(self._machine.start(time.monotonic()))
+        self._do(self._machine.start(self._reactor.now()))
 
     def _shut(self) -> None:
         self._closed = True
@@ -196,7 +197,12 @@ class MembershipClient:
     def _tick(self, due: float) -> None:
         if self._timer == due and not self._closed:
             self._timer = None
-            self._do(self._machine.tick(time.monotonic()))
+            clock = self._reactor.now
+            now = clock()
+            if clock.stopped_s != self._stopped_s:
+                self._stopped_s = clock.stopped_s
+                self._do(self._machine.woken(now))
+            self._do(self._machine.tick(now))
 
     # --- on the board's and the store's threads ------------------------------------------------
 
@@ -237,7 +243,7 @@ class MembershipClient:
             self._reactor.call(lambda: self._log("store.failed", epoch, {"reason": text}))
             self._reactor.call(
                 lambda: self._reactor.call_at(
-                    time.monotonic() + 1.0,
+                    self._reactor.now() + 1.0,
                     lambda: self._submit(self._store_work, partial(self._open, epoch)),
                 )
             )
@@ -256,4 +262,4 @@ class MembershipClient:
         executor.submit(work).add_done_callback(raise_here)
 
     def _later(self, step: Callable[[float], list[Effect]]) -> None:
-        self._reactor.call(lambda: self._do(step(time.monotonic())))
+        self._reactor.call(lambda: self._do(step(self._reactor.now())))

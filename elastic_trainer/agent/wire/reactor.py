@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import selectors
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
+
+from elastic_trainer.running_clock import RunningClock
+
+LONGEST_WAIT_S: Final = 1.0
+"""So that the clock is read often enough to tell a stop."""
 
 
 class Reactor:
@@ -24,6 +30,9 @@ class Reactor:
 
     def __init__(self, crashed: Callable[[BaseException], None] | None = None) -> None:
         self._crashed = crashed
+        self.now = RunningClock()
+        """Seconds, for timers and peers; without those in which this process was stopped. On the
+        reactor's thread only."""
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -51,7 +60,7 @@ class Reactor:
                 os.write(self._wake_write, b"x")
 
     def call_at(self, when: float, function: Callable[[], None]) -> None:
-        """Run `function` at monotonic time `when`. On the reactor's thread only."""
+        """Run `function` at time `when` of `now`. On the reactor's thread only."""
         heapq.heappush(self._timers, (when, next(self._serial), function))
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -81,9 +90,11 @@ class Reactor:
 
     def _loop(self) -> None:
         while not self._halting:
-            timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            due = self._timers[0][0] if self._timers else math.inf
+            timeout = min(max(0.0, due - self.now()), LONGEST_WAIT_S)
             # Sockets before timers: after a pause, what peers sent meanwhile counts first.
             ready = self._selector.select(0.0 if self._calls else timeout)
+            self.now()  # a stop is noticed before anybody asks for the time
             # A wait that SIGSTOP broke off ends at once on SIGCONT and reports nothing.
             for key, mask in ready or self._selector.select(0.0):
                 if key.data is None:
@@ -93,7 +104,7 @@ class Reactor:
                     key.data(mask)
             while self._calls:
                 self._calls.popleft()()
-            while self._timers and self._timers[0][0] <= time.monotonic():
+            while self._timers and self._timers[0][0] <= self.now():
                 heapq.heappop(self._timers)[2]()
 
     def _close_all(self) -> None:

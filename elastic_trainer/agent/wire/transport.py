@@ -14,7 +14,6 @@ import itertools
 import selectors
 import socket
 import struct
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -144,7 +143,7 @@ class Endpoint:
             return
         self._watch(link)
         self._reactor.call_at(
-            time.monotonic() + timeout_s,
+            self._reactor.now() + timeout_s,
             lambda: self._drop(link, refused=False) if link.shake is not None else None,
         )
 
@@ -175,7 +174,7 @@ class Endpoint:
             self._end(link)
         else:
             # A peer that never reads must not keep the socket for ever.
-            self._reactor.call_at(time.monotonic() + LINGER_S, lambda: self._end(link))
+            self._reactor.call_at(self._reactor.now() + LINGER_S, lambda: self._end(link))
 
     def shut(self) -> None:
         """Stop listening and close everything. On the reactor's thread."""
@@ -210,14 +209,14 @@ class Endpoint:
                     raise
                 # The kernel's queue keeps them until there is room again.
                 self._accept_off()
-                self._reactor.call_at(time.monotonic() + _BREATH_S, self._accept_on)
+                self._reactor.call_at(self._reactor.now() + _BREATH_S, self._accept_on)
                 return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             shake = self._badge.handshake(dials=False)
             link = _Link(next(self._accepted), sock, peer[0], dialed=False, shake=shake)
             self._links[link.conn] = link
-            self._door.enter(link.conn, link.host, time.monotonic())
+            self._door.enter(link.conn, link.host, self._reactor.now())
             self._watch(link)
             if self._door.full:
                 self._accept_off()
@@ -229,11 +228,11 @@ class Endpoint:
         if due is not None and not self._looking:
             self._looking = True
             # Often enough for a door that fills up meanwhile.
-            self._reactor.call_at(min(due, time.monotonic() + _BREATH_S), self._put_out)
+            self._reactor.call_at(min(due, self._reactor.now() + _BREATH_S), self._put_out)
 
     def _put_out(self) -> None:
         self._looking = False
-        for conn in self._door.overdue(time.monotonic()):
+        for conn in self._door.overdue(self._reactor.now()):
             self._cut(self._links[conn], "it was too slow to prove itself")
         self._look_later()
 

@@ -156,13 +156,19 @@ class SlurmBackend:
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
-        """Send the batch shell USR2, as the end of its time does; False: it does not run.
+        """Send USR2 to all steps, so to the agents, and to the batch shell; False: it does not run.
 
-        Only to a job that runs: scancel tries for minutes to signal one that waits.
+        To the steps, for the batch shell may be gone with its host; to the shell, as the end of its
+        time does, for it may not have started them yet. Only to a job that runs: scancel tries for
+        minutes to signal one that waits.
         """
         if self.status([job])[job].state is not JobState.RUNNING:
             return False
-        argv = ["scancel", "--batch", "--signal=USR2", *_cluster(job), job.id]
+        steps, batch = (self._asked_to_save(job, *whom) for whom in ((), ("--batch",)))
+        return steps or batch
+
+    def _asked_to_save(self, job: JobRef, *whom: str) -> bool:
+        argv = ["scancel", *whom, "--signal=USR2", *_cluster(job), job.id]
         try:
             answer = self._commands.run(argv, timeout_s=self._patience.query_s)
         except TimedOutError:

@@ -85,7 +85,10 @@ class Canceller:
             status = self.saved(job)
             if status.state.is_final:
                 return self._outcome(job, status)
-            self.say("it has not ended in time; it is cancelled without a further save")
+            self.say(
+                "it has not ended in time: it is cancelled now, and saves only if it can before "
+                "the platform kills it"
+            )
         # Successors first, so that none starts meanwhile.
         for other in reversed(jobs_of(self.run)):
             self.backend.cancel(other)
@@ -94,8 +97,9 @@ class Canceller:
     def saved(self, job: JobRef) -> JobStatus:
         """Ask for a save and wait until the job has ended or was put back, or its time is over."""
         began = self.backend.status([job])[job].started
-        deadline = self.mono() + self.wait_s + _ENDING_S
-        self.say(f"asking job {job.id} to save and to end (at most {self.wait_s:.0f} s)")
+        wait_s = self.wait_s + _ENDING_S
+        deadline = self.mono() + wait_s
+        self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
         asked_at, told = -_AGAIN_S, ""
         while True:
             if self.mono() - asked_at >= _AGAIN_S:

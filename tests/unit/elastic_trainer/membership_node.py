@@ -36,6 +36,7 @@ class Node:
     silent: bool = False
     """Power is off: nothing answers, not even a refusal."""
     paused: bool = False
+    paused_at: float = 0.0
     saves: bool = True
     """Its workers say that they have saved when they are asked to leave."""
     links: dict[int, Link] = field(default_factory=dict)

@@ -46,6 +46,7 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.running_clock import LONGEST_S
 
 WORKERS_START_S = 0.5
 WORKERS_SAVE_S = 0.2
@@ -109,11 +110,17 @@ class Cluster:
 
     def pause(self, node: Node) -> None:
         """SIGSTOP: the kernel still takes connections and bytes."""
-        node.paused = True
+        node.paused, node.paused_at = True, self.now
 
     def resume(self, node: Node, *, late_first: bool = False) -> None:
-        """SIGCONT: what came meanwhile is read first, then timers fire; or the other way round."""
+        """SIGCONT: what came meanwhile is read first, then timers fire; or the other way round.
+
+        The time of a longer pause is none of the node's.
+        """
         node.paused = False
+        if self.now - node.paused_at > LONGEST_S:  # as RunningClock and the client have it
+            node.offset -= self.now - node.paused_at
+            self.feed(node, lambda now: node.machine.woken(now))
         if late_first:
             self.feed(node, lambda now: node.machine.tick(now))
         while node.waiting and not node.paused and node.alive:

@@ -58,10 +58,9 @@ import ctypes, os, sys
 from pathlib import Path
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 from launcher.node import pod_decide
-from launcher.node.pod import Pod
-from launcher.node.pod_env import PodEnv
+from launcher.node.pod import pod
 pod_decide.FIRST_PAUSE_S = float(sys.argv[3])
-code = Pod(Path(sys.argv[1]), PodEnv.of(os.environ), os.environ | {"PYTHONPATH": sys.argv[2]}).run()
+code = pod(Path(sys.argv[1]), os.environ | {"PYTHONPATH": sys.argv[2]})
 try:
     left = os.waitpid(-1, os.WNOHANG)
 except ChildProcessError:

@@ -157,9 +157,10 @@ def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
     )
     trains()
     out, err = cli(capsys, "cancel", "one", "--save", code=1)
-    assert "it has not ended in time; it is cancelled" in err
+    assert "it has not ended in time: it is cancelled" in err
     assert "one is over: cancelled, saved: step 3" in out
-    assert slurm.calls("scancel") == ["scancel --batch --signal=USR2 17", "scancel 17"]
+    asked = ["scancel --signal=USR2 17", "scancel --batch --signal=USR2 17"]
+    assert slurm.calls("scancel") == [*asked, "scancel 17"]
 
 
 def test_cancel_reads_in_the_record_how_a_job_ended_that_is_gone(slurm):

@@ -41,9 +41,9 @@ TEXT_KEYS = (
     "slurm.array", "slurm.dependency", "slurm.comment", "slurm.mail_user", "slurm.mail_type",
     "slurm.container", "slurm.python", "slurm.fabric", "slurm.fabric_devices", "slurm.restart",
     "slurm.umask", "slurm.group", "slurm.exclude.0", "slurm.extra.0", "slurm.container_mounts.0",
-    "slurm.modules.0", "slurm.setup.0", "env.venv", "env.stage", "env.image", "env.variables.A",
-    "env.secrets.S.file", "env.secrets.S.env", "network.interface", "network.cidr",
-    "network.ports", "data.path", "data.tokenizer", "checkpoint.dir", "code.dir",
+    "slurm.modules.0", "slurm.setup.0", "env.inherit.0", "env.venv", "env.stage", "env.image",
+    "env.variables.A", "env.secrets.S.file", "env.secrets.S.env", "network.interface",
+    "network.cidr", "network.ports", "data.path", "data.tokenizer", "checkpoint.dir", "code.dir",
     "code.exclude.0", "model", "cluster.gpu", "name", "kubernetes.namespace",
 )  # fmt: skip
 SHOWN = {"slurm.constraint", "slurm.comment", "slurm.mail_user"}
@@ -57,14 +57,15 @@ JOB = {
 CALLED = ("srun", "sbatch", "scancel", "scontrol")
 STUB = """\
 #!/bin/bash
+[[ ${4-} != steps ]] || { shift 6; exec "$@"; }
 # Writes down how it was called, each text with a NUL behind it, and ends as it is told to.
-printf '%s\\0' "${0##*/}" "$@" '' >>"$STUB_LOG"
-[[ ${0##*/} != srun ]] || env -0 >"$STUB_LOG.env"
+printf '%s\\0' "${0##*/}" "$@" '' >>"$SLURM_STUB_LOG"
+[[ ${0##*/} != srun ]] || env -0 >"$SLURM_STUB_LOG.env"
 exit 0
 """
 FUNCTIONS = """\
-eval() { printf '%s\\0' eval "$@" '' >>"$STUB_LOG"; }
-module() { printf '%s\\0' module "$@" '' >>"$STUB_LOG"; }
+eval() { printf '%s\\0' eval "$@" '' >>"$SLURM_STUB_LOG"; }
+module() { printf '%s\\0' module "$@" '' >>"$SLURM_STUB_LOG"; }
 """
 
 
@@ -133,8 +134,9 @@ def run_script(script, folder, *, env=()):
         ["bash", path],
         cwd=folder,
         env={
-            "PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": "/home/me", "STUB_LOG": str(log),
-            "BASH_ENV": str(functions), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            "PATH": f"{bin_dir}:{os.environ['PATH']}", "HOME": "/home/me",
+            "SLURM_STUB_LOG": str(log), "BASH_ENV": str(functions),
+            "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
             "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "4", **dict(env),
         },
         capture_output=True,
@@ -288,6 +290,43 @@ def test_a_secret_that_is_not_there_stops_the_job(folder):
         assert done.returncode == 93
         assert b"holdfast: secret S: cannot read" in done.stderr
         assert calls == []
+
+
+LEAKS = {
+    "AWS_SECRET_ACCESS_KEY": "x", "GITHUB_TOKEN": "x", "BASH_FUNC_ls%%": "() { echo x; }",
+    "HOLDFAST_GENERATION": "7", "HOLDFAST_SAVE_BY": "1", "SRUN_CPUS_PER_TASK": "3",
+    "SBATCH_PARTITION": "x", "SLURM_TIME_FORMAT": "%s", "SLURM_CPU_BIND": "cores",
+    "SLURM_LABELIO": "1", "LC_ALL": "C", "RANK": "3", "MASTER_ADDR": "x", "WANDB": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("restart", ["requeue", "chain"])
+def test_of_the_submitting_shell_the_workers_get_what_is_named(folder, restart):
+    stays = {
+        "LANG": "C.UTF-8", "LD_LIBRARY_PATH": "/opt/lib", "MODULEPATH": "/m", "HF_HOME": "/hf",
+        "HF_HUB_OFFLINE": "1", "WANDB_PROJECT": "mine", "TOKEN_OF_ONE": "secret",
+    }  # fmt: skip
+    values = {
+        "env.inherit": ["WANDB_PROJECT", "HF_*"],
+        "env.secrets.S.env": "TOKEN_OF_ONE",
+        "slurm.restart": restart,
+        "slurm.setup": ["true"],
+    }
+    _, script = script_of(values, folder)
+    calls, found, done = run_script(script, folder, env={**LEAKS, **stays})
+    assert done.returncode == 0, done.stderr
+    generation = {"HOLDFAST_GENERATION"} if restart == "chain" else set()
+    assert found.keys() & LEAKS.keys() == generation
+    assert found.get("HOLDFAST_GENERATION", "0") == "0"
+    assert {name: found[name] for name in stays} == stays
+    assert (found["S"], found["SLURM_JOB_ID"], found["HOME"]) == ("secret", "7", "/home/me")
+    successors = [call[-1] for call in calls if call[0] == "sbatch"]
+    assert successors == (["1"] if restart == "chain" else [])
+
+
+@pytest.mark.parametrize("name", ["a b", "*", "HOLDFAST_X", "SLURM_*", "A*B", "BASH_ENV"])
+def test_names_to_inherit_are_names(name, folder):
+    assert script_or_codes({"env.inherit.0": name}, folder) == {"HF165"}
 
 
 def test_the_installed_sbatch_reads_what_the_parse_above_reads(folder):

@@ -28,6 +28,7 @@ PURE = {
     "injected",
     "command",
     "templates",
+    "running_clock",
 }
 READABLE = {"agent.boards.board", "agent.boards.open_board", "script_steps"} | {
     f"checkpoint.{name}" for name in ("errors", "manifest", "storage")

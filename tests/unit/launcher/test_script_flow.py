@@ -23,9 +23,10 @@ STUB = """\
 #!/bin/bash
 what=${0##*/}
 [[ $what != python* ]] || { what=$4; shift 4; }
+[[ $what != steps ]] || { shift 2; exec "$@"; }
 [[ $what != srun || $* != *' care '* ]] || what=srun-care
-echo "$what${2:+ $2}" >>"$STUBS/calls"
-[[ ! -r $STUBS/$what ]] || source "$STUBS/$what"
+echo "$what${2:+ $2}" >>"$SLURM_STUBS/calls"
+[[ ! -r $SLURM_STUBS/$what ]] || source "$SLURM_STUBS/$what"
 exit 0
 """
 TOLD = 'exit "$2"\n'
@@ -63,7 +64,7 @@ def run(tmp_path):
             (folder / name).write_text(act)
         env = {
             "PATH": f"{stubs}:{os.environ['PATH']}",
-            "STUBS": str(folder),
+            "SLURM_STUBS": str(folder),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "2",
         }

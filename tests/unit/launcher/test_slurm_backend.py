@@ -257,6 +257,7 @@ def test_cancelling():
     assert slurm.ask_to_save(ref())
     assert commands.asked("scancel") == [
         ("scancel", "--clusters=big", "17"),
+        ("scancel", "--signal=USR2", "17"),
         ("scancel", "--batch", "--signal=USR2", "17"),
     ]
     late = "scancel: error: Kill job error on job id 17: Job/step already completing or completed\n"

@@ -1,0 +1,247 @@
+"""`steps`: runs the agents' srun, once for each node or a few of them, and again where it is lost.
+
+Slurm aborts a whole step when one of its nodes reboots before it was known to be down (srun:
+"Aborting, io error and missing step"), --no-kill or not. So nodes share no step as long as there
+are no more than MOST_STEPS of them. What is lost with a step is the memory of its agents; the
+others go on, and the node, which Slurm still counts to the job, joins them again.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
+from launcher.node import board
+from launcher.node.attempt import Attempt, NodeError
+from launcher.node.say import note, say
+from launcher.node.slurm import Run, call
+from launcher.node.taken_signals import TakenSignals
+
+MOST_STEPS: Final = 64
+"""An srun takes about 4 MB and five threads on the batch host, and a call or two of the
+controller; with more nodes, so many share a step."""
+ASKS: Final = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+TURN_S: Final = 1.0
+FIRST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 60.0
+LIVED_S: Final = 300.0
+"""A step that lived so long begins anew with the shortest pause."""
+LONE_TRIES: Final = 3
+"""So often all nodes are tried again while none runs; then the job ends, and is requeued."""
+_OF_ALL: Final = frozenset({EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP})
+"""Codes that agents have from the coordinator: the job is over."""
+
+
+class Process(Protocol):
+    """An srun."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; None: it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Signal it; it passes SIGUSR2 on to its tasks."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Nodes that share an srun."""
+
+    nodes: tuple[str, ...]
+    process: Process | None = None
+    began: float = 0.0
+    lost: int = 0
+    """How often in a row."""
+    due: float = 0.0
+    """When it is started again."""
+
+
+def grouped(nodes: Sequence[str], most: int = MOST_STEPS) -> list[tuple[str, ...]]:
+    """Return `nodes` in at most `most` groups of neighbours, as even as they can be. Pure."""
+    size = max(1, math.ceil(len(nodes) / most))
+    return [tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)]
+
+
+def command_of(command: Sequence[str], nodes: Sequence[str], *, again: bool) -> list[str]:
+    """Return srun's `command` for these nodes. Pure.
+
+    Args:
+        command: srun, its options, and what it runs.
+        nodes: of the step.
+        again: the step before may not have been cleared away there yet.
+    """
+    count = len(nodes)
+    own = [f"--nodelist={','.join(nodes)}", f"--nodes={count}", f"--ntasks={count}"]
+    return [command[0], *own, *(["--overlap"] if again else []), *command[1:]]
+
+
+def to_start_again(
+    nodes: Sequence[str], exits: Mapping[str, int], *, over: bool, allocated: Collection[str] | None
+) -> tuple[str, ...]:
+    """Return those of a step's nodes whose agents are to be started again. Pure.
+
+    Args:
+        nodes: of the step that has ended.
+        exits: how agents ended that could say so, by node: these have had their word.
+        over: the job as a whole has ended, or was asked to.
+        allocated: the job's nodes now; None: not known.
+    """
+    if over or _OF_ALL.intersection(exits.values()):
+        return ()
+    silent = [node for node in nodes if node not in exits]
+    return tuple(node for node in silent if allocated is None or node in allocated)
+
+
+class Steps:
+    """All steps of an attempt.
+
+    Args:
+        attempt: which.
+        nodes: of the job.
+        command: srun, its options, and what it runs; without the nodes.
+        start: starts a command.
+        run: runs one of Slurm's commands to its end.
+        mono: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        nodes: Sequence[str],
+        command: Sequence[str],
+        *,
+        start: Callable[[Sequence[str]], Process],
+        run: Run = call,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._attempt, self._command = attempt, command
+        self._start, self._run, self._mono = start, run, mono
+        self._steps = [Step(nodes) for nodes in grouped(nodes)]
+        self._asked = False
+        self._code = 0
+
+    def serve(self, wait: Callable[[float], signal.Signals | None]) -> int:
+        """Serve until no step is left; return the highest exit code of an srun.
+
+        Args:
+            wait: waits so many seconds for a signal and returns it, or None.
+        """
+        while self._steps:
+            self._look()
+            if self._steps and wait(TURN_S) in ASKS:
+                self._ask()
+        return self._code
+
+    def _ask(self) -> None:
+        """Have the agents save and end; nothing is started any more."""
+        self._asked = True
+        for step in self._steps:
+            if step.process is not None:
+                step.process.send_signal(signal.SIGUSR2)
+
+    def _look(self) -> None:
+        """Start what is due, and see to what has ended."""
+        ended = []
+        for step in list(self._steps):
+            if step.process is not None and (code := step.process.poll()) is not None:
+                step.process = None
+                self._code = max(self._code, code if code >= 0 else EXIT_FAILED)
+                ended.append((step, code))
+        for step, code in ended:
+            self._ended(step, code)
+        waiting = [step for step in self._steps if step.process is None]
+        hopeless = all(step.process is None and step.lost > LONE_TRIES for step in self._steps)
+        if waiting and (hopeless or self._over()):
+            self._steps = [step for step in self._steps if step not in waiting]
+            return
+        for step in waiting:
+            if self._mono() >= step.due:
+                command = command_of(self._command, step.nodes, again=step.lost > 0)
+                step.process, step.began = self._start(command), self._mono()
+
+    def _ended(self, step: Step, code: int) -> None:
+        """Have what has ended without its agents' word started again, unless all is over."""
+        exits, over = self._attempt.exits(), self._over()
+        silent = to_start_again(step.nodes, exits, over=over, allocated=None)
+        allocated = self._allocated() if silent else None
+        again = to_start_again(step.nodes, exits, over=over, allocated=allocated)
+        if gone := [node for node in silent if node not in again]:
+            say(f"{_shown(gone)}: lost, and no longer among the job's nodes")
+        if not again:
+            self._steps.remove(step)
+            return
+        step.nodes = again
+        step.lost = 1 if self._mono() - step.began >= LIVED_S else step.lost + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (step.lost - 1), LONGEST_PAUSE_S)
+        step.due = self._mono() + pause_s
+        alone = all(other.process is None for other in self._steps)
+        state = self._checkpoint() if alone else "the others go on with the copies that they keep"
+        say(
+            f"{_shown(again)}: the step has ended without a word of its agents (srun: {code}), and "
+            f"what they kept in memory is lost; {state}; tried again there in {pause_s:g} s"
+        )
+        note(self._attempt, "step.lost", nodes=list(again), code=code, alone=alone)
+
+    def _over(self) -> bool:
+        if self._asked:
+            return True
+        try:
+            state = board.read(self._attempt.run_dir)
+        except (OSError, ValueError):
+            return False
+        ended = state.ended is not None and state.ended.job == self._attempt.name
+        return state.finished or ended
+
+    def _checkpoint(self) -> str:
+        """Say what a run goes on from that has lost all of its agents."""
+        try:
+            step = board.newest_step(board.read(self._attempt.run_dir))
+        except (OSError, ValueError) as error:
+            return f"no agent is left, and the board cannot be read: {error}"
+        found = "there is no checkpoint" if step < 0 else f"the newest checkpoint is of step {step}"
+        return f"no agent is left, so storage counts: {found}"
+
+    def _allocated(self) -> set[str] | None:
+        """Return the job's nodes now; None: the controller does not say."""
+        asked = ["squeue", "--noheader", f"--jobs={self._attempt.slurm_id}", "--format=%N"]
+        answer = self._run(asked)
+        if answer.returncode or not answer.stdout.strip():
+            return None
+        return set(hostnames(answer.stdout.strip(), self._run))
+
+
+def hostnames(nodes: str, run: Run = call) -> list[str]:
+    """Return the names that Slurm's short form, as n[1-3], means; no controller is asked.
+
+    Raises:
+        NodeError: HF673, it means none.
+    """
+    answer = run(["scontrol", "show", "hostnames", nodes])
+    if answer.returncode or not answer.stdout.split():
+        said = answer.stderr.strip() or "nothing"
+        raise NodeError("HF673", f"scontrol show hostnames {nodes!r} says {said}; see its PATH")
+    return answer.stdout.split()
+
+
+def serve(attempt: Attempt, env: Mapping[str, str], command: Sequence[str]) -> int:
+    """Run `command`, an srun, on the nodes of the job; return the highest exit code.
+
+    Raises:
+        NodeError: HF673, the environment is not that of a batch script.
+    """
+    nodes = hostnames(env.get("SLURM_JOB_NODELIST", ""))
+
+    def start(argv: Sequence[str]) -> Process:
+        return subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+
+    with TakenSignals((*ASKS, signal.SIGCHLD)) as signals:
+        return Steps(attempt, nodes, command, start=start).serve(signals.wait)
+
+
+def _shown(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")

@@ -1,0 +1,192 @@
+"""An srun for each node: what is started again, and when all is over. Processes are made up."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from elastic_trainer.agent.boards.board import BoardState, Commit, Ended
+from elastic_trainer.agent.boards.file_board import FileBoard
+from launcher.node.attempt import Attempt
+from launcher.node.steps import LONE_TRIES, Steps, command_of, grouped, to_start_again
+from launcher.ops.record.record import RunRecord
+
+
+class Srun:
+    """A step that ends when it is told to."""
+
+    def __init__(self, argv):
+        self.argv, self.code, self.got = argv, None, []
+
+    @property
+    def nodes(self):
+        option = next(a for a in self.argv if a.startswith("--nodelist="))
+        return option.partition("=")[2]
+
+    def poll(self):
+        return self.code
+
+    def send_signal(self, number):
+        self.got.append(number)
+
+
+class Answer:
+    def __init__(self, out, code=0):
+        self.stdout, self.stderr, self.returncode = out, "", code
+
+
+class World:
+    """A batch host; `acts` happen one a turn, a second apart."""
+
+    def __init__(self, run_dir, nodes):
+        self.attempt = Attempt(run_dir, "17", 0)
+        self.attempt.dir.mkdir(parents=True)
+        self.sruns, self.now, self.allocated = [], 0.0, nodes
+        self.steps = Steps(
+            self.attempt, nodes, ["srun", "--wait=0", "agent"], start=self.start, run=self.run,
+            mono=lambda: self.now,
+        )  # fmt: skip
+
+    def start(self, argv):
+        self.sruns.append(Srun(argv))
+        return self.sruns[-1]
+
+    def run(self, argv):
+        if argv[0] == "squeue":
+            return Answer(",".join(self.allocated)) if self.allocated else Answer("", 1)
+        return Answer(argv[-1].replace(",", "\n"))
+
+    def of(self, node):
+        return next(srun for srun in reversed(self.sruns) if srun.nodes == node)
+
+    def ends(self, node, code, *, says=True):
+        if says:
+            self.attempt.note_exit(node, code)
+        self.of(node).code = code
+
+    def serve(self, *acts, then=lambda: None):
+        left = list(acts)
+
+        def wait(seconds):
+            self.now += seconds
+            return left.pop(0)() if left else then()
+
+        code = self.steps.serve(wait)
+        assert not left, "it ended early"
+        return code
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path, ["n1", "n2", "n3"])
+
+
+def nothing():
+    return None
+
+
+def test_groups_are_even_and_of_neighbours():
+    assert grouped(["a", "b", "c"]) == [("a",), ("b",), ("c",)]
+    many = grouped([f"n{i}" for i in range(2052)])
+    assert len(many) <= 64
+    assert sum(many, ()) == tuple(f"n{i}" for i in range(2052))
+    assert {len(group) for group in many[:-1]} == {33}
+
+
+def test_the_command_has_its_nodes():
+    argv = command_of(["srun", "--wait=0", "python"], ["n1", "n4"], again=False)
+    assert argv == ["srun", "--nodelist=n1,n4", "--nodes=2", "--ntasks=2", "--wait=0", "python"]
+    assert "--overlap" in command_of(["srun", "python"], ["n1"], again=True)
+
+
+@pytest.mark.parametrize(
+    ("exits", "over", "allocated", "again"),
+    [
+        ({}, False, None, ("n1", "n2")),
+        ({}, False, {"n2", "n3"}, ("n2",)),
+        ({"n1": 92}, False, None, ("n2",)),
+        ({"n1": 1, "n2": 93}, False, None, ()),
+        ({"n3": 91}, False, None, ()),  # from the coordinator, so it is for all
+        ({"n3": 0}, False, None, ()),
+        ({}, True, None, ()),
+    ],
+)
+def test_what_is_started_again(exits, over, allocated, again):
+    assert to_start_again(["n1", "n2"], exits, over=over, allocated=allocated) == again
+
+
+def test_a_node_has_its_srun_and_all_end_together(world):
+    ends = [lambda n=n: world.ends(n, 0) for n in ("n1", "n2", "n3")]
+    assert world.serve(*ends) == 0
+    assert [srun.nodes for srun in world.sruns] == ["n1", "n2", "n3"]
+
+
+def test_a_step_that_was_lost_is_started_again_and_no_other_is_touched(world, capsys):
+    def check():
+        assert [srun.nodes for srun in world.sruns] == ["n1", "n2", "n3", "n2"]
+        assert world.sruns[0].got == world.sruns[2].got == []
+        for node in ("n1", "n2", "n3"):
+            world.ends(node, 0)
+
+    lost = [lambda: world.ends("n2", 137, says=False), nothing, nothing, nothing, check]
+    assert world.serve(*lost) == 137
+    record = RunRecord(world.attempt.run_dir)
+    record.poll()
+    [event] = [e for e in record.events if e.event == "step.lost"]
+    assert event.fields == {"nodes": ["n2"], "code": 137, "alone": False}
+    assert "the others go on" in capsys.readouterr().err
+
+
+def test_a_node_that_has_left_the_job_is_not_started_again(world):
+    def leaves():
+        world.allocated = ["n1", "n3"]
+        world.ends("n2", 0, says=False)
+
+    def end():
+        for node in ("n1", "n3"):
+            world.ends(node, 0)
+
+    assert world.serve(leaves, *[nothing] * 9, end) == 0
+    assert [srun.nodes for srun in world.sruns] == ["n1", "n2", "n3"]
+
+
+def test_asked_to_save_it_tells_all_and_starts_nothing_more(world):
+    def asked():
+        world.ends("n3", 137, says=False)  # waits to be started again
+        return signal.SIGUSR2
+
+    def end():
+        assert [srun.got for srun in world.sruns[:2]] == [[signal.SIGUSR2]] * 2
+        for node in ("n1", "n2"):
+            world.ends(node, 91)
+
+    assert world.serve(asked, nothing, nothing, nothing, end) == 137
+    assert len(world.sruns) == 3
+
+
+def test_all_lost_it_says_what_storage_has_and_gives_up_after_a_few_tries(world, capsys):
+    commit = Commit(epoch=1, step=40, dir="step-40", manifest_sha256="0" * 64)
+    FileBoard(world.attempt.run_dir / "board").set_state(
+        BoardState(commits=(commit,)).encode(), None
+    )
+
+    def all_lost():
+        for srun in world.sruns:
+            srun.code = 137
+
+    assert world.serve(then=all_lost) == 137
+    assert len(world.sruns) == 3 * (1 + LONE_TRIES)
+    assert "the newest checkpoint is of step 40" in capsys.readouterr().err
+
+
+def test_the_board_says_that_the_job_has_ended(world):
+    ended = BoardState(ended=Ended(job=world.attempt.name, code=93, reason="no use"))
+
+    def end():
+        FileBoard(world.attempt.run_dir / "board").set_state(ended.encode(), None)
+        for node in ("n1", "n2", "n3"):
+            world.ends(node, 137, says=False)
+
+    assert world.serve(end) == 137
+    assert len(world.sruns) == 3
