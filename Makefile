@@ -61,6 +61,7 @@ format: .venv/ready
 	.venv/bin/ruff format .
 
 wheel: .venv/ready
+	rm -rf build
 	$(PY) -m build --wheel
 
 clean:
