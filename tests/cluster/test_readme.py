@@ -17,7 +17,7 @@ from tiny_run import events
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-STAND_INS = {"Llama-3.1-8B": "exported", "JOB": "examples/one-node.yaml"}
+STAND_INS = {"Llama-3.1-8B": "runs/exported", "JOB": "examples/one-node.yaml"}
 """What a reader has and a test has not."""
 SMALLER = {
     "seq_len: 128": "seq_len: 32",
@@ -163,7 +163,7 @@ def test_an_agent_is_killed_by_hand_and_no_other_runs(clone):
         found = clone.run("bash", "-c", kill.replace("pkill -9", "pgrep"))
         assert found.split() == [str(agent)]
         clone.run("bash", "-c", kill)
-        (lost,) = until("a loss", lambda: events(folder, "member.lost"), run)
+        lost = until("a loss", lambda: events(folder, "member.lost"), run)[0]
         assert lost["member"] == "node1"
         done = max(steps())
         until("further steps", lambda: steps(done + 5), run)
