@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test lint bench chaos gpu exactness docs format wheel clean
+.PHONY: demo test lint fresh bench chaos gpu exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -19,6 +19,10 @@ WORKERS ?= 3
 
 test: .venv/ready
 	$(PY) -m pytest tests -n $(WORKERS) --dist worksteal --durations 15
+
+# The package alone, with the newest and with the oldest of what it needs; asks the package index.
+fresh: .venv/ready
+	$(PY) -m pytest tests -m install -n 2
 
 lint: .venv/ready
 	.venv/bin/ruff check .
@@ -57,6 +61,7 @@ format: .venv/ready
 	.venv/bin/ruff format .
 
 wheel: .venv/ready
+	rm -rf build
 	$(PY) -m build --wheel
 
 clean:

@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from launcher.installed import installed_version  # noqa: E402
+
 
 def machine() -> str:
     """Return one line that says where and when numbers were measured."""
@@ -22,7 +24,7 @@ def machine() -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, {platform.machine()}, "
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
-        f"torch {version('torch')}, holdfast {version('holdfast')}, load {load} at the start"
+        f"torch {version('torch')}, holdfast {installed_version()}, load {load} at the start"
     )
 
 

@@ -50,6 +50,7 @@ class Trainer:
 
     def save_snapshot(self) -> None:
         """Save, and let the new file take the old one's place only once it is whole."""
+        self.snapshot.parent.mkdir(parents=True, exist_ok=True)
         new = self.snapshot.with_suffix(".new")
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save({**state, "epochs_run": self.epochs_run}, new)
@@ -90,7 +91,8 @@ def main() -> None:
     parser.add_argument("total_epochs", type=int, help="total epochs to train the model")
     parser.add_argument("save_every", type=int, help="how often to save a snapshot, in epochs")
     parser.add_argument("--batch_size", default=32, type=int, help="on each device")
-    parser.add_argument("--snapshot_path", default="snapshot.pt", type=Path)
+    mine = f"runs/ddp_tutorial-{os.environ.get('TORCHELASTIC_RUN_ID', 'alone')}.pt"
+    parser.add_argument("--snapshot_path", default=mine, type=Path, help="default: of this job")
     args = parser.parse_args()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     trainer = Trainer(prepare_dataloader(args.batch_size), args.save_every, args.snapshot_path)

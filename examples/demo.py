@@ -323,8 +323,8 @@ def draw(stage: Stage, disturbed: Outcome, undisturbed: dict[str, Curve], agreem
 
 
 def main() -> int:
-    """Run the demonstration in ./demo/<time>; return 0 when everything agrees."""
-    folder = Path("demo").absolute() / time.strftime("%Y%m%d-%H%M%S")
+    """Run the demonstration in ./runs/demo/<time>; return 0 when everything agrees."""
+    folder = Path("runs", "demo").absolute() / time.strftime("%Y%m%d-%H%M%S")
     stage = Stage(folder, Console())
     try:
         agrees = demo(stage)

@@ -132,7 +132,7 @@ def _load_tokenizer(file: str) -> Any:
     except ImportError as error:
         raise DataError(
             f"HF704 data.tokenizer: {file} needs the package tokenizers on the nodes: "
-            "install holdfast[tokenizers], or use tokenizer: bytes"
+            "pip install tokenizers, or use tokenizer: bytes"
         ) from error
     try:
         encoder = Tokenizer.from_file(file)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
 import click
 
-from launcher.errors import UserError
+from launcher.installed import need
 
 
 @click.command(
@@ -27,10 +26,7 @@ def agent(arguments: tuple[str, ...]) -> None:
 
     See docs/scripts.md.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            "HF632", "holdfast agent needs torch on the nodes: pip install 'holdfast[train]'"
-        )
+    need("holdfast agent", "torch", extra="train")
     sys.stdout.flush()
     # -P: no module of the working directory shadows a library; scripts find theirs all the same.
     command = [sys.executable, "-P", "-m", "elastic_trainer.agent", *arguments]

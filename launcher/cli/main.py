@@ -87,13 +87,9 @@ def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     """Print the version of the distribution, or of the checkout where there is none."""
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib.metadata import PackageNotFoundError, version
+    from launcher.installed import installed_version
 
-    try:
-        found = version("holdfast")
-    except PackageNotFoundError:
-        found = "(not installed)"
-    click.echo(f"holdfast {found}")
+    click.echo(f"holdfast {installed_version() or '(not installed)'}")
     ctx.exit()
 
 

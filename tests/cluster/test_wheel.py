@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from built_wheel import build_wheel
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,17 +21,9 @@ ROOT = Path(__file__).parents[2]
 def installed(tmp_path_factory) -> Path:
     """An environment with the wheel; third-party packages come from this one."""
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    for package in ("launcher", "elastic_trainer"):
-        shutil.copytree(ROOT / package, source / package, symlinks=True)
-    shutil.copytree(ROOT / "slurm", source / "slurm")  # the package links to its template
-    for file in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / file, source)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder), "."]
-    subprocess.run(build, cwd=source, check=True, capture_output=True, timeout=100)
     venv.create(folder / "env", with_pip=False)
     site = next((folder / "env").glob("lib/python*/site-packages"))
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+    with zipfile.ZipFile(build_wheel(folder)) as wheel:
         wheel.extractall(site)
     (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "env" / "bin" / "python"
@@ -66,6 +58,17 @@ def test_it_is_the_wheel_that_is_imported(installed, tmp_path):
         timeout=60,
     ).stdout.split()
     assert all(str(installed.parents[1]) in path for path in where)
+
+
+def test_it_bears_its_name_and_its_licence(installed):
+    (about,) = installed.parents[1].glob("lib/python*/site-packages/holdfast_ml-*.dist-info")
+    metadata = (about / "METADATA").read_text()
+    assert "\nName: holdfast-ml\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    licence = (about / "licenses" / "LICENSE").read_text()
+    assert licence == (ROOT / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence
 
 
 @pytest.mark.timeout(240)

@@ -19,9 +19,7 @@ import yaml
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # not ours to mend
     import kubernetes_validate
-    from kubeflow.training import models as training_models
     from kubeflow_trainer_api import models as trainer_models
-    from kubernetes.client import ApiClient
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "kubernetes"
@@ -89,48 +87,15 @@ def test_a_slip_would_be_seen():
 
 
 def test_typed_models_take_all_of_it(documents):
+    """Of Trainer and JobSet; PyTorchJob's need a client of Kubernetes that is years old."""
     for each in documents:
         model = {
-            "PyTorchJob": pytorchjob_model,
             "JobSet": lambda raw: trainer_model("JobsetV1alpha2JobSet", raw),
             "TrainJob": lambda raw: trainer_model("TrainerV1alpha1TrainJob", raw),
             "TrainingRuntime": lambda raw: trainer_model("TrainerV1alpha1TrainingRuntime", raw),
         }.get(each["kind"])
         if model is not None:
             assert model(copy.deepcopy(each)) == each, "something was lost on the way"
-
-
-def pytorchjob_model(raw):
-    """Return the document as it comes out of the typed model of kubeflow-training."""
-    client = ApiClient()
-    worker = raw["spec"]["pytorchReplicaSpecs"]["Worker"]
-    spec = {
-        **raw["spec"],
-        "elasticPolicy": typed(client, raw["spec"]["elasticPolicy"], "KubeflowOrgV1ElasticPolicy"),
-        "runPolicy": typed(client, raw["spec"]["runPolicy"], "KubeflowOrgV1RunPolicy"),
-        "pytorchReplicaSpecs": {
-            "Worker": {
-                **typed(client, {**worker, "template": None}, "KubeflowOrgV1ReplicaSpec"),
-                "template": worker["template"],
-            }
-        },
-    }
-    known = set(training_models.KubeflowOrgV1PyTorchJobSpec.attribute_map.values())
-    assert set(spec) <= known
-    return {**raw, "spec": spec}
-
-
-def typed(client, raw, name):
-    """Return plain data after it went through a model; None is left out."""
-    model = getattr(training_models, name)
-    names = {json: python for python, json in model.attribute_map.items()}
-    assert set(raw) <= set(names), set(raw) - set(names)
-    made = model(**{names[key]: value for key, value in raw.items()})
-    return {
-        key: value
-        for key, value in client.sanitize_for_serialization(made).items()
-        if value is not None
-    }
 
 
 def trainer_model(name, raw):

@@ -21,6 +21,13 @@ _FOLDERS = (
     os.environ.get("HOLDFAST_TEST_CRDS", ""),
     str(Path(__file__).resolve().parents[3] / "shared" / "data" / "crds"),
 )
+_JSON: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("str", "bytes", "datetime"), str),
+    "int": int,
+    "bool": bool,
+    "float": (int, float),
+}
+"""What JSON has for the models' types; bytes are base64."""
 _QUANTITIES = re.compile(r"\.(limits|requests|hard|capacity|allocatable|overhead)$")
 
 
@@ -215,21 +222,21 @@ def _model(name: str) -> tuple[dict[str, str], dict[str, str]] | None:
 def _typed(kind: str, value: Any, path: str, found: Findings) -> None:
     if value is None or kind == "object":
         return
-    if match := re.match(r"list\[(.*)\]$", kind):
+    if match := re.match(r"[Ll]ist\[(.*)\]$", kind):
         if not isinstance(value, list):
             found.mistyped.append(_cannot(value, path, "[]" + match[1]))
             return
         for i, item in enumerate(value):
             _typed(match[1], item, f"{path}[{i}]", found)
-    elif match := re.match(r"dict[(\[]str, (.*)[)\]]$", kind):
+    elif match := re.match(r"[Dd]ict[(\[]str, (.*)[)\]]$", kind):
         if not isinstance(value, dict):
             found.mistyped.append(_cannot(value, path, f"map[string]{match[1]}"))
             return
         for key, item in value.items():
             if not (_QUANTITIES.search(path) and isinstance(item, (int, float))):
                 _typed(match[1], item, f"{path}.{key}", found)
-    elif kind in {"str", "int", "bool", "float", "datetime"}:
-        fits = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": str}[kind]
+    elif kind in _JSON:
+        fits = _JSON[kind]
         if not isinstance(value, fits) or (isinstance(value, bool) and kind != "bool"):
             found.mistyped.append(_cannot(value, path, {"str": "string"}.get(kind, kind)))
     else:

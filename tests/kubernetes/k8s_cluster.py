@@ -21,6 +21,7 @@ import pytest
 from api_faults import Fault
 from api_resources import BY_KIND, RESOURCES
 from kubernetes import client, config
+from kubernetes.dynamic import DynamicClient
 from kubernetes.stream import stream
 from standin import StandIn
 
@@ -71,6 +72,7 @@ class Cluster:
         self._storage_class, self._shared = storage_class, shared
         self._down: list[str] = []
         self.api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
+        self._dynamic = DynamicClient(self.api, discoverer=lambda *_: None)
         self.core = client.CoreV1Api(self.api)
         self.batch = client.BatchV1Api(self.api)
         self.custom = client.CustomObjectsApi(self.api)
@@ -423,19 +425,15 @@ class Cluster:
         return f"{start}/{resource.version}{space}/{plural}"
 
     def _call(self, method: str, path: str, body: Any, **query: str) -> Any:
-        headers = {"Accept": "application/json"}
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        headers["Content-Type"] = kind
-        return self.api.call_api(
-            path,
+        answer = self._dynamic.request(
             method,
-            query_params=list(query.items()),
-            header_params=headers,
+            path,
             body=body,
-            response_type="object",
-            auth_settings=["BearerToken"],
-            _return_http_data_only=True,
+            query_params=list(query.items()),
+            content_type="application/merge-patch+json" if method == "PATCH" else None,
+            serialize=False,
         )
+        return json.loads(answer.data)
 
     def _told(self) -> str:
         rows = []

@@ -298,7 +298,9 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
             raise OptionsError(
                 "HF501", f"--standalone is one node, --nnodes {args.nnodes} is more: leave one out"
             )
-        return Path(tempfile.mkdtemp(prefix="holdfast-")), args.rdzv_id or "standalone"
+        folder = Path(tempfile.mkdtemp(prefix="holdfast-"))
+        # As torchrun does: without an id each job has one of its own.
+        return (folder, args.rdzv_id) if args.rdzv_id else (folder.parent, folder.name)
     if args.rdzv_endpoint is None:
         raise OptionsError(
             "HF501",

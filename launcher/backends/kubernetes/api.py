@@ -95,8 +95,12 @@ class KubernetesApi:
         patience: Patience | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        from kubernetes.dynamic import DynamicClient
+
         self.client, self.context, self.namespace = client, context, namespace
         self._patience, self._sleep = patience or Patience(), sleep
+        # Paths are known (Resource.path): nothing is discovered.
+        self._dynamic = DynamicClient(client, discoverer=lambda *_: None)
 
     @property
     def server(self) -> str:
@@ -269,15 +273,14 @@ class KubernetesApi:
 
         patience = self._patience
         try:
-            return self.client.call_api(
-                request.target,
+            return self._dynamic.request(
                 request.method,
-                query_params=list(request.query),
-                header_params={"Accept": "application/json", "Content-Type": request.kind},
+                request.target,
                 body=request.body,
-                auth_settings=["BearerToken"],
-                _preload_content=False,
-                _return_http_data_only=True,
+                query_params=list(request.query),
+                header_params={"Accept": "application/json"},
+                content_type=request.kind,
+                serialize=False,
                 _request_timeout=(patience.connect_s, request.read_s or patience.read_s),
             )
         except ApiException as error:

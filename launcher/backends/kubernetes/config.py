@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from launcher.backends.kubernetes.api import KubernetesApi, Patience
 from launcher.errors import UserError
+from launcher.installed import need
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """What a pod is given to speak to its cluster."""
@@ -39,13 +40,10 @@ def connect(
         UserError: HF632 the package is not installed; HF750 there is no kubeconfig; HF751 it has
             no such context; HF752 its credentials cannot be had.
     """
-    try:
-        from kubernetes import client, config
-        from kubernetes.config.config_exception import ConfigException
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "HF632", f"{error.name} is not installed: pip install 'holdfast[kubernetes]'"
-        ) from error
+    need("a Kubernetes cluster", "kubernetes", extra="kubernetes")
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
     base = os.environ if env is None else env
     configuration = client.Configuration()
     files = _kubeconfigs(base)

@@ -21,7 +21,7 @@ from typing import IO, Any, Final
 
 from launcher.backends.commands import Answer
 from launcher.backends.kubernetes.api import KubernetesApi
-from launcher.backends.kubernetes.documents import POD, Resource
+from launcher.backends.kubernetes.documents import Resource
 from launcher.backends.kubernetes.errors import BrokenOffError, Call, refusal
 from launcher.errors import PermanentError
 
@@ -228,28 +228,39 @@ def _open(
     stdin: bool,
     is_terminal: bool = False,
 ) -> Channels:
-    """Open the connection. The client's own wrapper swaps methods of its ApiClient: no threads."""
-    from kubernetes.client.exceptions import ApiException
-    from kubernetes.stream.ws_client import create_websocket, get_websocket_url
-    from websocket import WebSocketBadStatusException, WebSocketException
+    """Open the connection."""
+    from kubernetes.client import ApiClient, ApiException, CoreV1Api
+    from kubernetes.stream import stream
+    from websocket import WebSocketBadStatusException
 
     call = Call(verb="create", resource=_EXEC, namespace=namespace, name=pod, server=api.server)
-    wanted = {"stdin": stdin, "stdout": True, "stderr": not is_terminal, "tty": is_terminal}
-    query: list[tuple[str, Any]] = [("container", container)]
-    query += [(name, "true" if on else "false") for name, on in wanted.items()]
-    query += [("command", word) for word in argv]
-    headers: dict[str, str] = {}
-    api.client.update_params_for_auth(headers, query, ["BearerToken"])
-    url = get_websocket_url(f"{api.server}{POD.path(namespace, pod)}/exec", query)
+    client = ApiClient(api.client.configuration)  # of its own: stream() swaps methods of it
     try:
-        return Channels(create_websocket(api.client.configuration, url, headers))
-    except WebSocketBadStatusException as error:
-        body = error.resp_body or b""
-        text = body.decode("utf-8", errors="replace") if isinstance(body, bytes) else str(body)
-        raise refusal(call, int(error.status_code), text, dict(error.resp_headers or {})) from error
-    except (WebSocketException, ApiException, OSError) as error:
+        opened = stream(
+            CoreV1Api(client).connect_get_namespaced_pod_exec,
+            pod,
+            namespace,
+            container=container,
+            command=list(argv),
+            stdin=stdin,
+            stdout=True,
+            stderr=not is_terminal,
+            tty=is_terminal,
+            _preload_content=False,
+            binary=True,
+        )
+        return Channels(opened.sock)
+    except ApiException as error:  # of status 0, whatever has happened: that is its context
+        cause = error.__context__
+        if isinstance(cause, WebSocketBadStatusException):
+            body = cause.resp_body or b""
+            text = body.decode("utf-8", errors="replace") if isinstance(body, bytes) else str(body)
+            headers = dict(cause.resp_headers or {})
+            raise refusal(call, int(cause.status_code), text, headers) from error
+        if isinstance(cause, KeyboardInterrupt | SystemExit):
+            raise cause from None
         raise BrokenOffError(
-            f"pod {pod} cannot be reached through {api.server}: {error}"
+            f"pod {pod} cannot be reached through {api.server}: {error.reason}"
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from launcher.codes import CODES
 from launcher.errors import PermanentError, UserError
+from launcher.installed import need
 from launcher.ops.checkpoints.commits import Commit, RunCheckpoints
 
 _WRONG_INPUT = 2
@@ -66,13 +66,7 @@ def run_converter(
             the user's input, with its code.
         PermanentError: the child failed; its words.
     """
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                "HF632",
-                f"this needs the package {package}, which is not installed here; "
-                "pip install 'holdfast[train]', or do it on a node",
-            )
+    need(f"holdfast checkpoint {arguments[0]}", "torch", "safetensors", extra="train")
     command = [sys.executable, "-m", "elastic_trainer.checkpoint.convert", *arguments]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as complaints,

@@ -18,6 +18,7 @@ from launcher import stop_request
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
+from launcher.installed import need
 from launcher.jobspec.reading import load_spec
 from launcher.live import live_problems
 from launcher.ops import run_dir as run_dirs
@@ -155,8 +156,9 @@ def _prepared(
     """Return the attempt that the options ask for; nothing is made.
 
     Raises:
-        UserError: too few nodes, a wrong fault.
+        UserError: HF632 torch is not here; too few nodes, a wrong fault.
     """
+    need("a run on this machine", "torch", extra="train")
     num_nodes = nodes or rendered.ladder.max_nodes
     narrowed = _narrowed(rendered, num_nodes)
     return Prepared(

@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from launcher.installed import DISTRIBUTION
+
 GROUP: Final = "holdfast.preflight"
 """Entry points of this group are checks, too."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  where agents keep snapshots
@@ -185,7 +187,7 @@ def check_versions(expected: Expected) -> Finding:
     """Tell the versions that must be the same everywhere; nothing is imported."""
     del expected
     said = [f"python {platform.python_version()}"]
-    for name in ("torch", "holdfast"):
+    for name in ("torch", DISTRIBUTION):
         try:
             said.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:

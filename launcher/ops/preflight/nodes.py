@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from launcher.backends.commands import Commands, SystemCommands
 from launcher.errors import PermanentError, UserError
+from launcher.installed import need
 from launcher.ops.preflight.checks import (
     Answer,
     Check,
@@ -162,12 +163,9 @@ class Preflight:
         self, nodes: Sequence[str], checks: Mapping[str, Check], expected: Expected
     ) -> list[_Asked]:
         """Submit a job for each node, a few at a time: an array could not name its nodes."""
-        try:
-            import submitit
-        except ImportError as error:
-            raise UserError(
-                "HF632", "submitit is missing: pip install 'holdfast[preflight]'"
-            ) from error
+        need("holdfast preflight", "submitit", extra="preflight")
+        import submitit
+
         self._make_folder()
         # submitit writes it into a shell's command line as it is.
         python = None if self.where.python is None else shlex.quote(self.where.python)

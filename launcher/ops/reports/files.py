@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import UserError
+from launcher.installed import install_line
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.local.job import audit_ledger
 from launcher.ops.record.record import RunRecord
@@ -62,7 +63,7 @@ def _write_png(data: ReportData, path: Path) -> None:
     except ImportError as error:
         raise UserError(
             "HF620",
-            f"{path}: PNG needs matplotlib: pip install 'holdfast[report]', or write .html",
+            f"{path}: PNG needs matplotlib: {install_line('report')}, or write .html",
         ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     png_report(data, path)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from elastic_trainer.config import TrainConfig
 from launcher.backends.base import Backend, JobRef
 from launcher.errors import Problem, UserError
+from launcher.installed import installed_version
 from launcher.jobspec.reading import load_spec
 from launcher.jobspec.spec import JobSpec
 from launcher.live import live_problems
@@ -329,7 +329,7 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
         target=target,
         job=job,
         run_id=config.run_id,
-        launcher_version=launcher_version(),
+        launcher_version=installed_version(),
         without=tuple(without),
     )
     try:
@@ -341,11 +341,3 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
             f"{error.strerror or error}",
         ) from error
     return Run(path=run_dir, submission=submission, shown=str(run_dir))
-
-
-def launcher_version() -> str:
-    """Return the version of this launcher; empty for a checkout that is not installed."""
-    try:
-        return version("holdfast")
-    except PackageNotFoundError:
-        return ""

@@ -175,14 +175,19 @@ def test_flags_without_effect_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_one_machine_needs_no_endpoint(tmp_path: Path) -> None:
-    options = parse(["--nproc-per-node", "2", "--no-python", "sh", "-c", "true"], {})
-    try:
-        assert (options.rung_nodes, options.workers) == ((1,), 2)
-        assert options.board_dir.parent == options.record_dir
-        assert str(options.record_dir) in options.notes[-1]
-    finally:
-        options.record_dir.parent.rmdir()
+def test_one_machine_needs_no_endpoint_and_each_job_is_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    argv = ["--nproc-per-node", "2", "--no-python", "sh", "-c", "true"]
+    options = parse(argv, {})
+    assert (options.rung_nodes, options.workers) == ((1,), 2)
+    assert options.record_dir == tmp_path / options.run_id
+    assert options.board_dir.parent == options.record_dir
+    assert str(options.record_dir) in options.notes[-1]
+    assert parse(argv, {}).run_id != options.run_id, "two jobs, as under torchrun"
+    named = parse(["--rdzv-id", "7", *argv], {})
+    assert named.run_id == named.record_dir.name == "7"
 
 
 def test_jobs_share_an_endpoint_by_their_ids(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from elastic_trainer.agent.hangs.procfs import state_of
 from elastic_trainer.agent.hangs.stacks import Target, find_py_spy, gather_stacks
 
 pytestmark = pytest.mark.skipif(
-    find_py_spy() is None, reason="py-spy is not installed: pip install 'holdfast[stacks]'"
+    find_py_spy() is None, reason="py-spy is not installed: pip install py-spy"
 )
 SCRIPT = """
 import threading, time

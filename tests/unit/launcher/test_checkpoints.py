@@ -270,5 +270,5 @@ def test_a_converter_that_dies_is_no_mistake_of_the_user(tmp_path, monkeypatch):
 
 def test_without_torch_the_way_out_is_an_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"HF632.*holdfast\[train\]"):
+    with pytest.raises(UserError, match=r"HF632.*holdfast-ml\[train\]"):
         run_converter(["export"], on_progress=lambda *_: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from urllib.parse import parse_qs
 
 import pytest
 from fake_api import Reply, kubeconfig, server, status_object, waits
@@ -20,6 +21,7 @@ from launcher.backends.kubernetes.errors import (
     refusal,
     retry_after,
 )
+from launcher.backends.kubernetes.exec import run_in_pod
 from launcher.backends.kubernetes.watch import Watcher, wait_until
 from launcher.errors import PermanentError, TemporaryError, UserError
 
@@ -142,6 +144,38 @@ def test_garbage_is_temporary(api, server):
     api._patience = Patience(retry_s=0.0)
     with pytest.raises(TemporaryError, match="cannot be read: <html>502"):
         api.list_all(POD, "train")
+
+
+def test_commands_in_a_pod_are_asked_for_by_name_and_refused_with_a_code(api, server):
+    message = 'User "eve" cannot create resource "pods/exec" in API group "" in the namespace "t"'
+    server.says("/exec", Reply(403, status_object(403, "Forbidden", message)))
+    with pytest.raises(UserError, match="HF753 you may not create pods/exec"):
+        run_in_pod(api, "train", "p", ["echo", "a b"], container="c", timeout_s=5.0)
+    (call,) = server.calls
+    path, _, query = call.partition("?")
+    assert path == "GET /api/v1/namespaces/train/pods/p/exec"
+    asked = {
+        key: values if key == "command" else values[0] for key, values in parse_qs(query).items()
+    }
+    streams = {"stdin": "false", "stdout": "true", "stderr": "true", "tty": "false"}
+    assert asked == {"command": ["echo", "a b"], "container": "c", **streams}
+
+
+def test_an_interrupted_exec_is_interrupted(api, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("websocket.WebSocket.connect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_pod(api, "train", "p", ["true"], container="c", timeout_s=5.0)
+
+
+def test_an_exec_without_an_answer_is_temporary(server, tmp_path):
+    path = tmp_path / "kubeconfig"
+    path.write_text(kubeconfig("http://127.0.0.1:1"))
+    found = connect(env={"KUBECONFIG": str(path)})
+    with pytest.raises(BrokenOffError, match="pod p cannot be reached"):
+        run_in_pod(found, "train", "p", ["true"], container="c", timeout_s=5.0)
 
 
 def test_a_create_whose_answer_is_lost_is_not_sent_again(api, server):
