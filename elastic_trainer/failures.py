@@ -173,6 +173,9 @@ _AWAY = re.compile(r"^(?:\w+\.)*BoardAwayError: ")
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""Before every line of a traceback, once a script has made its process group."""
+
 _NAMES_AN_ERROR = re.compile(
     r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failure|Interrupt|Exit|Warning)\b"
 )
@@ -206,6 +209,7 @@ def classify(
     assert (code is None) != (signal is None), f"code {code}, signal {signal}"
     if code is not None and code > 128 and code - 128 in set(signals.Signals):
         signal, code = code - 128, None  # a shell in between reports signals this way
+    log_tail = _RANK_PREFIX.sub("", log_tail)
     message = _message_of(record) or _last_exception(log_tail)
     # With a record the log says nothing more; warnings in it must not decide.
     text = message if record else log_tail

@@ -44,8 +44,11 @@ def copy_node(
         machines = [str(node) for node in range(num_nodes)]
     node, (shard, _) = rank // workers, shard_of(layout, rank)
     along_dp = layout.ranks_along("dp", rank)
-    replicas = (other for other in along_dp if shard_of(layout, other)[0] == shard)
-    if any(machines[other // workers] != machines[node] for other in replicas):
+    replicas = along_dp if layout.dp_replicate > 1 else ()
+    if any(
+        machines[other // workers] != machines[node] and shard_of(layout, other)[0] == shard
+        for other in replicas
+    ):
         return None
     in_replicas = [other // workers for other in along_dp]
     keeper = _further_on(in_replicas, along_dp.index(rank), machines)

@@ -252,6 +252,19 @@ def test_what_a_script_warned_of_before_its_own_error_costs_no_node():
     assert classify(code=1, signal=None, log_tail=kernel).action is Action.EVICT
 
 
+def test_the_rank_that_torch_puts_before_a_traceback_hides_no_exception():
+    tail = (
+        "WARNING cache: OSError: [Errno 116] Stale file handle, opened again\n"
+        "[rank3]: Traceback (most recent call last):\n"
+        "[rank3]: ValueError: 3 labels for 4 rows\n"
+    )
+    failure = classify(code=1, signal=None, log_tail=tail)
+    assert failure.kind is Kind.CRASH
+    assert names_an_error(failure.detail)
+    missing = "[rank3]: ModuleNotFoundError: No module named 'wandb'\n"
+    assert classify(code=1, signal=None, log_tail=missing).kind is Kind.USER_ERROR
+
+
 def test_the_lines_after_an_exception_are_its_own():
     tail = (
         "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, unhandled cuda\n"

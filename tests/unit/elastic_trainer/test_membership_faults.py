@@ -207,7 +207,7 @@ def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, sc
     nodes=st.integers(1, 4),
     seed=st.integers(0, 2**16),
     script=scripts_of(
-        ("again", "again", "kill", "power", "pause", "resume", "start", "cut", "heal")
+        ("again", "again", "kill", "power", "pause", "resume", "reset", "cut", "heal")
     ),
 )
 @quick
