@@ -201,7 +201,7 @@ def test_a_cancelled_trainjob_is_gone_and_goes_on_with_other_wishes(user, cluste
     of Trainer refuses to let go of a job without one."""
     cluster.need("trainjob")
     user.submit("train.steps=1000000", to="trainjob", more=RUN)
-    cluster.wait("a first event", lambda: user.json("status", "one")["training"]["state"])
+    cluster.wait("a state", lambda: user.json("status", "one")["training"]["state"], every_s=0.5)
     states = set()
 
     def trains():
@@ -209,7 +209,7 @@ def test_a_cancelled_trainjob_is_gone_and_goes_on_with_other_wishes(user, cluste
         states.add((found["state"], found["parked"] is None))
         return found["step"] >= 2
 
-    cluster.wait("a step", trains, timeout_s=240.0, every_s=0.2)
+    cluster.wait("a step", trains, timeout_s=240.0, every_s=0.5)
     assert {here for state, here in states} == {True}, f"parked while agents start: {states}"
     began = time.monotonic()
     out, _ = user("cancel", "one", "--save")
@@ -236,7 +236,7 @@ def test_a_trainjob_that_is_stuck_in_its_deletion_goes_on_and_is_cancelled(user,
 
     def stick():
         cluster.delete("trainjobs", job, propagationPolicy="Foreground")
-        cluster.wait("the pods' end", lambda: not cluster.pods("holdfast.dev/run"), timeout_s=120)
+        cluster.wait("the pods' end", lambda: not cluster.pods("holdfast.dev/run"), timeout_s=180)
         if cluster.is_real:
             assert cluster.read("trainjobs", job)["metadata"]["finalizers"]
         return user.json("status", "one")["training"]["saved_step"]

@@ -45,7 +45,7 @@ class Patience:
     connect_s: float = 10.0
     read_s: float = 60.0
     """For the answer to one call; admission webhooks take their time."""
-    node_s: float = 5.0
+    node_s: float = 3.0
     """For what a node has to answer; one that is dead says nothing."""
     retry_s: float = 30.0
     """No call is tried again after this."""
