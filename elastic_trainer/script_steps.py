@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ from elastic_trainer.events import Event
 WRITER: Final = "script-"
 """A node's name follows: `events/script-<node>.jsonl`."""
 _TAIL_BYTES: Final = 4096
-"""More than a whole event."""
+"""Some events: storage that stood still is told of among the steps."""
 
 
 def newest_step(run_dir: Path) -> int | None:
@@ -21,20 +20,18 @@ def newest_step(run_dir: Path) -> int | None:
     Raises:
         OSError: the record cannot be read.
     """
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in (run_dir / "events").glob(f"{WRITER}*.jsonl"):
-            event = _last_event(path)
-            if event is not None and event.step is not None:
-                found.append((event.epoch or 0, event.step))
-    return max(found)[1] if found else None
+    files = (run_dir / "events").glob(f"{WRITER}*.jsonl")
+    events = (Event.decode(line) for path in files for line in _tail(path))
+    shown = [
+        (event.epoch or 0, event.step)
+        for event in events
+        if event is not None and event.event == "script.progress" and event.step
+    ]
+    return max(shown)[1] if shown else None
 
 
-def _last_event(path: Path) -> Event | None:
+def _tail(path: Path) -> list[str]:
+    """Return the last lines of a file; the first and the last may be torn."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    whole = (
-        line.decode("utf-8", errors="replace") for line in reversed(lines) if line.endswith(b"\n")
-    )
-    return next((event for event in map(Event.decode, whole) if event is not None), None)
+        return file.read().decode("utf-8", errors="replace").splitlines()

@@ -98,6 +98,29 @@ def test_five_time_limits_in_a_row_however_the_script_ends_at_them(slurm, tmp_pa
         assert first > step, "counted from the beginning of the training"
 
 
+@pytest.mark.slow  # test_membership.py has it by a clock of its own
+@pytest.mark.timeout(500)
+def test_a_script_keeps_its_number_of_nodes_and_is_requeued_for_a_lost_one(slurm, tmp_path):
+    text = JOB.replace("join_timeout_s: 60", "join_timeout_s: 20").replace("time: 10", "time: 30")
+    run = make_run(slurm, tmp_path, steps=0, text=text)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (run.path / "how").write_text("none")
+    job = run.submit()
+    run.until("ten steps", lambda: [e for e in shown_in(run, 0) if e["step"] > 10])
+    members, batch_host = run.events("epoch.formed")[-1]["members"], slurm.job(job).batch_host
+    (lost,) = set(members) - {batch_host}
+    slurm.power_off(lost)
+    (ended,) = run.until("the first attempt has ended", lambda: run.events("run.ended"))
+    assert ended["code"] == 92
+    assert "1 nodes are left, the last rung needs 2" in ended["reason"]
+    step = run.events("script.progress")[-1]["step"]
+    (run.path / "total").write_text(str(step + 20))
+    run.ended(job, "COMPLETED")
+    formed = [event["members"] for event in run.events("epoch.formed")]
+    assert {len(members) for members in formed} == {2}, "the world never shrank"
+    assert lost not in formed[-1]
+
+
 def shown_in(run, window):
     """Return what the script has shown after its `window`-th requeue."""
     started = run.events("run.started")

@@ -156,6 +156,7 @@ def test_steps_count_from_the_beginning_of_the_training(
     earlier = EventLog(tmp_path, f"{WRITER}n7", node="n7", epoch=3)
     for step in (99, 100):
         earlier.emit("script.progress", step=step)
+    earlier.emit("storage.stalled", seconds=3.0, held_back=1)
     earlier.close()
     with (tmp_path / "events" / f"{WRITER}n7.jsonl").open("a") as file:
         file.write('{"event": "script.progress", "step": 10')  # torn by a crash
