@@ -2,6 +2,7 @@
 
     begin  ○ may it start?            before srun, on the batch host
     beat   ● the batch host lives     beside srun
+    steps  ● an srun for each node, again where it is lost
     agent  ● one node's agent, and the caretaker should the batch host be lost
     care   ● that caretaker alone, where agents are in containers that have no scontrol
     end    ○ what came of it          after srun

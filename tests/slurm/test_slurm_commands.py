@@ -137,9 +137,9 @@ def test_cancel_with_save_saves_though_the_batch_host_is_lost(user, slurm):
     out, _ = user("cancel", "one", "--save")
     took_s = time.monotonic() - begun
     [commit] = RunCheckpoints.of(Path("runs/one")).commits
-    assert f"one is over: saved, saved: step {commit.step}" in out
+    assert f"one is over: cancelled, saved: step {commit.step}\n" in out
     assert commit.step >= seen + 3
-    # One of the nodes has seen for 30 s that the script is gone, and ends the job in its place.
+    # One of the nodes has seen for 30 s that the script is gone, and cancels the job in its place.
     assert took_s < 120
     assert slurm.run("squeue", "-h").stdout == ""
 

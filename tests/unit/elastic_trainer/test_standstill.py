@@ -252,6 +252,40 @@ def test_a_coordinator_that_was_paused_with_all_others_keeps_its_lease(age_s: fl
     assert coordinator(cluster) is lead
 
 
+@examples(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.0, 1.5), min_size=8, max_size=8), st.floats(6.0, 4000.0))
+def test_a_job_that_is_suspended_as_a_whole_goes_on_in_its_epoch(gaps, stopped_s) -> None:
+    """Each node is stopped and goes on at a time of its own, a little apart from the others'."""
+    cluster = started(4)
+    cluster.run(cluster.now + 7.0)
+    lead, begin = coordinator(cluster), cluster.now
+    for node, gap in zip(cluster.up, gaps[:4], strict=True):
+        cluster.at(begin + gap, lambda node=node: cluster.pause(node))
+    for node, gap in zip(cluster.up, gaps[4:], strict=True):
+        cluster.at(begin + stopped_s + gap, lambda node=node: cluster.resume(node))
+    cluster.run(begin + stopped_s + 2.0)
+    beat = cluster.board.content[0].lease.beat
+    cluster.run(cluster.now + 30.0)
+    assert max(cluster.published) == 1, cluster.describe()
+    assert not [e for n in cluster.up for _, e, _ in n.events if e == "member.lost"]
+    assert coordinator(cluster) is lead
+    assert cluster.board.content[0].lease.beat > beat
+
+
+def test_a_coordinator_that_wakes_shows_at_once_that_it_holds_the_lease() -> None:
+    cluster = started(2)
+    lead = coordinator(cluster)
+    for node in cluster.up:
+        cluster.pause(node)
+    cluster.run(cluster.now + 60.0)
+    beat = cluster.board.content[0].lease.beat
+    for node in cluster.up:
+        cluster.resume(node)
+    cluster.run(cluster.now + 0.5)
+    assert cluster.board.content[0].lease.beat > beat
+    assert coordinator(cluster) is lead
+
+
 def test_a_renewal_that_is_a_little_late_costs_no_lease() -> None:
     """The way between the two is cut, and the board takes two seconds over a renewal."""
     cluster = started(2)
