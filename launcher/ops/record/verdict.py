@@ -30,7 +30,7 @@ SUBMIT_AGAIN = "holdfast submit --resume {run}"
 """What goes on with a run that this machine ran, and with one that was submitted."""
 
 _WAY_OUT = {
-    EXIT_SAVED: "its state is saved; continue with: {again}",
+    EXIT_SAVED: "continue with: {again}",
     EXIT_TOO_FEW_NODES: (
         "too few healthy nodes were left for the last rung; "
         "continue on more with: {again}, or lower elastic.min_nodes"
