@@ -62,6 +62,7 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
                 "saved": result.saved,
                 "saved_step": result.saved_step,
                 "code": result.code,
+                "unsaved": result.unsaved or None,
             }
         )
         return EXIT_DONE if good else EXIT_FAILED
@@ -70,6 +71,8 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     if not result.status.state.is_final:
         begun = "is cancelled, but the platform has not noted the end yet"
     click.echo(f"{found.shown} {begun}: {state}, {where}")
+    if result.unsaved:
+        click.echo(f"saving failed: {result.unsaved}")
     if not result.status.state.is_final and result.status.words:
         click.echo(f"{target}: {result.status.words}")
     if not result.was_over and result.code != 0:

@@ -40,7 +40,7 @@ def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> Non
     for each in found:
         table.add_row(*_cells(each, now_unix))
     console.print(table, highlight=False)
-    for each in found:
+    for each in (one for one in found if not one.state.is_final):
         for finding in each.findings(now_unix):
             click.echo(f"{_name(each.run.path)}: {finding.text}")
     notes = [

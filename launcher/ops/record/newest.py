@@ -23,6 +23,7 @@ _LONG_TAILS = 64
 _LONG_BYTES = 256 * 1024
 _SHORT_BYTES = 8 * 1024
 _MAX_FILES = 8192
+SAVE_ENDS = ("checkpoint.committed", "checkpoint.failed")
 _OF_SUBMIT = ("code", "environment")
 """Events of these families come before the first attempt, or between two."""
 
@@ -46,6 +47,13 @@ class News:
     def put_out(self) -> list[PutOut]:
         """Machines that the newest attempt has put out."""
         return put_out(this_attempt(self.events), since_unix=0.0)
+
+    @property
+    def failed_save(self) -> Event | None:
+        """The newest save, where it failed; None: it did not."""
+        ended = (event for event in reversed(self.events) if event.event in SAVE_ENDS)
+        newest = next(ended, None)
+        return newest if newest is not None and newest.event == "checkpoint.failed" else None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -40,11 +40,13 @@ class Cancelled:
     """The job's exit code, by the platform or the run's own record."""
     was_over: bool = False
     """There was nothing to cancel."""
+    unsaved: str = ""
+    """Step and reason of the newest save where it failed: agents end with 91 all the same."""
 
     @property
     def saved(self) -> bool:
         """Whether the job itself has saved and left."""
-        return self.code == 91 or self.status.state is JobState.SAVED
+        return (self.code == 91 or self.status.state is JobState.SAVED) and not self.unsaved
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,11 +152,13 @@ class Canceller:
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
         news = self._news(job)
         code = status.code if status.code is not None else news.code
+        failed = news.failed_save
         return Cancelled(
             status=_known(status, news),
             saved_step=news.progress.saved_step,
             code=code,
             was_over=was_over,
+            unsaved="" if failed is None else f"step {failed.step}: {failed.fields.get('reason')}",
         )
 
 

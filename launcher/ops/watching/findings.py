@@ -23,7 +23,7 @@ from typing import Any, Final
 from elastic_trainer.config import ElasticSection
 from elastic_trainer.events import Event
 from launcher.backends.base import JobState, JobStatus
-from launcher.ops.record.newest import News
+from launcher.ops.record.newest import SAVE_ENDS, News
 from launcher.ops.record.progress import Progress
 from launcher.ops.record.timeline import node_names
 from launcher.ops.record.verdict import this_attempt
@@ -40,7 +40,7 @@ LEAST_BYTES: Final = 16 << 20
 
 _STEP = ("step.completed", "step.skipped", "script.progress")
 _BEGINS = ("checkpoint.started", "evaluation.started")
-_SAVES = ("checkpoint.committed", "checkpoint.failed")
+_STOPPED = (JobState.SAVED, JobState.FAILED, JobState.CANCELLED)
 _NOT_LOST = ("agent.started", "member.joined", "member.evicted", "member.left")
 """It is back, or was put out or let go on purpose."""
 
@@ -105,12 +105,15 @@ def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
     """Return what is wrong, the gravest first; empty: nothing that is known here.
 
     Args:
-        facts: of a run; of one that does not run nothing is found.
+        facts: of a run. Of one that has ended before it was done only saves that failed are left to
+            tell, of others that do not run nothing.
         now_unix: the time.
     """
-    if facts.status.state is not JobState.RUNNING:
-        return []
+    state = facts.status.state
     attempt = () if facts.news is None else this_attempt(facts.news.events)
+    if state is not JobState.RUNNING:
+        left = _saves(attempt, now_unix) if state in _STOPPED else None
+        return [] if left is None else [left]
     lost, there = _nodes(facts, attempt)
     suspended = _suspended(facts.status)
     away = _away(facts.problem)
@@ -310,7 +313,7 @@ def _full(rooms: Iterable[Room]) -> Finding | None:
 
 def _saves(attempt: Sequence[Event], now_unix: float) -> Finding | None:
     """Return what is wrong where the newest save failed."""
-    ended = [event for event in attempt if event.event in _SAVES]
+    ended = [event for event in attempt if event.event in SAVE_ENDS]
     failed = 0
     for event in reversed(ended):
         if event.event == "checkpoint.committed":

@@ -174,7 +174,7 @@ def step(
     return [
         *("srun", f"--jobid={place.job_id}", "--overlap", f"--nodelist={','.join(nodes)}"),
         *(f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
-        *("--quiet", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--export=ALL"),
+        *("--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", "--export=ALL"),
         *(("--pty",) if terminal else ()),
         *place.script.options,
         *place.script.prefix,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,9 @@ def explain(standing: Standing, output: Sequence[Path], *, now_unix: float) -> W
         return _running(standing, output, now_unix)
     if state is JobState.DONE:
         return Why(state=state, short="it has done its last step")
-    return _ended(standing, news, output)
+    ended = _ended(standing, news, output)
+    found = standing.findings(now_unix)
+    return replace(ended, findings=found, more=[*ended.more, *map(str, found)])
 
 
 def _pending(standing: Standing, now_unix: float) -> Why:

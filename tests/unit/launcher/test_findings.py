@@ -228,6 +228,14 @@ def test_a_record_that_cannot_be_brought_here_is_no_good_news():
     assert "the pod does not answer" in told[Kind.RECORD_AWAY].text
 
 
+def test_a_save_that_failed_is_left_to_tell_of_a_run_that_has_ended():
+    stream = training()
+    stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
+    for state in (JobState.SAVED, JobState.FAILED, JobState.CANCELLED):
+        assert set(found(stream, status=JobStatus(state=state))) == {Kind.SAVES_FAIL}
+    assert found(stream, status=JobStatus(state=JobState.DONE)) == {}
+
+
 @pytest.mark.parametrize("state", [state for state in JobState if state is not JobState.RUNNING])
 def test_only_what_runs_is_judged(state):
     assert found(training().kill_node("n4"), after=4000.0, status=JobStatus(state=state)) == {}

@@ -145,6 +145,21 @@ def test_cancel_with_save_asks_waits_and_says_what_was_saved(slurm, capsys, quic
     assert (answer["was_over"], answer["saved_step"]) == (True, 4)
 
 
+def test_cancel_with_save_believes_no_code_when_the_save_failed(slurm, capsys, quick):
+    slurm.is_now("RUNNING")
+    log = trains()
+
+    def cannot_save():
+        log.emit("checkpoint.failed", node="n1", epoch=1, step=4, reason="no space left")
+        log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
+
+    thread = later(cannot_save, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
+    out, _ = cli(capsys, "cancel", "one", "--save", code=1)
+    thread.join()
+    assert "saving failed: step 4: no space left" in out
+    assert "no space left" in cli(capsys, "why", "one")[0]
+
+
 def test_cancel_with_save_makes_sure_when_the_save_takes_too_long(
     slurm, capsys, quick, monkeypatch
 ):
