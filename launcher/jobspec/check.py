@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
@@ -115,8 +116,8 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF122", "cluster.gpu", message)
     if elastic.min_nodes is not None and elastic.min_nodes > cluster.nodes:
         message = (
-            f"{elastic.min_nodes} is more than the {cluster.nodes} nodes of the cluster; "
-            f"use {cluster.nodes} or less"
+            f"{elastic.min_nodes} is more than the {counted(cluster.nodes, 'node')} of the "
+            f"cluster; use {cluster.nodes} or less"
         )
         yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes")
     if elastic.dead_after_s <= elastic.heartbeat_s:

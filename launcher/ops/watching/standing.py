@@ -13,6 +13,7 @@ from launcher.backends.code_words import state_of
 from launcher.errors import HoldfastError, UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
+from launcher.ops.record.progress import parked_text
 from launcher.ops.runs import Run, current_job
 from launcher.targets import target_named
 
@@ -178,7 +179,7 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     parts = [now.state if news.code is None else f"ended with code {news.code}"]
     parts += [f"epoch {now.epoch}", now.step_text]
     if now.parked is not None:
-        parts[0] = f"parked: {now.parked[0]} nodes left, the last rung needs {now.parked[1]}"
+        parts[0] = parked_text(*now.parked)
     if now.loss is not None:
         parts.append(f"loss {now.loss:.4f}")
     if now.tokens_per_s is not None:

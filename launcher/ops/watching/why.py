@@ -12,7 +12,7 @@ from elastic_trainer.failures import classify, one_line
 from launcher import stop_request
 from launcher.backends.base import JobState
 from launcher.ops.record.newest import News
-from launcher.ops.record.progress import describe
+from launcher.ops.record.progress import describe, parked_text
 from launcher.ops.record.timeline import host_at, named, starts, worker_rank
 from launcher.ops.record.verdict import (
     RUN_AGAIN,
@@ -112,8 +112,7 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
         )
     now = news.progress
     if now.parked is not None:
-        have, need = now.parked
-        short = f"it is parked: {have} nodes are left, the last rung of its ladder needs {need}"
+        short = f"it is {parked_text(*now.parked)}"
         lost = [event for event in news.events if event.event == "member.lost"]
         more = [text for event in lost[-4:] if (text := describe(event))]
         more += [f"put out: {each}" for each in news.put_out]

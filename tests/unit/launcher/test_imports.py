@@ -25,6 +25,7 @@ PURE = {
     "ledger_audit",
     "hf_config",
     "injected",
+    "quantities",
     "command",
     "templates",
 }
