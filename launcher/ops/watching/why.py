@@ -11,6 +11,7 @@ from elastic_trainer.events import Event
 from elastic_trainer.failures import classify, one_line
 from launcher import stop_request
 from launcher.backends.base import JobState
+from launcher.backends.code_words import EXIT_INTERRUPTED
 from launcher.ops.record.newest import News
 from launcher.ops.record.progress import describe, parked_text
 from launcher.ops.record.timeline import host_at, named, starts, worker_rank
@@ -146,13 +147,13 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
     failed = first_failure(attempt)
     ending = "" if code is None else f" with code {code}"
     if state is JobState.CANCELLED:
-        short = "it was cancelled"
+        short = "it was interrupted by Ctrl-C" if code == EXIT_INTERRUPTED else "it was cancelled"
     elif state is JobState.SAVED:
-        short = f"it has saved its state and ended{ending}"
+        short = f"{_kept(news)} and ended{ending}"
     else:
         reason = news.reason if news is not None and news.code == code else ""
         words = _joined(status.words, status.reason)
-        short = f"it failed{ending}: {reason or words or 'nobody says why'}"
+        short = f"it failed{ending}: {reason or words or 'no reason is recorded'}"
     more = ["`holdfast cancel` asked for the end"] if stop_request.asked(run_dir) else []
     log = evidence(run_dir, failed, {}) if failed is not None else None
     if failed is not None:
@@ -172,6 +173,16 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
         log_lines=_tail(log) if log is not None else [],
         way_out="" if code is None else way_out(code, run_dir, again),
     )
+
+
+def _kept(news: News | None) -> str:
+    """Return what a run has kept that was asked to end, and did."""
+    if news is not None and news.progress.saved_step is not None:
+        return f"it has saved its state at step {news.progress.saved_step}"
+    seen = {event.event for event in this_attempt(news.events)} if news is not None else set()
+    if news is not None and ("trainer.started" in seen or "worker.started" not in seen):
+        return "it was stopped before anything was saved"
+    return "it has saved its state"  # a script's own, of which there is no record
 
 
 def _classified(log: Path, code: int | None) -> str:
