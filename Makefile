@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test lint bench chaos gpu exactness docs format wheel clean
+.PHONY: demo test test-pythons lint bench chaos gpu exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -19,6 +19,13 @@ WORKERS ?= 3
 
 test: .venv/ready
 	$(PY) -m pytest tests -n $(WORKERS) --dist worksteal --durations 15
+
+# Checkpoints are pickles, and Pythons differ in them: their tests on other Pythons than .venv's, as
+# the system's own. A wheel of torch for 3.12 and newer brings gigabytes of CUDA libraries along.
+PYTHONS ?= /usr/bin/python3
+
+test-pythons:
+	for python in $(PYTHONS); do tests/checkpoints_on.sh "$$python" || exit 1; done
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -106,7 +106,9 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
             "interleave: 1"
         )
         yield finding("HF118", "layout.interleave", message, "layout.schedule")
-    if cluster.gpu != CPU and cluster.gpu not in GPUS:
+    # Of a script nothing is predicted, so any other GPU is as good.
+    of_script = spec.command is not None and cluster.gpu.lower() != CPU
+    if not of_script and cluster.gpu not in (*GPUS, CPU):
         gpu = cluster.gpu.upper()
         near = [name for name in GPUS if name.upper().startswith(gpu)]
         import difflib

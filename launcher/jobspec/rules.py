@@ -290,7 +290,7 @@ def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
         "HF101",
         "layout.dp",
         f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
-        f"but {counted(facts.nodes, 'node')} x {per_node} make {counted(gpus, 'GPU')}; "
+        f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}; "
         f"use {' or '.join(outs)}",
         "layout.tp",
         "layout.cp",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from elastic_trainer.quantities import counted
 from launcher.errors import UserError
 from launcher.jobspec.slurm import array_indices
 from launcher.jobspec.spec import JobSpec
@@ -130,8 +129,8 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     clock = clock_chain(spec, plan.ladder)
     values: dict[str, Any] = {
         "name": spec.name,
-        "nodes": counted(plan.ladder.max_nodes, "node"),
-        "spares": counted(spec.cluster.spares, "spare"),
+        "nodes": f"{plan.ladder.max_nodes:,}",
+        "spares": f"{spec.cluster.spares:,}",
         "sections": _sbatch_sections(spec, plan, clock, run=run, run_id=run_id, array=array),
         "run": run,
         "array": array is not None,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -15,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from elastic_trainer.checkpoint.collective import describe
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.index import check_index
 from elastic_trainer.checkpoint.manifest import FileEntry
@@ -208,3 +210,25 @@ def test_metadata_is_digested_before_it_is_unpickled(tmp_path):
     raw = pickle.dumps({"no": "metadata"})
     with pytest.raises(DamagedError, match="holds a dict"):
         read(tmp_path, raw, hashlib.sha256(raw).hexdigest())
+
+
+WHERE = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 7", "unexpected pos 7"),
+        ("[enforce fail at /b/serialize/inline_container.cc:672] . x", "x"),
+        (f"[{WHERE}] Connection closed", "Connection closed"),
+        (f"bad\nException raised from f at {WHERE} (most recent call first):\nframe #0: x", "bad"),
+    ],
+)  # fmt: skip
+def test_errors_of_torch_come_without_the_paths_of_its_build(said, expected):
+    assert describe(RuntimeError(said)) == f"RuntimeError: {expected}"
+
+
+def test_the_systems_error_behind_one_of_torch_is_told():
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 5")
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert describe(error) == "OSError: [Errno 28] No space left on device"

@@ -121,7 +121,7 @@ def test_list_tells_what_counts_from_what_does_not(run, capsys):
     assert "DAMAGED" in four
     assert "step 4 is damaged: step-000000004-e000001: manifest.json has another sha256" in out
     (eight,) = [line for line in out.splitlines() if line.strip().startswith("8 ")]
-    for cell in ("dp1-pp1-cp1-tp1", "16", "1.28 KB", "step-000000008-e000001"):
+    for cell in ("dp1-pp1-cp1-tp1", "16", "1.25 KiB", "step-000000008-e000001"):
         assert cell in eight
     assert "not on the board: step-000000009-e000001, 0 B: a save under way, or" in out
 
@@ -232,8 +232,8 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(capsys):
     now = 0.0
     report = _lines("verify", lambda: now)
     for now in (0.1, 4.9, 5.0, 6.0, 9.9, 10.0):
-        report(int(now * 1e9), 20 * 10**9)
-    assert capsys.readouterr().err == "verify: 5 GB of 20 GB\nverify: 10 GB of 20 GB\n"
+        report(int(now * 2**30), 20 * 2**30)
+    assert capsys.readouterr().err == "verify: 5 GiB of 20 GiB\nverify: 10 GiB of 20 GiB\n"
 
 
 def test_two_runs_do_not_share_a_checkpoint_directory(run, config):

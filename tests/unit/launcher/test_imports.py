@@ -30,7 +30,7 @@ PURE = {
     "templates",
 }
 READABLE = {"agent.boards.board", "agent.boards.open_board"} | {
-    f"checkpoint.{name}" for name in ("errors", "manifest", "storage")
+    f"checkpoint.{name}" for name in ("errors", "index", "manifest", "storage")
 }
 """What the readers of boards and manifests may take besides."""
 RUN = "from launcher.cli.main import run_cli; assert run_cli({}) == 0"
