@@ -50,7 +50,7 @@ def logs(
     Without --rank and --node: the job's own output, rank 0, and what happened (lines with --).
     With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
     What happened has its time. A line of a log has the time that it begins with; else, with -f,
-    that of its arrival, or that of the line before. Lines without one pass --since.
+    that of its arrival, or that of the line before. --since leaves out what is surely older.
     """
     from launcher.ops.fetching import fetched
     from launcher.ops.runs import current_job, find_run

@@ -6,9 +6,9 @@ RUN/logs/<attempt>/<node>.log          a node's agent of a submitted one
 
 The built-in trainer writes little: what it does is in the events, which are shown as lines too.
 
-Events have their times. A line of a log has the time that it begins with (ISO 8601, as Python's
-logging and most programs write it). Another one has the time at which it was seen to arrive, or, if
-it was there before, that of the line before it; there is none where no line has said one.
+Events have their times, and a worker's log begins with one. A line of a log has the time that it
+begins with (ISO 8601, as Python's logging and most programs write it). Another one has the time at
+which it was seen to arrive, or, if it was there before, that of the line before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from launcher.run_files import ATTEMPT
 
 _RANK_FILE = re.compile(r"([0-9]+)(\.stdout|\.stderr)?\.log")
 _TIME = re.compile(
-    r"\W{0,3}(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?(?:Z|[+-]\d\d:?\d\d)?)"
+    r"\W{0,4}(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?(?:Z|[+-]\d\d:?\d\d)?)"
 )
 _CHUNK_BYTES = 1 << 20
 _LONGEST_LINE = 64 * 1024
@@ -85,14 +85,13 @@ class LineFilter:
     """Which of the selected lines are shown."""
 
     since_unix: float | None = None
-    """Lines that are known to be older are left out."""
+    """Lines that are known to be older are left out; a line is no newer than those after it."""
     pattern: re.Pattern[str] | None = None
     """Lines in which it is not found are left out."""
 
-    def wants(self, line: Line) -> bool:
-        """Whether `line` is shown."""
-        t_unix = line.t_unix
-        if self.since_unix is not None and t_unix is not None and t_unix < self.since_unix:
+    def wants(self, line: Line, latest_unix: float) -> bool:
+        """Whether `line` is shown, which was not written later than `latest_unix`."""
+        if self.since_unix is not None and latest_unix < self.since_unix:
             return False
         return self.pattern is None or self.pattern.search(line.text) is not None
 
@@ -154,27 +153,30 @@ class LogReader:
         for event in self._record.poll():
             text = event_line(event) if self._selection.wants_event(event) else None
             if text is not None:
-                pieces.append((event.t_unix, [Line(_label(event), f"-- {text}", event.t_unix)]))
+                said = Line(_label(event), f"-- {text}", event.t_unix)
+                if self._only.wants(said, event.t_unix):
+                    pieces.append((event.t_unix, [said]))
         for path, file in self._files.items():
             t_unix, lines = _read(path, file, last=last)
             if lines:
                 pieces.append((t_unix, self._dated(file, lines, t_unix)))
             file.is_followed = True
-        pieces.sort(key=lambda piece: piece[0])
-        return [line for _, lines in pieces for line in lines if self._only.wants(line)]
+        return [line for _, lines in sorted(pieces, key=lambda piece: piece[0]) for line in lines]
 
     def _dated(self, file: _File, lines: Sequence[str], t_unix: float) -> list[Line]:
-        """Return the lines that `file` had at `t_unix`, when it was last written."""
-        since = self._only.since_unix
-        if not file.is_followed and since is not None and t_unix < since:
-            return []  # all of it is older
+        """Return what is wanted of the lines that `file` had at `t_unix`, when last written."""
+        owns = [_own_time(text) for text in lines]
         found = []
-        for line in lines:
-            own = _own_time(line)
+        for text, own in zip(lines, owns, strict=True):
             file.t_unix = own or file.t_unix
             arrived = t_unix if file.is_followed else None
-            found.append(Line(file.label, line, own or arrived or file.t_unix))
-        return found
+            found.append(Line(file.label, text, own or arrived or file.t_unix))
+        wanted, latest = [], t_unix
+        for line, own in zip(reversed(found), reversed(owns), strict=True):
+            latest = own or latest  # what stands before a line was written before it
+            if self._only.wants(line, latest):
+                wanted.append(line)
+        return wanted[::-1]
 
     def _found(self) -> Iterator[tuple[str, str]]:
         """Yield (path, label) of the wanted logs there are."""

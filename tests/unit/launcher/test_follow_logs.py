@@ -145,7 +145,7 @@ def test_lines_have_the_times_they_begin_with_or_arrive_at(tmp_path):
     write(
         log,
         "2026-01-31 12:00:00,250 INFO a\nTraceback\n"
-        "[2026-01-31T11:00:00Z] b\n2026-02-30 00:00:00\n",
+        "--- 2026-01-31T11:00:00Z b\n2026-02-30 00:00:00\n",
     )
     found = reader(tmp_path)
     own, zone = unix("2026-01-31 12:00:00.25"), unix("2026-01-31T11:00:00+00:00")
@@ -161,12 +161,14 @@ def test_what_is_older_or_does_not_match_is_left_out(tmp_path):
     write(tmp_path / "logs/1/node0/0.log", "old\n", at=100)
     write(tmp_path / "logs/1/node1/0.log", "1970-01-01T00:02:00Z a\n1970-01-01T00:10:00Z b\n")
     write(tmp_path / "logs/1/node2/0.log", "no time\n")
+    write(tmp_path / "logs/1/node3/0.log", "older\n1970-01-01T00:02:00Z c\nof c, or newer\n")
     since = LineFilter(since_unix=300)
     found = LogReader(tmp_path, Selection(), tuple, since)
-    assert {line.text for line in looks(found)} == {"1970-01-01T00:10:00Z b", "no time"}
+    shown = {line.text for line in looks(found)}
+    assert shown == {"1970-01-01T00:10:00Z b", "no time", "of c, or newer"}
     only = LineFilter(pattern=re.compile("^n|old"))
     found = LogReader(tmp_path, Selection(), tuple, only)
-    assert {line.text for line in looks(found)} == {"old", "no time"}
+    assert {line.text for line in looks(found)} == {"old", "no time", "older"}
 
 
 @pytest.mark.parametrize(
