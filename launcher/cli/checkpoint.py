@@ -87,7 +87,7 @@ def list_(*, run: str, as_json: bool) -> int:
 @click.option("--all", "every", is_flag=True, help="All that count, not only the newest.")
 @json_option
 def verify(*, reference: str, every: bool, as_json: bool) -> int:
-    """Read every byte of a checkpoint and compare it with what was saved.
+    """Read every byte of a checkpoint and compare it with what was saved, as a restore does.
 
     Exit codes: 0 all good, 1 something is damaged, 2 the input is wrong.
     """
