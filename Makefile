@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test lint fresh bench chaos gpu exactness docs format wheel clean
+.PHONY: demo test test-pythons lint fresh bench chaos gpu exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -23,6 +23,13 @@ test: .venv/ready
 # The package alone, with the newest and with the oldest of what it needs; asks the package index.
 fresh: .venv/ready
 	$(PY) -m pytest tests -m install -n 2
+
+# Checkpoints are pickles, and Pythons differ in them: their tests on other Pythons than .venv's, as
+# the system's own. A wheel of torch for 3.12 and newer brings gigabytes of CUDA libraries along.
+PYTHONS ?= /usr/bin/python3
+
+test-pythons:
+	for python in $(PYTHONS); do tests/checkpoints_on.sh "$$python" || exit 1; done
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -181,7 +181,11 @@ _NAMES_AN_ERROR = re.compile(
 )
 _VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
-_BOILERPLATE = re.compile(r"\[/[^\]\s]*\.(?:cc|cpp|h):\d+\] ?|\. This is typically caused by .*")
+_BOILERPLATE = re.compile(
+    r"\[(?:enforce fail at |/)[^\]\s]*\.(?:cc|cpp|cu|h):\d+\] ?(?:\. ?)?"
+    r"|\. This is typically caused by .*"
+    r"|\s*Exception raised from .* at \S+\.(?:cc|cpp|cu|h):\d+ \(most recent call first\)(?s:.*)"
+)
 """Where in torch's or gloo's build a message came from, and their general advice."""
 
 
@@ -231,10 +235,14 @@ def classify(
     return by_text
 
 
+def plain_text(text: str) -> str:
+    """Return `text` on one line, without where in a library's source it comes from."""
+    return " ".join(_BOILERPLATE.sub("", text).split())
+
+
 def one_line(text: str) -> str:
     """Return `text` on one line, cut to `DETAIL_CHARS`."""
-    text = _BOILERPLATE.sub("", text)
-    flat = " ".join(text.split())
+    flat = plain_text(text)
     return flat if len(flat) <= DETAIL_CHARS else flat[: DETAIL_CHARS - 1] + "…"
 
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.quantities import counted
 
 
 class TooFewNodes(Exception):  # noqa: N818  the field's word for the state, not a bug
@@ -62,6 +63,6 @@ class Ladder:
             if rung.num_nodes <= num_nodes:
                 return rung
         raise TooFewNodes(
-            f"{num_nodes} nodes left, the last rung needs {self.min_nodes}: "
+            f"{counted(num_nodes, 'node')} left, the last rung needs {self.min_nodes}: "
             "waiting for replacements"
         )

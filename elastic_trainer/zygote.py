@@ -289,9 +289,10 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     how = "fresh" if fresh else "forked"
     env = request["env"]
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sys.stderr.write(
-        f"--- epoch {request['epoch']} rank {env.get('RANK')} local_rank {request['local_rank']} "
-        f"pid {os.getpid()} {how} ---\n"
+        f"--- {now} epoch {request['epoch']} rank {env.get('RANK')} "
+        f"local_rank {request['local_rank']} pid {os.getpid()} {how} ---\n"
     )
 
 

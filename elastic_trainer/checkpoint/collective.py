@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, SaveFailedError
+from elastic_trainer.failures import plain_text
 
 T = TypeVar("T")
 
@@ -27,11 +28,17 @@ OURS = (CheckpointError, DamagedError, SaveFailedError, StepFailedError)
 
 
 def describe(error: BaseException) -> str:
-    """Return one line: our own errors' text, others' type and text, DCP's first cause."""
+    """Return one line: our own errors' text, others' type and text, DCP's first cause.
+
+    What torch says of a write that failed hides the system's own error, which counts then.
+    """
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {describe(cause)}"
-    text = " ".join(str(error).split())
+    behind = error.__cause__ or error.__context__
+    if type(error) is RuntimeError and isinstance(behind, OSError):
+        return describe(behind)
+    text = plain_text(str(error))
     return text if isinstance(error, OURS) else f"{type(error).__name__}: {text}"
 
 

@@ -1,7 +1,8 @@
-"""Pickles of checkpoints, read only after their file's digest and only into known classes."""
+"""Pickles of checkpoints, read into torch's classes: only after their digest, only known ones."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 from dataclasses import dataclass
@@ -12,49 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from elastic_trainer.checkpoint.archive import UnusualError
 from elastic_trainer.checkpoint.errors import DamagedError
+from elastic_trainer.checkpoint.index import IndexUnpickler
 from elastic_trainer.checkpoint.manifest import METADATA_NAME
-
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED = frozenset(
-    {
-        *(
-            (_METADATA_MODULE, name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "TensorProperties",
-                "ChunkStorageMetadata",
-                "BytesStorageMetadata",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("builtins", "set"),
-    }
-)
-
-
-class RestrictedUnpickler(pickle.Unpickler):
-    """Resolves DCP's metadata classes, torch.Size, dtypes and layouts; nothing else."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Return an allowed global.
-
-        Raises:
-            pickle.UnpicklingError: the pickle asks for anything else.
-        """
-        if (module_name, global_name) in _ALLOWED:
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        raise pickle.UnpicklingError(
-            f"{module_name}.{global_name} has no place in a checkpoint's {METADATA_NAME}"
-        )
 
 
 def read_index(raw: bytes) -> Metadata:
@@ -64,10 +24,14 @@ def read_index(raw: bytes) -> Metadata:
         DamagedError: it holds something else.
         pickle.UnpicklingError: it asks for a class that has no place there.
     """
-    metadata = RestrictedUnpickler(io.BytesIO(raw)).load()
+    metadata = IndexUnpickler(raw, _of_torch).load()
     if not isinstance(metadata, Metadata):
         raise DamagedError(f"{METADATA_NAME} holds a {type(metadata).__name__}, not Metadata")
     return metadata
+
+
+def _of_torch(module_name: str, global_name: str) -> Any:
+    return getattr(importlib.import_module(module_name), global_name)
 
 
 _STORAGES: Final = {

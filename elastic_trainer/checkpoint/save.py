@@ -32,6 +32,8 @@ WritePoint = Callable[[str], None]
 
 _WAYS_OUT = {
     "No space left": "free space there; the next save tries again",
+    "unexpected pos": "a file could not be written whole: see that there is space; the next save "
+    "tries again",
     "Disk quota": "free space there or raise the quota; the next save tries again",
     "Read-only": "mount it writable, or save and restart with another checkpoint.dir",
     "Permission denied": "grant the permission; the next save tries again",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.code_words import state_of
 from launcher.backends.processes import start_ticks
 from launcher.errors import PermanentError, UserError
 from launcher.whole_file import read_json
@@ -30,8 +31,6 @@ LOG: Final = "launcher.log"
 _START_S: Final = 30.0
 _END_S: Final = 15.0
 _POLL_S: Final = 0.05
-
-_STATES: Final = {0: JobState.DONE, 91: JobState.SAVED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +222,7 @@ def _status(run_dir: Path) -> JobStatus:
         return JobStatus(state=JobState.RUNNING, nodes=(mark.host,), source="process table")
     code = read_json(run_dir / SUMMARY).get("code")
     if mark is None and isinstance(code, int):
-        state = _STATES.get(code, JobState.FAILED)
-        return JobStatus(state=state, code=code, source=SUMMARY)
+        return JobStatus(state=state_of(code), code=code, source=SUMMARY)
     if mark is not None:
         return JobStatus(
             state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"

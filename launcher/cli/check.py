@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "target",
     metavar="TARGET",
     help="Also check it for where it would run: local (the default for gpu: cpu), slurm, "
-    "pytorchjob, jobset or trainjob.",
+    "pytorchjob, jobset or trainjob. For local and slurm the paths must be there.",
 )
 @click.option(
     "--live",
@@ -73,7 +73,7 @@ def check(
         if name is not None:
             target_named(name)
         sees = not target_named(name or "slurm").sees_other_paths
-        if name == "local" or (live and sees):
+        if sees and (name == "local" or target is not None or live):
             from launcher.live import live_problems
 
             found = live_problems(spec, folder_of(job))

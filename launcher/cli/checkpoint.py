@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from elastic_trainer.quantities import sized
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -77,7 +78,7 @@ def list_(*, run: str, as_json: bool) -> int:
         _print_table(rows)
     for other in others:
         kind = _OTHERS[other["kind"]].format(**other)
-        click.echo(f"not on the board: {other['dir']}, {_size(other)}: {kind}")
+        click.echo(f"not on the board: {other['dir']}, {sized(other['size_bytes'])}: {kind}")
     return EXIT_DONE
 
 
@@ -86,7 +87,7 @@ def list_(*, run: str, as_json: bool) -> int:
 @click.option("--all", "every", is_flag=True, help="All that count, not only the newest.")
 @json_option
 def verify(*, reference: str, every: bool, as_json: bool) -> int:
-    """Read every byte of a checkpoint and compare it with what was saved.
+    """Read every byte of a checkpoint and compare it with what was saved, as a restore does.
 
     Exit codes: 0 all good, 1 something is damaged, 2 the input is wrong.
     """
@@ -138,7 +139,7 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
     if as_json:
         print_json({"step": commit.step, "dir": str(output), **result})
     else:
-        what = f"{result['num_params']:,} parameters, {_size(result)}, {dtype}"
+        what = f"{result['num_params']:,} parameters, {sized(result['bytes'])}, {dtype}"
         click.echo(f"step {commit.step}: {what} in {output}")
     if lost := missing_tokenizer(found):
         click.echo(f"without a tokenizer: {lost} is not there any more", err=True)
@@ -217,7 +218,8 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal:
         yield _lines(what, time.monotonic)
         return
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    size = DownloadColumn(binary_units=True)
+    columns = (TextColumn(what), BarColumn(), size, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -231,8 +233,7 @@ def _lines(what: str, mono: Callable[[], float]) -> Callable[[int, int], None]:
         nonlocal due
         if mono() >= due:
             due = mono() + _LINES_EVERY_S
-            sizes = [_size({"bytes": size}) for size in (done, total)]
-            click.echo(f"{what}: {sizes[0]} of {sizes[1]}", err=True)
+            click.echo(f"{what}: {sized(done)} of {sized(total)}", err=True)
 
     return report
 
@@ -268,18 +269,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["layout"],
         f"{row['world_size']:,}",
         f"{row['consumed_samples']:,}",
-        _size(row),
+        sized(row["size_bytes"]),
     )
-
-
-def _size(row: dict[str, Any]) -> str:
-    """Return the size in a unit that fits."""
-    size = float(row.get("size_bytes", row.get("bytes", 0)))
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _say_verified(results: Sequence[dict[str, Any]]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from launcher.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
@@ -49,7 +52,21 @@ def path_option(
 
 def run_argument(function: _Function) -> _Function:
     """Add the argument RUN and `--runs`: what `find_run` takes."""
-    return click.argument("run", metavar="RUN")(runs_option(function))
+    return click.argument("run", metavar="RUN", shell_complete=_run_names)(runs_option(function))
+
+
+def _run_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the runs of the folder `--runs` that begin so; elsewhere a run is a folder."""
+    from click.shell_completion import CompletionItem
+
+    del param
+    folder: Path = ctx.params.get("runs") or Path("runs")
+    try:
+        found = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        found = []
+    names = [CompletionItem(name) for name in found if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="dir")]
 
 
 def runs_option(function: _Function) -> _Function:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -16,6 +18,7 @@ Examples:
   holdfast logs llama3-405b-20260101-120000 -f
   holdfast logs runs/tiny-20260101-120000 --rank 3 --rank 4
   holdfast logs runs/tiny-20260101-120000 --node n7
+  holdfast logs tiny-20260101-120000 -t --since 10min --grep 'loss|lost'
 """
 
 
@@ -24,20 +27,40 @@ Examples:
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--rank", "ranks", multiple=True, metavar="R", help="Only this rank; or all.")
 @click.option("--node", "nodes", multiple=True, metavar="N", help="Only this node.")
-def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Sequence[str]) -> int:
+@click.option("-t", "--timestamps", is_flag=True, help="Begin lines with their time.")
+@click.option(
+    "--since",
+    metavar="TIME",
+    help="Leave out what is older: 10min, 2h, 1d, or 2026-01-31 12:00 in local time.",
+)
+@click.option("--grep", "pattern", metavar="PATTERN", help="Only lines with this in them: a regex.")
+def logs(
+    *,
+    run: str,
+    runs: Path,
+    follow: bool,
+    ranks: Sequence[str],
+    nodes: Sequence[str],
+    timestamps: bool,
+    since: str | None,
+    pattern: str | None,
+) -> int:
     """Show the logs of RUN over all its attempts, each line with its node and rank.
 
     Without --rank and --node: the job's own output, rank 0, and what happened (lines with --).
     With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
+    What happened has its time. A line of a log has the time that it begins with; else, with -f,
+    that of its arrival, or that of the line before. --since leaves out what is surely older.
     """
     from launcher.ops.runs import current_job, find_run
-    from launcher.ops.watching.follow_logs import Line, LogReader, Selection
+    from launcher.ops.watching.follow_logs import Line, LineFilter, LogReader, Selection
     from launcher.ops.watching.standing import make_backends, standings, target_of
     from launcher.ops.watching.watch import Watch
 
     def show(lines: list[Line]) -> None:
         for line in lines:
-            click.echo(f"{line.label}: {line.text}")
+            before = f"{_clock(line.t_unix)} " if timestamps else ""
+            click.echo(f"{before}{line.label}: {line.text}")
 
     try:
         selection = Selection(
@@ -45,9 +68,15 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
             nodes=frozenset(nodes),
             every_rank="all" in ranks,
         )
+        only = LineFilter(
+            since_unix=None if since is None else _since(since, time.time()),
+            pattern=None if pattern is None else _pattern(pattern),
+        )
         found = find_run(run, runs)
         backend = make_backends([target_of(found)])[target_of(found)]
-        reader = LogReader(found.path, selection, lambda: backend.output_files(current_job(found)))
+        reader = LogReader(
+            found.path, selection, lambda: backend.output_files(current_job(found)), only
+        )
         if follow:
             watch = Watch(
                 run=found, backend=backend, say=lambda text: click.echo(f"-- {text}", err=True)
@@ -65,6 +94,36 @@ def logs(*, run: str, runs: Path, follow: bool, ranks: Sequence[str], nodes: Seq
     except UserError as error:
         return exit_with_problems(error, as_json=False)
     return EXIT_DONE
+
+
+_UNITS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+
+
+def _since(text: str, now_unix: float) -> float:
+    """Return the Unix time that `text` means: a span before now, or a local time."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(s|min|m|h|d)", text.strip())
+    if match is not None:
+        return now_unix - float(match[1]) * _UNITS[match[2]]
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except (ValueError, OverflowError):
+        raise UserError(
+            "HF610", f"--since {text}: expected a span as 90s, 10min, 2h or 1d, or 2026-01-31 12:00"
+        ) from None
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError("HF610", f"--grep {text}: no regular expression: {error}") from error
+
+
+def _clock(t_unix: float | None) -> str:
+    """Return a local time, or as many spaces where it is not known."""
+    if t_unix is None:
+        return " " * len("2026-01-31 12:00:00")
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t_unix))
 
 
 def _rank(text: str) -> int:

@@ -6,12 +6,15 @@ import gc
 import importlib
 import os
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
 from launcher.errors import HoldfastError, UserError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "check": ("launcher.cli.check", "Check a job file; report every mistake at once."),
@@ -35,6 +38,9 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),
 }
 """Command -> module and one line of help. The module's command is `command`, or has its name."""
+
+COMPLETE: Final = "_HOLDFAST_COMPLETE"
+"""Set by a shell that completes a command line, or wants the script that does."""
 
 MANY_OBJECTS: Final = 200_000
 """More than a short command makes; Python's own figure is 700."""
@@ -62,6 +68,17 @@ class LazyGroup(click.Group):
         command = getattr(module, name)
         assert isinstance(command, click.Command), f"{module.__name__}.{name} is no command"
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands and options that begin so, without importing a command."""
+        from click.shell_completion import CompletionItem
+
+        named = [
+            CompletionItem(name, help=short)
+            for name, (_, short) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return [*named, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
@@ -142,6 +159,10 @@ def main() -> None:
     """Entry point of the `holdfast` script."""
     # What a command imports stays until its end: looking for garbage in it is a third of its time.
     gc.set_threshold(MANY_OBJECTS)
+    if instruction := os.environ.get(COMPLETE):  # cli.main() would look, and is not called
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(cli, {}, "holdfast", COMPLETE, instruction))
     try:
         code = run_cli()
         sys.stdout.flush()

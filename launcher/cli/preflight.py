@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from elastic_trainer.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -109,7 +110,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     else:
         _print_table(reports)
         kept = f"; what they wrote is in {place}" if failed and place.is_dir() else ""
-        click.echo(f"{len(reports) - len(failed)} of {len(reports)} nodes are fit{kept}")
+        click.echo(f"{len(reports) - len(failed)} of {counted(len(reports), 'node')} fit{kept}")
     return EXIT_FAILED if failed else EXIT_DONE
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from elastic_trainer.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -281,7 +282,7 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
         return EXIT_DONE
     click.echo(next(iter(prepared.files.values())), nl=False)
     code = prepared.kept.code
-    frozen = "" if code is None else f", and {len(code.names)} files of code"
+    frozen = "" if code is None else f", and {counted(len(code.names), 'file')} of code"
     click.echo(
         f"nothing was submitted; {prepared.run_dir} would hold {', '.join(prepared.files)}{frozen}",
         err=True,

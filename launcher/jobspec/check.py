@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
@@ -105,7 +106,9 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
             "interleave: 1"
         )
         yield finding("HF118", "layout.interleave", message, "layout.schedule")
-    if cluster.gpu != CPU and cluster.gpu not in GPUS:
+    # Of a script nothing is predicted, so any other GPU is as good.
+    of_script = spec.command is not None and cluster.gpu.lower() != CPU
+    if not of_script and cluster.gpu not in (*GPUS, CPU):
         gpu = cluster.gpu.upper()
         near = [name for name in GPUS if name.upper().startswith(gpu)]
         import difflib
@@ -115,8 +118,8 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF122", "cluster.gpu", message)
     if elastic.min_nodes is not None and elastic.min_nodes > cluster.nodes:
         message = (
-            f"{elastic.min_nodes} is more than the {cluster.nodes} nodes of the cluster; "
-            f"use {cluster.nodes} or less"
+            f"{elastic.min_nodes} is more than the {counted(cluster.nodes, 'node')} of the "
+            f"cluster; use {cluster.nodes} or less"
         )
         yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes")
     if elastic.dead_after_s <= elastic.heartbeat_s:

@@ -14,6 +14,7 @@ from typing import Final
 
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.models import ModelShape
+from elastic_trainer.quantities import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +290,8 @@ def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
         "HF101",
         "layout.dp",
         f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
-        f"but {facts.nodes:,} nodes x {per_node} are {gpus:,} GPUs; use {' or '.join(outs)}",
+        f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}; "
+        f"use {' or '.join(outs)}",
         "layout.tp",
         "layout.cp",
         "layout.pp",
@@ -307,7 +309,7 @@ def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
         "HF116",
         "layout.dp",
         f"auto has no solution: one replica of tp {tp} x cp {cp} x pp {pp} = {replica:,} ranks "
-        f"does not divide the {facts.num_gpus:,} GPUs of {facts.nodes:,} nodes; "
+        f"does not divide the {counted(facts.num_gpus, 'GPU')} of {counted(facts.nodes, 'node')}; "
         f"use cluster.nodes: {choices(nearest_nodes(facts, replica))}",
         "layout.tp",
         "layout.cp",

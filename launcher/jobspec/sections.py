@@ -84,7 +84,9 @@ class Cluster(Section):
     gpus_per_node: Annotated[int, Field(ge=1, le=1024)] = Field(
         8, description="Workers per node: one for each GPU (or CPU process)."
     )
-    gpu: Text = Field(description="GPU name, or cpu for the emulated cluster.")
+    gpu: Text = Field(
+        description="GPU name, or cpu for the emulated cluster; with a `command` any name will do."
+    )
     spares: Annotated[int, Field(ge=0, le=10**6)] = Field(
         0, description="Nodes asked for on top of `nodes`, which wait for others to fail."
     )

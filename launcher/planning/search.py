@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.jobspec.rules import Facts, layout_findings, schedule_runs
 from launcher.jobspec.spec import JobSpec
@@ -41,8 +42,8 @@ def plan(spec: JobSpec) -> Plan:
             spec.problem(
                 "HF151",
                 "elastic.min_nodes",
-                f"fewer than {ladder.min_nodes} nodes cannot be used, though min_nodes is "
-                f"{spec.min_nodes}: the job waits for nodes there",
+                f"fewer than {counted(ladder.min_nodes, 'node')} cannot be used, though "
+                f"min_nodes is {spec.min_nodes}: the job waits for nodes there",
             )
         )
     cost, problems = snapshots(spec, ladder)

@@ -13,6 +13,7 @@ from typing import Final
 
 from elastic_trainer.ladder import Ladder
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.quantities import sized
 from launcher.errors import Problem
 from launcher.hardware import GPUS
 from launcher.jobspec.spec import JobSpec
@@ -66,7 +67,7 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     if every and (memory := spec.cluster.memory_gib) and node_bytes > memory * 2**30 * SHM_SHARE:
         every = 0
         text = (
-            f"snapshots need up to {_gib(node_bytes)} per node, /dev/shm holds "
+            f"snapshots need up to {sized(node_bytes)} per node, /dev/shm holds "
             f"{memory * SHM_SHARE:.0f} GiB (half of cluster.memory_gib): none are taken, and a "
             "failure costs the steps since the last checkpoint; save more often "
             "(checkpoint.every_s), or use more nodes"
@@ -76,7 +77,7 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     if every and step_s is not None and copy_s > every * step_s:
         every = math.ceil(copy_s / step_s)
         text = (
-            f"a snapshot of {_gib(image)} per worker takes about {copy_s:.1f} s, a step may take "
+            f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s, a step may take "
             f"{step_s:.2f} s only: one every {every} steps instead of {asked}"
         )
         problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text))
@@ -90,8 +91,8 @@ def snapshot_line(cost: Snapshots) -> str:
         return "memory   no snapshots: storage only"
     often = "every step" if cost.every_steps == 1 else f"every {cost.every_steps} steps"
     return (
-        f"memory   snapshot {often}: {_gib(cost.worker_bytes)} a worker, up to "
-        f"{_gib(cost.node_bytes)} a node"
+        f"memory   snapshot {often}: {sized(cost.worker_bytes)} a worker, up to "
+        f"{sized(cost.node_bytes)} a node"
     )
 
 
@@ -114,9 +115,3 @@ def shortest_step_s(spec: JobSpec) -> float | None:
         return None
     tokens = spec.train.global_batch * spec.train.seq_len
     return 6 * spec.shape.num_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)
-
-
-def _gib(num_bytes: float) -> str:
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:.3g} MiB"
-    return f"{num_bytes / 2**30:.3g} GiB"

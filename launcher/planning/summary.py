@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.quantities import counted, scaled
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.planning.snapshots import snapshot_line
@@ -27,18 +28,19 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     unit = "workers" if spec.device == "cpu" else "GPUs"
     hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
     spares = f", {cluster.spares} more as spares" if cluster.spares else ""
+    nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
     lines = [
         f"model    {spec.model_name}, {short(spec.shape.num_params())} parameters",
         f"layout   {layout} = {layout.world_size:,} {unit}{hsdp}",
-        f"cluster  {rung.num_nodes:,} nodes x {cluster.gpus_per_node} {cluster.gpu}{spares}",
+        f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
         (
-            f"batch    {train.global_batch:,} sequences x {train.seq_len:,} = {short(tokens)} "
+            f"batch    {sequences} x {train.seq_len:,} = {short(tokens)} "
             f"tokens a step; {rung.micro_batches} micro-batches per dp rank"
         ),
         f"steps    {train.steps:,} = {short(tokens * train.steps)} tokens",
         (
-            f"ladder   {len(rungs)} rung{'s' if len(rungs) > 1 else ''}, "
-            f"{plan.ladder.max_nodes:,} to {plan.ladder.min_nodes:,} nodes"
+            f"ladder   {counted(len(rungs), 'rung')}, "
+            f"{plan.ladder.max_nodes:,} to {counted(plan.ladder.min_nodes, 'node')}"
         ),
         snapshot_line(plan.snapshots),
     ]
@@ -61,10 +63,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
 
 def short(count: float) -> str:
     """Return 8030261248 as `8.03 B`."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f}"
+    return scaled(count, ("", "K", "M", "B", "T"), 1000)
 
 
 def placement_lines(rung: Rung, gpus_per_node: int, *, show_all: bool = False) -> list[str]:

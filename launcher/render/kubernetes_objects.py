@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from elastic_trainer.quantities import counted
 from launcher.errors import UserError
 from launcher.render.bundle import MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import PodJob
@@ -43,8 +44,8 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
     )
     before = [config_map(job, files["job.json"]), *board_objects(job), *disruption_budget(job)]
     head = (
-        f"Holdfast run of {job.spec.name}: {job.plan.ladder.max_nodes:,} nodes and "
-        f"{job.spec.cluster.spares:,} spares.\n"
+        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')} and "
+        f"{counted(job.spec.cluster.spares, 'spare')}.\n"
         "Rendered from the job file: change that and render again, not this.\n"
         f"When a pod must go: {job.clock}."
     )

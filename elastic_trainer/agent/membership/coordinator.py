@@ -40,6 +40,7 @@ from elastic_trainer.failures import (
     EXIT_TOO_FEW_NODES,
 )
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.quantities import counted
 
 NOT_SAID = "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
 
@@ -161,7 +162,7 @@ class Coordinator(Departures):
         if self.ctx.epoch == 0 and self.phase == "idle" and have < settings.min_nodes:
             return self.stop(
                 EXIT_TOO_FEW_NODES,
-                f"{have} of at least {settings.min_nodes} nodes joined within "
+                f"{have} of at least {counted(settings.min_nodes, 'node')} joined within "
                 f"{settings.join_timeout_s:.0f} s",
             )
         return self.advance()

@@ -19,7 +19,7 @@ from elastic_trainer.agent.command.flags import Std, Streams
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
 """Read of one file at a time, and the longest line that is kept together."""
-_HEADER = re.compile(r"^--- epoch \d+ rank .* ---\n", re.MULTILINE)
+_HEADER = re.compile(r"^--- \S+ epoch \d+ rank .* ---\n", re.MULTILINE)
 """The zygote's line at the start of each worker's log: for readers of the log only."""
 CLOSE_S = 2.0
 """How long the end waits for what was written last."""

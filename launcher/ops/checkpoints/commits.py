@@ -16,8 +16,10 @@ from typing import Any
 from elastic_trainer.agent.boards.board import Commit
 from elastic_trainer.agent.boards.open_board import read_board
 from elastic_trainer.checkpoint.errors import DamagedError
+from elastic_trainer.checkpoint.index import check_index
 from elastic_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
+    METADATA_NAME,
     Manifest,
     parse_directory,
     superseded,
@@ -154,7 +156,7 @@ class RunCheckpoints:
         return found
 
     def verify(self, commit: Commit, on_read: Callable[[int], None] = lambda _: None) -> list[str]:
-        """Read every byte of `commit`; return what is wrong, a line each.
+        """Read what a restore reads of `commit`, every byte; return what is wrong, a line each.
 
         Args:
             commit: what `choose` returned.
@@ -195,7 +197,17 @@ class RunCheckpoints:
             except DamagedError as error:
                 wrong.append(str(error))
             on_read(left)  # what was not worth reading
+        if not wrong:
+            wrong = self._unreadable(commit, manifest)
         return wrong
+
+    def _unreadable(self, commit: Commit, manifest: Manifest) -> list[str]:
+        try:
+            raw = (self.storage.root / commit.dir / METADATA_NAME).read_bytes()
+            check_index(raw, manifest.files)
+        except (OSError, DamagedError) as error:
+            return [str(error)]
+        return []
 
     def _directories(self) -> list[str]:
         root = self.storage.root

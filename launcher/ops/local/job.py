@@ -14,6 +14,7 @@ from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit, audit
+from elastic_trainer.quantities import counted
 from launcher import stop_request
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster
@@ -281,7 +282,7 @@ def closing_lines(outcome: Outcome) -> str:
     """Return what a finished run says last."""
     summary = outcome.summary
     loss, goodput = summary["final_loss"], summary["goodput"]
-    what = f"{summary['steps']} steps"
+    what = counted(summary["steps"], "step")
     if summary["start_step"]:
         what = f"steps {summary['start_step'] + 1} to {summary['steps']}"
     parts = [f"finished: {what} in {summary['wall_s']:.1f} s"]
@@ -291,7 +292,7 @@ def closing_lines(outcome: Outcome) -> str:
         parts.append(f"goodput {goodput:.0%}")
     failures = len(summary["failures"])
     if failures:
-        parts.append(f"{failures} failure{'s' * (failures > 1)} survived")
+        parts.append(f"{counted(failures, 'failure')} survived")
     redone = summary["committed_steps_redone"]
     lines = [
         f"warning: epoch {fall['epoch']} had to go back from step {fall['committed']}, which was "
@@ -299,7 +300,7 @@ def closing_lines(outcome: Outcome) -> str:
         for fall in summary["fallbacks"]
     ]
     if redone:
-        parts.append(f"{redone} committed steps redone")
+        parts.append(f"{counted(redone, 'committed step')} redone")
     return (
         "".join(f"{line}\n" for line in lines)
         + ", ".join(parts)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.quantities import counted
 from launcher.backends.commands import Commands, SystemCommands
 from launcher.errors import PermanentError, UserError
 from launcher.installed import need
@@ -195,7 +196,7 @@ class Preflight:
                 done = [future for future in futures if not future.cancelled()]
                 self._cancel([each.result() for each in done if each.exception() is None])
                 raise
-        self.say(f"{len(nodes)} nodes are asked")
+        self.say(f"asking {counted(len(nodes), 'node')}")
         return asked
 
     def _parameters(self, node: str) -> dict[str, Any]:

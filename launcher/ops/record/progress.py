@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.events import Event
+from elastic_trainer.quantities import counted
 from launcher.ops.record.timeline import named, node_names, worker_rank
 
 _RATE_STEPS = 20
@@ -152,7 +153,7 @@ class Progress:
 
 
 def _counts(event: Event) -> tuple[int, int]:
-    return int(event.fields.get("have") or 0), int(event.fields.get("need") or 0)
+    return _number(event, "have"), _number(event, "need")
 
 
 def describe(event: Event) -> str | None:
@@ -200,8 +201,20 @@ def _fill(form: str, *, every_rank: bool = True) -> _Tell:
     return tell
 
 
+def _number(event: Event, field: str) -> int:
+    return int(event.fields.get(field) or 0)
+
+
+def parked_text(have: int, need: int) -> str:
+    """Return what a run waits for that has too few nodes."""
+    return f"parked: {counted(have, 'node')} left, the last rung needs {need:,}"
+
+
 _TELL: dict[str, _Tell] = {
-    "run.started": _fill("attempt {attempt}: {nodes} nodes started"),
+    "run.started": lambda event: (
+        f"attempt {event.fields.get('attempt', '?')}: "
+        f"{counted(_number(event, 'nodes'), 'node')} started"
+    ),
     "epoch.formed": _epoch_formed,
     "epoch.aborted": _fill("epoch {epoch} aborted: {reason}"),
     "epoch.delayed": _fill("the next epoch waits {seconds} s: {reason}"),
@@ -210,9 +223,7 @@ _TELL: dict[str, _Tell] = {
     "member.evicted": _fill("{who} is put out: {reason}"),
     "member.refused": _fill("{who} is refused: {reason}"),
     "member.waiting": _fill("{who} waits: {reason}"),
-    "membership.parked": _fill(
-        "parked: {have} nodes left, the last rung needs {need}; waiting for nodes"
-    ),
+    "membership.parked": lambda event: f"{parked_text(*_counts(event))}; waiting for nodes",
     "fault.injected": _fill("fault: {action} {target} after step {step}"),
     "worker.hung": _fill("hang: {detail}"),
     "stacks.dumped": _fill("stacks of {node} are in {folder}"),
@@ -314,16 +325,16 @@ def plain_line(progress: Progress) -> str:
     """Return the state in one line."""
     parts = [progress.step_text, progress.state]
     if progress.parked:
-        parts[-1] = f"parked ({progress.parked[0]} nodes left, {progress.parked[1]} needed)"
+        parts[-1] = parked_text(*progress.parked)
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
     if progress.tokens_per_s is not None:
         parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
     if progress.layout:
         parts.append(progress.layout)
-    parts.append(f"{len(progress.up)}/{progress.num_nodes} nodes up")
+    parts.append(f"{len(progress.up)}/{counted(progress.num_nodes, 'node')} up")
     if progress.restarts:
-        parts.append(f"{progress.restarts} restarts")
+        parts.append(counted(progress.restarts, "restart"))
     return " · ".join(parts)
 
 
@@ -358,8 +369,7 @@ def render_block(progress: Progress) -> Group:
     )
     head = Text.assemble((progress.name, "bold"), "  ", (progress.state, colour))
     if progress.parked:
-        have, need = progress.parked
-        head.append(f": {have} nodes left, the last rung needs {need}; waiting", "red")
+        head.append(parked_text(*progress.parked).removeprefix("parked") + "; waiting", "red")
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         Text(progress.step_text),

@@ -267,11 +267,11 @@ def _restarts(spans: Sequence[EpochSpan], events: Sequence[Event]) -> int:
 
 
 def _state(events: Sequence[Event], code: int | None) -> str:
-    """Return finished, saved, failed, parked or running."""
+    """Return finished, saved, interrupted, failed, parked or running."""
     if any(event.event == "trainer.finished" for event in events) and code in (0, None):
         return "finished"
     if code is not None:
-        return {0: "finished", 91: "saved"}.get(code, "failed")
+        return {0: "finished", 91: "saved", 130: "interrupted"}.get(code, "failed")
     parked = False
     for event in reversed(events):
         parked = parked or event.event == "membership.parked"

@@ -42,12 +42,16 @@ _WAY_OUT = {
         "(holdfast report {run}), then continue with: {again}"
     ),
     EXIT_LOST: "every agent is gone; continue with: {again}",
+    CLI_INTERRUPTED: "continue with: {again}",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How it ended. `code` is the job's exit code, `cli_code` the command's."""
+    """How it ended. `code` is the job's exit code, `cli_code` the command's.
+
+    A run that was interrupted and whose agents could not save has the code 130.
+    """
 
     code: int
     cli_code: int
@@ -100,6 +104,8 @@ def judge(
     if code == EXIT_DONE:
         return Verdict(code=code, cli_code=CLI_DONE, text="finished")
     if interrupted:
+        if code == EXIT_LOST:  # the agents were killed, or had not begun to listen
+            code = CLI_INTERRUPTED
         return Verdict(code=code, cli_code=CLI_INTERRUPTED, text=_interrupted(run_dir, events))
     attempt = this_attempt(events)
     failed = first_failure(attempt)

@@ -11,10 +11,12 @@ from launcher.ops.reports.data import (
     ReportData,
     differences,
     kind_text,
+    no_curve_text,
     short_layout,
     thin,
 )
 from launcher.ops.reports.svg import MUTED, Canvas, Scale
+from launcher.ops.watching.texts import names
 
 LOSS, REDONE, FAIL, GROW = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d"
 EXTRA = ("#f5a742", "#0f766e", "#9333ea", "#64748b")
@@ -45,7 +47,7 @@ def loss_chart(data: ReportData) -> str:
     curves = [data.loss, *data.redone, *data.extra.values()]
     losses = [loss for curve in curves for _, loss in curve]
     if not losses:
-        canvas.text(480, 200, "no step was completed", anchor="middle", fill=MUTED)
+        canvas.text(480, 200, no_curve_text(data.summary), anchor="middle", fill=MUTED)
         return canvas.render()
     margin = (max(losses) - min(losses) or 1.0) * 0.05
     last = max(step for curve in curves for step, _ in curve)
@@ -57,7 +59,7 @@ def loss_chart(data: ReportData) -> str:
         left, right = x(entry["from_step"] - 1), x(entry["to_step"])
         name = short_layout(entry["layout"])
         tip = (
-            f"epoch {entry['epoch']}: {entry['layout']} on {' '.join(entry['nodes'])}, "
+            f"epoch {entry['epoch']}: {entry['layout']} on {names(entry['nodes'])}, "
             f"steps {entry['from_step']} to {entry['to_step']}"
         )
         canvas.rect(left, y.end, right - left, y.start - y.end, colours[entry["layout"]], tip=tip)

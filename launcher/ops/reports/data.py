@@ -69,6 +69,13 @@ def short_layout(layout: str) -> str:
     return "-".join(parts) or layout.split("-", maxsplit=1)[0]
 
 
+def no_curve_text(summary: Mapping[str, Any]) -> str:
+    """Return why there is no loss to draw."""
+    if summary["steps"]:
+        return "no step has reported a loss"
+    return "no step was completed"
+
+
 def thin(points: Sequence[Any], most: int = _MAX_POINTS) -> list[Any]:
     """Return at most about `most` points, the last one among them."""
     stride = -(-len(points) // most) or 1

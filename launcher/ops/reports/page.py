@@ -27,6 +27,7 @@ from launcher.ops.reports.charts import (
 )
 from launcher.ops.reports.data import ReportData, kind_text, seconds_text
 from launcher.ops.reports.svg import INK, MUTED
+from launcher.ops.watching.texts import names
 
 
 def html_report(data: ReportData) -> str:
@@ -102,7 +103,7 @@ def _tiles(summary: Mapping[str, Any]) -> str:
     loss = summary["final_loss"]
     tiles = [
         ("state", summary["state"]),
-        ("steps", f"{summary['steps']:,} of {summary['steps_asked'] or '?'}"),
+        ("steps", _steps(summary)),
         ("final loss", "-" if loss is None else f"{loss:.4f}"),
         ("failures", f"{len(summary['failures'])}"),
         ("steps redone", "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}"),
@@ -117,6 +118,11 @@ def _tiles(summary: Mapping[str, Any]) -> str:
         for name, value in tiles
     )
     return f'<div class="tiles">{cells}</div>'
+
+
+def _steps(summary: Mapping[str, Any]) -> str:
+    asked = summary["steps_asked"]
+    return f"{summary['steps']:,}" + (f" of {asked:,}" if asked else "")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -162,8 +168,8 @@ def _layout_table(summary: Mapping[str, Any]) -> str:
         (
             f"{entry['from_step']} - {entry['to_step']}",
             entry["layout"],
-            str(len(entry["nodes"])),
-            " ".join(entry["nodes"]),
+            f"{len(entry['nodes']):,}",
+            names(entry["nodes"]),
             str(entry["epoch"]),
         )
         for entry in summary["layouts"]

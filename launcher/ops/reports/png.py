@@ -18,11 +18,16 @@ from launcher.ops.reports.charts import (
     REDONE,
     band_colours,
 )
-from launcher.ops.reports.data import ReportData, kind_text, short_layout, thin
+from launcher.ops.reports.data import ReportData, kind_text, no_curve_text, short_layout, thin
 
 
 def png_report(data: ReportData, path: Path) -> None:
     """Write `data` to `path`; no display is needed."""
+    draw(data).savefig(path)
+
+
+def draw(data: ReportData) -> Figure:
+    """Return the charts as one figure."""
     bars = [
         (number, failure)
         for number, failure in enumerate(data.summary["failures"], 1)
@@ -36,7 +41,7 @@ def png_report(data: ReportData, path: Path) -> None:
     _draw_loss(axes[0], data)
     if bars:
         _draw_phases(axes[1], bars)
-    figure.savefig(path)
+    return figure
 
 
 def _draw_loss(axes: Any, data: ReportData) -> None:
@@ -85,7 +90,11 @@ def _draw_loss(axes: Any, data: ReportData) -> None:
     axes.grid(axis="y", color="#e4e7eb")
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    axes.legend(loc="upper right", fontsize=8, framealpha=0.95)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right", fontsize=8, framealpha=0.95)
+    else:
+        text = no_curve_text(data.summary)
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -107,7 +116,14 @@ def _draw_phases(axes: Any, bars: list[tuple[int, Any]]) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds from the fault to the next completed step")
     axes.margins(x=0.08)
-    axes.legend(ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
+    # Below the axis' title, however tall that and the plot are.
+    axes.figure.legend(
+        *axes.get_legend_handles_labels(),
+        ncols=5,
+        fontsize=8,
+        loc="outside lower center",
+        frameon=False,
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from elastic_trainer.quantities import counted
 from launcher.errors import UserError, Where
 from launcher.ops.submitting.git import WorkTree, work_tree
 
@@ -198,8 +199,10 @@ def _check_size(folder: Path, sizes: dict[str, int], max_bytes: int) -> None:
         what = f"{total / _MIB:.0f} MiB, more than code.max_mib: {max_bytes / _MIB:.0f}"
         largest = ", ".join(f"{top} ({size / _MIB:.0f} MiB)" for top, size in tops.most_common(3))
     else:
-        what = f"{len(sizes)} files, more than {MAX_FILES}"
-        largest = ", ".join(f"{top} ({count} files)" for top, count in tops.most_common(3))
+        what = f"{len(sizes):,} files, more than {MAX_FILES:,}"
+        largest = ", ".join(
+            f"{top} ({counted(count, 'file')})" for top, count in tops.most_common(3)
+        )
     raise UserError(
         "HF640",
         f"{folder} holds {what}; the most is in {largest}: leave out what is no code with "

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.quantities import counted
 from launcher.backends.base import Backend
 from launcher.errors import PlatformError, UserError
 from launcher.ops import run_dir as run_dirs
@@ -45,11 +46,11 @@ def describe_run(run: Run, *, now_unix: float) -> Sections:
 def _job(run_dir: Path) -> dict[str, Any]:
     config = run_dirs.load(run_dir)
     ladder = config.ladder
-    nodes = f"{ladder.max_nodes} down to {ladder.min_nodes}"
     found = {
         "name": config.name,
         "model": config.model_name,
-        "nodes": f"{nodes}, {config.gpus_per_node} workers each",
+        "nodes": f"{ladder.max_nodes:,} down to {counted(ladder.min_nodes, 'node')}, "
+        f"{counted(config.gpus_per_node, 'worker')} each",
         "layout": str(ladder.rungs[0].layout),
         "checkpoints": config.checkpoint.dir,
     }

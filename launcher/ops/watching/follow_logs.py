@@ -5,6 +5,10 @@ RUN/logs/<attempt>/<node>/agent.log    a node's agent of a local run
 RUN/logs/<attempt>/<node>.log          a node's agent of a submitted one
 
 The built-in trainer writes little: what it does is in the events, which are shown as lines too.
+
+Events have their times, and a worker's log begins with one. A line of a log has the time that it
+begins with (ISO 8601, as Python's logging and most programs write it). Another one has the time at
+which it was seen to arrive, or, if it was there before, that of the line before it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.events import Event
@@ -22,6 +27,9 @@ from launcher.ops.record.timeline import node_names, worker_rank
 from launcher.run_files import ATTEMPT
 
 _RANK_FILE = re.compile(r"([0-9]+)(\.stdout|\.stderr)?\.log")
+_TIME = re.compile(
+    r"\W{0,4}(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?(?:Z|[+-]\d\d:?\d\d)?)"
+)
 _CHUNK_BYTES = 1 << 20
 _LONGEST_LINE = 64 * 1024
 """Bytes without a line break after which a line is shown in parts."""
@@ -68,6 +76,24 @@ class Line:
     label: str
     """Where it comes from: n2/3 for rank 3 on node n2, n2 for its agent, job for the platform."""
     text: str
+    t_unix: float | None = field(default=None, compare=False)
+    """When it was written; None: nobody knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineFilter:
+    """Which of the selected lines are shown."""
+
+    since_unix: float | None = None
+    """Lines that are known to be older are left out; a line is no newer than those after it."""
+    pattern: re.Pattern[str] | None = None
+    """Lines in which it is not found are left out."""
+
+    def wants(self, line: Line, latest_unix: float) -> bool:
+        """Whether `line` is shown, which was not written later than `latest_unix`."""
+        if self.since_unix is not None and latest_unix < self.since_unix:
+            return False
+        return self.pattern is None or self.pattern.search(line.text) is not None
 
 
 @dataclass(slots=True)
@@ -78,6 +104,10 @@ class _File:
     offset: int = 0
     rest: bytes = b""
     """The beginning of a line that has no end yet."""
+    t_unix: float | None = None
+    """Of the newest line that said its time."""
+    is_followed: bool = False
+    """It has been read before: what comes now has just been written."""
 
 
 class LogReader:
@@ -87,6 +117,7 @@ class LogReader:
         run_dir: the run.
         selection: which logs.
         output_files: returns the files with the platform's own output of the job.
+        only: which lines are shown.
     """
 
     def __init__(
@@ -94,7 +125,9 @@ class LogReader:
         run_dir: Path,
         selection: Selection,
         output_files: Callable[[], Iterable[Path]] = tuple,
+        only: LineFilter | None = None,
     ) -> None:
+        self._only = only or LineFilter()
         self._logs, self._selection, self._output = run_dir / "logs", selection, output_files
         self._record = RunRecord(run_dir)
         self._files: dict[str, _File] = {}
@@ -120,12 +153,30 @@ class LogReader:
         for event in self._record.poll():
             text = event_line(event) if self._selection.wants_event(event) else None
             if text is not None:
-                pieces.append((event.t_unix, [Line(_label(event), f"-- {text}")]))
+                said = Line(_label(event), f"-- {text}", event.t_unix)
+                if self._only.wants(said, event.t_unix):
+                    pieces.append((event.t_unix, [said]))
         for path, file in self._files.items():
             t_unix, lines = _read(path, file, last=last)
             if lines:
-                pieces.append((t_unix, [Line(file.label, line) for line in lines]))
+                pieces.append((t_unix, self._dated(file, lines, t_unix)))
+            file.is_followed = True
         return [line for _, lines in sorted(pieces, key=lambda piece: piece[0]) for line in lines]
+
+    def _dated(self, file: _File, lines: Sequence[str], t_unix: float) -> list[Line]:
+        """Return what is wanted of the lines that `file` had at `t_unix`, when last written."""
+        owns = [_own_time(text) for text in lines]
+        found = []
+        for text, own in zip(lines, owns, strict=True):
+            file.t_unix = own or file.t_unix
+            arrived = t_unix if file.is_followed else None
+            found.append(Line(file.label, text, own or arrived or file.t_unix))
+        wanted, latest = [], t_unix
+        for line, own in zip(reversed(found), reversed(owns), strict=True):
+            latest = own or latest  # what stands before a line was written before it
+            if self._only.wants(line, latest):
+                wanted.append(line)
+        return wanted[::-1]
 
     def _found(self) -> Iterator[tuple[str, str]]:
         """Yield (path, label) of the wanted logs there are."""
@@ -145,6 +196,17 @@ class LogReader:
                 yield entry.path, f"{folder.name}/{match[1]}"
             elif entry.name == "agent.log" and self._selection.wants_node(folder.name):
                 yield entry.path, folder.name
+
+
+def _own_time(line: str) -> float | None:
+    """Return the time that `line` begins with; one without a zone is local."""
+    match = _TIME.match(line)
+    if match is None:
+        return None
+    try:
+        return datetime.fromisoformat(match[1].replace(",", ".")).timestamp()
+    except (ValueError, OverflowError):  # as 2026-02-30
+        return None
 
 
 def event_line(event: Event) -> str | None:

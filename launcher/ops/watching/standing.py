@@ -13,6 +13,7 @@ from launcher.backends.code_words import state_of
 from launcher.errors import HoldfastError, UserError
 from launcher.ops.fetching import fetched
 from launcher.ops.record.newest import News, read_news
+from launcher.ops.record.progress import parked_text
 from launcher.ops.runs import Run, current_job
 from launcher.ops.watching.findings import Facts, Finding, Room, findings
 from launcher.ops.watching.texts import names, times, when
@@ -232,7 +233,7 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     if now.joined is not None and now.joined[0]:
         parts[0] = f"{now.state}: {now.joined[0]} nodes have come, {now.joined[1]} are needed"
     if now.parked is not None:
-        parts[0] = f"parked: {now.parked[0]} nodes left, the last rung needs {now.parked[1]}"
+        parts[0] = parked_text(*now.parked)
     if now.loss is not None:
         parts.append(f"loss {now.loss:.4f}")
     if now.tokens_per_s is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+from elastic_trainer.quantities import counted
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, Notices
 from launcher.backends.code_words import CODE_WORDS, state_of
 from launcher.errors import PlatformError
@@ -164,5 +165,5 @@ class Watch:
             start = time.localtime(status.expected_start)
             text += f"; expected start {time.strftime('%Y-%m-%d %H:%M', start)}"
         if status.state is JobState.RUNNING and status.nodes:
-            text += f" on {len(status.nodes)} nodes"
+            text += f" on {counted(len(status.nodes), 'node')}"
         return text

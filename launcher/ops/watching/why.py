@@ -11,8 +11,9 @@ from elastic_trainer.events import Event
 from elastic_trainer.failures import classify, one_line
 from launcher import stop_request
 from launcher.backends.base import JobState
+from launcher.backends.code_words import EXIT_INTERRUPTED
 from launcher.ops.record.newest import News
-from launcher.ops.record.progress import describe
+from launcher.ops.record.progress import describe, parked_text
 from launcher.ops.record.timeline import host_at, named, starts, worker_rank
 from launcher.ops.record.verdict import (
     RUN_AGAIN,
@@ -122,8 +123,7 @@ def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why
         )
     now = news.progress
     if now.parked is not None:
-        have, need = now.parked
-        short = f"it is parked: {have} nodes are left, the last rung of its ladder needs {need}"
+        short = f"it is {parked_text(*now.parked)}"
         lost = [event for event in news.events if event.event == "member.lost"]
         more = [text for event in lost[-4:] if (text := describe(event))]
         more += [f"put out: {each}" for each in news.put_out]
@@ -162,13 +162,12 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
     ending = "" if code is None else f" with code {code}"
     reason = news.reason if news is not None and news.code == code else ""
     if state is JobState.CANCELLED:
-        short = "it was cancelled"
+        short = "it was interrupted by Ctrl-C" if code == EXIT_INTERRUPTED else "it was cancelled"
     elif state is JobState.SAVED:
-        # Whether it had saved the reason says: nothing may have run, or a script tells nothing.
-        short = f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
+        short = _stopped(news, ending, reason)
     else:
         words = _joined(status.words, status.reason)
-        short = f"it failed{ending}: {reason or words or 'nobody says why'}"
+        short = f"it failed{ending}: {reason or words or 'no reason is recorded'}"
     more = ["`holdfast cancel` asked for the end"] if stop_request.asked(run_dir) else []
     log = evidence(run_dir, failed, {}) if failed is not None else None
     if failed is not None:
@@ -188,6 +187,17 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
         log_lines=_tail(log) if log is not None else [],
         way_out="" if code is None else way_out(code, run_dir, again),
     )
+
+
+def _stopped(news: News | None, ending: str, reason: str) -> str:
+    """Return what a run has kept that was asked to end, and did."""
+    if news is not None and news.progress.saved_step is not None:
+        return f"it has saved its state at step {news.progress.saved_step} and ended{ending}"
+    seen = {event.event for event in this_attempt(news.events)} if news is not None else set()
+    if news is not None and ("trainer.started" in seen or "worker.started" not in seen):
+        return f"it was stopped before anything was saved and ended{ending}"
+    # A script may have saved, of which there is no record but the reason.
+    return f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
 
 
 def _classified(log: Path, code: int | None) -> str:

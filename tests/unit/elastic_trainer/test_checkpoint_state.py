@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
 import pickle
+import warnings
+from enum import Enum
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from elastic_trainer.checkpoint.collective import describe
 from elastic_trainer.checkpoint.errors import DamagedError
+from elastic_trainer.checkpoint.index import check_index
 from elastic_trainer.checkpoint.manifest import FileEntry
 from elastic_trainer.checkpoint.reader import CheckpointReader
-from elastic_trainer.checkpoint.restricted import RestrictedUnpickler
+from elastic_trainer.checkpoint.restricted import read_index
+from elastic_trainer.checkpoint.save import _Writer
 from elastic_trainer.checkpoint.state import Stager, create_optimizer_state, live_tensors
 
 
@@ -101,10 +108,92 @@ class Evil:
         return (os.system, ("true",))
 
 
-def test_unpickler_refuses_what_has_no_place_in_metadata(tmp_path):
-    for value in (Evil(), {"a": Evil()}, io.BytesIO, nn.Linear(1, 1)):
-        with pytest.raises(pickle.UnpicklingError, match="has no place"):
-            RestrictedUnpickler(io.BytesIO(pickle.dumps(value))).load()
+def index_of(path) -> bytes:
+    """Return the `.metadata` that this Python and this torch write."""
+    tensors = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(tensors, storage_writer=_Writer(path, lambda _: None), no_dist=True)
+    return (path / ".metadata").read_bytes()
+
+
+class ByName(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class ByValue(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.7 and newer ones do."""
+
+    def reducer_override(self, value):
+        return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
+
+
+def pickled(make: type[pickle.Pickler], value: object) -> bytes:
+    buffer = io.BytesIO()
+    make(buffer).dump(value)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("make", [ByName, ByValue])
+def test_the_index_is_read_whichever_python_wrote_it(tmp_path, make):
+    own = index_of(tmp_path)
+    files = {"__0_0.distcp": FileEntry((tmp_path / "__0_0.distcp").stat().st_size, "0" * 64)}
+    metadata = read_index(own)
+    raw = pickled(make, metadata)
+    assert (b"getattr" in raw) == (make is ByName)
+    assert read_index(raw) == metadata
+    for index in (own, raw):
+        check_index(index, files)
+
+
+class Reduced:
+    """What a pickle would call, and with what."""
+
+    def __init__(self, *call):
+        self._call = call
+
+    def __reduce__(self):
+        return self._call[0], self._call[1:]
+
+
+MEMORY_FORMAT = TensorProperties.__getstate__(TensorProperties())[3].__class__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Reduced(os.system, "true"),
+        {"a": Reduced(os.system, "true")},
+        io.BytesIO,
+        nn.Linear(1, 1),
+        getattr,
+        Reduced(getattr, MEMORY_FORMAT, "__init_subclass__"),
+        Reduced(getattr, MEMORY_FORMAT, "mro"),
+        Reduced(getattr, Metadata, "__init__"),
+        Reduced(getattr, torch.Size, "numel"),
+        Reduced(getattr, "text", "format"),
+        Reduced(MEMORY_FORMAT, 7),
+    ],
+)
+def test_what_has_no_place_in_an_index_is_refused_with_torch_and_without(value):
+    raw = pickle.dumps(value)
+    with pytest.raises((pickle.UnpicklingError, DamagedError, ValueError)):
+        read_index(raw)
+    with pytest.raises(DamagedError):
+        check_index(raw, {})
+
+
+def test_verification_finds_parts_that_are_not_there(tmp_path):
+    raw = index_of(tmp_path)
+    size_bytes = (tmp_path / "__0_0.distcp").stat().st_size
+    with pytest.raises(DamagedError, match=r"names __0_0\.distcp, which was not saved"):
+        check_index(raw, {})
+    with pytest.raises(DamagedError, match=f"names byte {size_bytes} of __0_0"):
+        check_index(raw, {"__0_0.distcp": FileEntry(size_bytes - 1, "0" * 64)})
+    with pytest.raises(DamagedError, match="cannot be read"):
+        check_index(raw[:-9], {})
 
 
 def read(path, raw: bytes, digest: str) -> Metadata:
@@ -113,7 +202,7 @@ def read(path, raw: bytes, digest: str) -> Metadata:
 
 
 def test_metadata_is_digested_before_it_is_unpickled(tmp_path):
-    raw = pickle.dumps(Evil())
+    raw = pickle.dumps(Reduced(os.system, "true"))
     with pytest.raises(DamagedError, match="another sha256"):
         read(tmp_path, raw, "0" * 64)
     with pytest.raises(pickle.UnpicklingError, match="system"):
@@ -121,3 +210,25 @@ def test_metadata_is_digested_before_it_is_unpickled(tmp_path):
     raw = pickle.dumps({"no": "metadata"})
     with pytest.raises(DamagedError, match="holds a dict"):
         read(tmp_path, raw, hashlib.sha256(raw).hexdigest())
+
+
+WHERE = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 7", "unexpected pos 7"),
+        ("[enforce fail at /b/serialize/inline_container.cc:672] . x", "x"),
+        (f"[{WHERE}] Connection closed", "Connection closed"),
+        (f"bad\nException raised from f at {WHERE} (most recent call first):\nframe #0: x", "bad"),
+    ],
+)  # fmt: skip
+def test_errors_of_torch_come_without_the_paths_of_its_build(said, expected):
+    assert describe(RuntimeError(said)) == f"RuntimeError: {expected}"
+
+
+def test_the_systems_error_behind_one_of_torch_is_told():
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 5")
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+    assert describe(error) == "OSError: [Errno 28] No space left on device"

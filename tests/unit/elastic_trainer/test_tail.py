@@ -79,7 +79,10 @@ def test_the_console_gets_what_it_should_and_steps_are_found(tmp_path: Path, fol
     follower.follow(4, [log for rank in range(3) for log in followed(tmp_path, rank)])
     for rank in range(3):
         append(tmp_path / f"{rank}.out", f"step {rank + 7}\n")
-        append(tmp_path / f"{rank}.err", "--- epoch 4 rank 0 local_rank 0 pid 5 forked ---\na\nb")
+        append(
+            tmp_path / f"{rank}.err",
+            "--- 2026-01-31T12:00:00Z epoch 4 rank 0 local_rank 0 pid 5 forked ---\na\nb",
+        )
     t.until(lambda: len(follower.steps(4)) == 3, "no steps")
     assert follower.steps(4) == {0: (7, 1), 1: (8, 1), 2: (9, 1)}
     assert follower.steps(3) == {}

@@ -265,6 +265,7 @@ class KubernetesSide(Side):
         self._pods(phase="Pending", conditions=[condition])
 
     def runs(self):
+        self.server.objects[self._path]["status"] = {"startTime": stamp(self.began)}
         self._pods(
             phase="Running",
             conditions=[{"type": "Ready", "status": "True"}],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 from functools import partial
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
 
 from elastic_trainer.agent.boards import open_board
 from elastic_trainer.agent.boards.board import Commit, update
@@ -23,15 +26,18 @@ from launcher.ops.checkpoints.convert import missing_tokenizer, run_converter
 from launcher.planning.search import plan
 from launcher.render.local import to_train_config
 
+INDEX = pickle.dumps(Metadata({}, storage_data={"t": _StorageInfo("__0_0.distcp", 0, 1000)}))
+WHOLE_BYTES = 1000 + len(INDEX)
 
-def save(run, step, *, keep=3):
+
+def save(run, step, *, keep=3, index=INDEX):
     """Save and commit a checkpoint as the trainer does, without its retirement of old ones."""
     storage = CheckpointStorage(run / "checkpoints")
     storage.root.mkdir(exist_ok=True)
     board = FileBoard(run / "board")
     name = storage.make(step, 1)
     (storage.root / name / "__0_0.distcp").write_bytes(os.urandom(1000))
-    (storage.root / name / ".metadata").write_bytes(b"index")
+    (storage.root / name / ".metadata").write_bytes(index)
     manifest = Manifest(
         run_id="r",
         epoch=1,
@@ -106,7 +112,7 @@ def test_list_tells_what_counts_from_what_does_not(run, capsys):
     assert run_cli(["checkpoint", "list", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in told["checkpoints"]] == [4, 8]
-    assert told["checkpoints"][0]["size_bytes"] == 1005
+    assert told["checkpoints"][0]["size_bytes"] == WHOLE_BYTES
     assert [(row["step"], row["kind"]) for row in told["others"]] == [(9, "unfinished")]
     (directory(run, 4) / "manifest.json").write_text("{}")
     assert run_cli(["checkpoint", "list", str(run)]) == 0
@@ -115,7 +121,7 @@ def test_list_tells_what_counts_from_what_does_not(run, capsys):
     assert "DAMAGED" in four
     assert "step 4 is damaged: step-000000004-e000001: manifest.json has another sha256" in out
     (eight,) = [line for line in out.splitlines() if line.strip().startswith("8 ")]
-    for cell in ("dp1-pp1-cp1-tp1", "16", "1 KB", "step-000000008-e000001"):
+    for cell in ("dp1-pp1-cp1-tp1", "16", "1.25 KiB", "step-000000008-e000001"):
         assert cell in eight
     assert "not on the board: step-000000009-e000001, 0 B: a save under way, or" in out
 
@@ -140,6 +146,14 @@ def test_verify_names_every_damaged_file(run, capsys):
     assert run_cli(["checkpoint", "verify", str(run), "--all", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert [len(entry["damaged"]) for entry in told["checkpoints"]] == [2, 0]
+
+
+def test_verify_fails_where_a_restore_would(run, capsys):
+    """What was saved is there byte for byte, and no restore could read it."""
+    save(run, 12, index=pickle.dumps(print))
+    assert run_cli(["checkpoint", "verify", str(run), "--json"]) == 1
+    (entry,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert "cannot be read" in entry["damaged"][0]
 
 
 def test_verify_finds_a_changed_manifest(run, capsys):
@@ -211,15 +225,15 @@ def test_progress_adds_up_to_the_whole_whatever_is_wrong(run):
         damage(directory(run, 8) / "__0_0.distcp")
         read = []
         found.verify(found.choose(8), read.append)
-        assert sum(read) == found.size_bytes(found.choose(8)) == 1005
+        assert sum(read) == found.size_bytes(found.choose(8)) == WHOLE_BYTES
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(capsys):
     now = 0.0
     report = _lines("verify", lambda: now)
     for now in (0.1, 4.9, 5.0, 6.0, 9.9, 10.0):
-        report(int(now * 1e9), 20 * 10**9)
-    assert capsys.readouterr().err == "verify: 5 GB of 20 GB\nverify: 10 GB of 20 GB\n"
+        report(int(now * 2**30), 20 * 2**30)
+    assert capsys.readouterr().err == "verify: 5 GiB of 20 GiB\nverify: 10 GiB of 20 GiB\n"
 
 
 def test_two_runs_do_not_share_a_checkpoint_directory(run, config):

@@ -98,7 +98,7 @@ def test_plan_for_the_nodes_left(job, capsys):
     chosen = json.loads(capsys.readouterr().out)["chosen"]
     assert (chosen["nodes"], chosen["spares"], chosen["rung"]["text"]) == (3, 1, "dp1-pp2-cp1-tp8")
     assert run_cli(["plan", job, *sets, "--nodes", "1"]) == 2
-    assert "HF125 --nodes: 1 nodes left, the last rung needs 2" in capsys.readouterr().err
+    assert "HF125 --nodes: 1 node left, the last rung needs 2" in capsys.readouterr().err
 
 
 def test_long_lists_are_shortened_unless_all_is_asked_for(capsys):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from launcher.cli.docs import (
     job_file_reference,
     resume_reference,
 )
+from launcher.cli.main import run_cli
 from launcher.codes import CODES
 
 ROOT = Path(__file__).parents[3]
@@ -83,3 +85,15 @@ def spelled_out(name):
         return [name]
     inner, _, tail = rest.partition("}")
     return [head + each + tail for each in inner.split(",")]
+
+
+def test_the_sweep_that_the_example_names_can_be_submitted(capsys):
+    """The command stands in the comment at the head of the file."""
+    head = (ROOT / "examples/finetune.yaml").read_text().partition("name:")[0]
+    lines = [line.removeprefix("#").strip() for line in head.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("holdfast submit"))
+    words = shlex.split(" ".join(lines[start:]).replace("\\", ""))
+    assert "--sweep" in words
+    words = [str(ROOT / word) if word.endswith(".yaml") else word for word in words[1:]]
+    assert run_cli(words) == 0
+    assert "#SBATCH --array=0-1\n" in capsys.readouterr().out

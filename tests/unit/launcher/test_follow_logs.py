@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from datetime import datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.cli.logs import _since
 from launcher.errors import UserError
 from launcher.ops.submitting.sweep import as_sets, sweep_tasks
-from launcher.ops.watching.follow_logs import Line, LogReader, Selection
+from launcher.ops.watching.follow_logs import Line, LineFilter, LogReader, Selection
 from launcher.ops.watching.texts import names, span, times
 
 
@@ -129,3 +133,50 @@ def test_commas_in_brackets_and_quotes_do_not_part():
     tasks = sweep_tasks(["layout.order=[tp,cp,pp,dp],[tp,pp,cp,dp]"])
     assert [task["layout.order"] for task in tasks] == ["[tp,cp,pp,dp]", "[tp,pp,cp,dp]"]
     assert len(sweep_tasks(['x="a,b",c'])) == 2
+
+
+def unix(text):
+    return datetime.fromisoformat(text).timestamp()
+
+
+def test_lines_have_the_times_they_begin_with_or_arrive_at(tmp_path):
+    log = tmp_path / "logs/1/node0/0.log"
+    write(log, "begins\n", at=500)
+    write(
+        log,
+        "2026-01-31 12:00:00,250 INFO a\nTraceback\n"
+        "--- 2026-01-31T11:00:00Z b\n2026-02-30 00:00:00\n",
+    )
+    found = reader(tmp_path)
+    own, zone = unix("2026-01-31 12:00:00.25"), unix("2026-01-31T11:00:00+00:00")
+    assert [line.t_unix for line in looks(found)] == [None, own, own, zone, zone]
+    other = tmp_path / "logs/1/node1/0.log"
+    write(other, "early\n", at=600)
+    looks(found)
+    write(other, "late\n", at=700)
+    assert [(line.text, line.t_unix) for line in looks(found)] == [("late", 700)]
+
+
+def test_what_is_older_or_does_not_match_is_left_out(tmp_path):
+    write(tmp_path / "logs/1/node0/0.log", "old\n", at=100)
+    write(tmp_path / "logs/1/node1/0.log", "1970-01-01T00:02:00Z a\n1970-01-01T00:10:00Z b\n")
+    write(tmp_path / "logs/1/node2/0.log", "no time\n")
+    write(tmp_path / "logs/1/node3/0.log", "older\n1970-01-01T00:02:00Z c\nof c, or newer\n")
+    since = LineFilter(since_unix=300)
+    found = LogReader(tmp_path, Selection(), tuple, since)
+    shown = {line.text for line in looks(found)}
+    assert shown == {"1970-01-01T00:10:00Z b", "no time", "of c, or newer"}
+    only = LineFilter(pattern=re.compile("^n|old"))
+    found = LogReader(tmp_path, Selection(), tuple, only)
+    assert {line.text for line in looks(found)} == {"old", "no time", "older"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90s", 910), ("10 min", 400), ("0.5h", -800), ("1970-01-01T00:05:00+00:00", 300)],
+)
+def test_since_takes_spans_and_times(text, expected):
+    assert _since(text, 1000.0) == expected
+    for wrong in ("soon", "10", "2026-02-30", ""):
+        with pytest.raises(UserError, match="HF610"):
+            _since(wrong, 1000.0)

@@ -60,7 +60,7 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
     steps = [line.split(",")[0] for line in out.splitlines() if "-- step" in line]
     assert steps == [f"n1/0: -- step {step}" for step in range(1, 7)]
     assert err.startswith("-- pending: jobs of higher priority are before it\n")
-    assert "-- running on 1 nodes\n" in err
+    assert "-- running on 1 node\n" in err
     assert err.endswith("-- done\n")
 
 

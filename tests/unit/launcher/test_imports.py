@@ -26,12 +26,13 @@ PURE = {
     "ledger_audit",
     "hf_config",
     "injected",
+    "quantities",
     "command",
     "templates",
     "running_clock",
 }
 READABLE = {"agent.boards.board", "agent.boards.open_board", "script_steps"} | {
-    f"checkpoint.{name}" for name in ("errors", "manifest", "storage")
+    f"checkpoint.{name}" for name in ("errors", "index", "manifest", "storage")
 }
 """What the readers of boards, manifests and scripts' steps may take besides."""
 RUN = "from launcher.cli.main import run_cli; assert run_cli({}) == 0"

@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from conftest import JOB
 
 from elastic_trainer.data.errors import DataError, UnreadableError
 from elastic_trainer.data.megatron import read_megatron
+from launcher.cli.main import run_cli
 from launcher.live import live_problems
 
 
@@ -100,3 +102,13 @@ def test_permissions_are_looked_at(make_spec, corpus):
     codes = [p.code for p in live_problems(make_spec("checkpoint.dir=locked/ckpt"), corpus)]
     (corpus / "corpus").chmod(0o700)
     assert codes == ["HF202", "HF204"]
+
+
+def test_check_for_slurm_looks_at_the_paths(tmp_path, capsys):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB + "slurm: {time: 60}\n")
+    assert run_cli(["check", str(job)]) == 0
+    assert run_cli(["check", str(job), "--to", "slurm"]) == 2
+    assert "HF201 data.path" in capsys.readouterr().err
+    (tmp_path / "corpus").write_text("text")
+    assert run_cli(["check", str(job), "--to", "slurm"]) == 0

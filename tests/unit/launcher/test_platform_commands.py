@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -153,7 +154,7 @@ def test_why_it_stands_still(slurm, capsys):
     log.emit("epoch.aborted", node="n1", epoch=1, reason="n2 is lost", victims=["n2"])
     log.emit("membership.parked", node="n1", have=1, need=2)
     out, _ = cli(capsys, "why", "one")
-    assert "it is parked: 1 nodes are left, the last rung of its ladder needs 2" in out
+    assert "it is parked: 1 node left, the last rung needs 2" in out
     assert "n2 is lost: no answer" in out
 
 
@@ -215,6 +216,11 @@ def test_logs_have_the_batch_log_rank_0_and_the_events(slurm, capsys):
     assert "I am rank 0" in out
     assert "I am rank 1" in out
     assert "HF610" in cli(capsys, "logs", "one", "--rank", "x", code=2)[1]
+    out, _ = cli(capsys, "logs", "one", "--timestamps", "--grep", "step 3|rank 0")
+    *known, plain = out.splitlines()
+    assert any(" n1/0: -- step 3" in line for line in known)
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d n1", line) for line in known)
+    assert plain == " " * 20 + "n1/0: I am rank 0"
 
 
 def begins(*, t_unix, run="runs/one", attempt="17.0", job="17", nodes="n[1-3]"):

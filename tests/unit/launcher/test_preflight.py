@@ -219,7 +219,7 @@ def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, 
     assert run_cli(["preflight", "--to", "local", *options]) == 1
     out = capsys.readouterr().out
     assert "enlarge or empty" in out
-    assert f"0 of 1 nodes are fit; what they wrote is in {folder}" in out
+    assert f"0 of 1 node fit; what they wrote is in {folder}" in out
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

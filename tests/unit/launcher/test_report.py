@@ -19,6 +19,7 @@ from launcher.ops.reports.charts import difference_chart, loss_chart
 from launcher.ops.reports.data import differences, report_data, short_layout
 from launcher.ops.reports.files import write_report
 from launcher.ops.reports.page import html_report
+from launcher.ops.reports.png import draw
 from launcher.ops.reports.svg import Scale, ticks
 
 
@@ -71,6 +72,39 @@ def test_hardly_anything_to_draw(steps):
     page = html_report(data_of(stream))
     assert ("no step was completed" in page) == (steps == 0)
     assert "None." in page
+
+
+def test_steps_without_a_loss_are_no_missing_steps():
+    stream = Stream().start().form(["n1"], resume=0)
+    for step in (50, 100):
+        stream.add("script.progress", epoch=1, step=step, node="n1")
+    page = html_report(data_of(stream))
+    assert "no step was completed" not in page
+    assert "no step has reported a loss" in page
+    assert "<b>100</b><span>steps</span>" in page
+    nothing = html_report(data_of(Stream().start()))
+    assert "no step was completed" in nothing
+
+
+def test_thousands_of_nodes_are_not_listed():
+    nodes = [f"n{i}" for i in range(2048)]
+    page = html_report(data_of(Stream().start().form(nodes, resume=0).steps(3)))
+    assert "n7 … (2,048 nodes)" in page
+    assert "n2047" not in page
+
+
+def test_no_legend_of_the_png_covers_the_title_of_an_axis():
+    one = Stream().start().form(["node0", "node1"], resume=0).steps(5).kill_node("node1")
+    one.form(["node0"], resume=5).steps(9)
+    for stream in (one, storm()):
+        figure = draw(data_of(stream))
+        figure.canvas.draw()
+        renderer = figure.canvas.get_renderer()
+        titles = [axes.xaxis.label.get_window_extent(renderer) for axes in figure.axes]
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+        boxes = [each.get_window_extent(renderer) for each in legends if each is not None]
+        assert len(boxes) == 2
+        assert not [box for box in boxes for title in titles if box.overlaps(title)]
 
 
 def test_png(tmp_path):
@@ -163,7 +197,7 @@ def test_progress_shows_a_parked_job():
     stream = Stream().start().form(["node0"], resume=0).steps(3)
     stream.add("membership.parked", have=1, need=2)
     progress, text = shown(stream.events)
-    assert "parked (1 nodes left, 2 needed)" in plain_line(progress)
+    assert "parked: 1 node left, the last rung needs 2" in plain_line(progress)
     assert "waiting for nodes" in text
 
 

@@ -308,3 +308,15 @@ create_model("Other", x=(int, 1))()
 assert sys.modules["pydantic.plugin._loader"].__file__, "still the stand-in"
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_gpu_of_a_script_may_be_any(make_spec, mistakes):
+    for name in ("H100", "L40S"):
+        assert make_spec("command=train.py", f"cluster.gpu={name}").cluster.gpu == name
+    (line,) = mistakes("command=train.py", "cluster.gpu=CPU")
+    assert "HF122" in line
+
+
+@pytest.mark.parametrize("text", ["1e-4", "true", "1.10", "0x10", "null"])
+def test_a_variable_that_is_set_is_the_text_as_written(make_spec, text):
+    assert make_spec(f"env.variables.LR={text}").env.variables == {"LR": text}
