@@ -118,7 +118,7 @@ class Progress:
             case "checkpoint.committed":
                 self.saved_step = event.step
             case "run.started":
-                self.state = "starting"
+                self.parked, self.state = None, "starting"
             case "trainer.stopping":
                 self.state = "saving"
             case "trainer.finished" | "job.stopped":
