@@ -198,6 +198,9 @@ def test_progress_shows_a_parked_job():
     stream.add("membership.parked", have=1, need=2)
     progress, text = shown(stream.events)
     assert "parked: 1 node left, the last rung needs 2" in plain_line(progress)
+    stream.add("run.started", attempt="7.1", nodes=2)
+    progress.apply(stream.events[-1:])
+    assert "parked" not in plain_line(progress), "it was requeued for the nodes"
     assert "waiting for nodes" in text
 
 
