@@ -201,6 +201,7 @@ class _Asked:
     """What changes; a job.json is not among them."""
     image: str | None
     """Of its pods; None: it has none."""
+    sets: tuple[str, ...]
 
 
 def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
@@ -240,7 +241,9 @@ def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
                 f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a run that "
                 f"goes on keeps; start a new run from it: --from {run.shown}",
             )
-    return _Asked(files=files, image=pod_image(spec) if target.sees_other_paths else None)
+    return _Asked(
+        files=files, image=pod_image(spec) if target.sees_other_paths else None, sets=tuple(sets)
+    )
 
 
 def _job_file(run_dir: Path) -> tuple[Path, Path]:
@@ -262,7 +265,7 @@ def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
         return
     paths = [run_dir / name for name in (*asked.files, *FORMER_NAMES.values(), ENVIRONMENT_JSON)]
     before = {path: path.read_text("utf-8") if path.exists() else None for path in paths}
-    said: list[str] = []
+    said = [f"now with {text}" for text in asked.sets]
     try:
         for name, text in asked.files.items():
             write_whole(run_dir / name, text)

@@ -76,6 +76,7 @@ def test_a_run_that_goes_on_may_ask_for_something_else(fresh, capsys):
     fresh.is_now("FAILED", ExitCode="91:0")
     fresh.accepts("18")
     assert run_cli([*RESUME, "--set", "slurm.time=07:00:00", "--set", "slurm.qos=low"]) == 0
+    assert "now with slurm.time=07:00:00\nnow with slurm.qos=low\n" in capsys.readouterr().out
     assert "--time=07:00:00" in (run / "job.sbatch").read_text()
     text = (run / "job.yaml").read_text()
     assert text.count("# Relative paths are relative to ") == 1
