@@ -8,7 +8,6 @@ others go on, and the node, which Slurm still counts to the job, joins them agai
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import time
@@ -63,9 +62,16 @@ class Step:
 
 
 def grouped(nodes: Sequence[str], most: int = MOST_STEPS) -> list[tuple[str, ...]]:
-    """Return `nodes` in at most `most` groups of neighbours, as even as they can be. Pure."""
-    size = max(1, math.ceil(len(nodes) / most))
-    return [tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)]
+    """Return `nodes` in at most `most` groups of sizes that differ by one at most. Pure.
+
+    Nodes that share a group are lost together, so what is in memory and its copy should not share
+    one. Copies lie a whole number of replicas further on: mostly one node, or a power of two. Nodes
+    at such distances are in different groups, since each round of `most` begins one group later.
+    """
+    groups: list[list[str]] = [[] for _ in range(min(most, len(nodes)))]
+    for index, node in enumerate(nodes):
+        groups[(index + index // most) % len(groups)].append(node)
+    return [tuple(group) for group in groups]
 
 
 def command_of(command: Sequence[str], nodes: Sequence[str], *, again: bool) -> list[str]:

@@ -86,12 +86,17 @@ def nothing():
     return None
 
 
-def test_groups_are_even_and_of_neighbours():
+def test_groups_are_even_and_keep_nodes_apart_that_hold_each_others_copies():
     assert grouped(["a", "b", "c"]) == [("a",), ("b",), ("c",)]
-    many = grouped([f"n{i}" for i in range(2052)])
-    assert len(many) <= 64
-    assert sum(many, ()) == tuple(f"n{i}" for i in range(2052))
-    assert {len(group) for group in many[:-1]} == {33}
+    nodes = [f"n{i}" for i in range(2052)]
+    many = grouped(nodes)
+    assert len(many) == 64
+    assert sorted(sum(many, ())) == sorted(nodes)
+    assert {len(group) for group in many} == {32, 33}
+    group_of = {node: index for index, group in enumerate(many) for node in group}
+    for apart in (*range(1, 62), *(2**power for power in range(6, 11)), 192, 384, 640):
+        pairs = zip(nodes, nodes[apart:], strict=False)
+        assert all(group_of[one] != group_of[other] for one, other in pairs), apart
 
 
 def test_the_command_has_its_nodes():
