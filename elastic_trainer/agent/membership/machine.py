@@ -7,12 +7,20 @@ simulated network (tests/unit/elastic_trainer/test_membership_faults.py).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from elastic_trainer.agent.boards.board import BoardState, Token
 from elastic_trainer.agent.membership.campaign import Campaign
 from elastic_trainer.agent.membership.coordinator import Coordinator
-from elastic_trainer.agent.membership.effects import Conn, Context, Effect, Settings
+from elastic_trainer.agent.membership.effects import (
+    Conn,
+    Context,
+    Effect,
+    ReadBoard,
+    Settings,
+    SwapBoard,
+)
 from elastic_trainer.agent.membership.follower import Follower
 from elastic_trainer.agent.membership.messages import Message
 from elastic_trainer.agent.membership.notices import Member, Report
@@ -38,6 +46,8 @@ class Membership:
     ) -> None:
         self.ctx = Context(me=me, job=job, settings=settings, ready=ready, readmit=readmit)
         self.role: Role = Seeker(self.ctx)
+        self._asked: deque[Role] = deque()
+        """Roles that wait for an answer of the board, which answers in order."""
 
     @property
     def is_coordinator(self) -> bool:
@@ -67,17 +77,17 @@ class Membership:
 
     def board_read(self, state: BoardState | None, token: Token | None, now: float) -> list[Effect]:
         """Take the answer to ReadBoard."""
-        return self._run(now, lambda role: role.board_read(state, token))
+        return self._answered(now, lambda role: role.board_read(state, token))
 
     def board_swapped(
         self, state: BoardState, token: Token, now: float, *, won: bool
     ) -> list[Effect]:
         """Take the answer to SwapBoard."""
-        return self._run(now, lambda role: role.board_swapped(state, token, won=won))
+        return self._answered(now, lambda role: role.board_swapped(state, token, won=won))
 
     def board_failed(self, error: str, now: float) -> list[Effect]:
         """The board's storage did not answer."""
-        return self._run(now, lambda role: role.board_failed(error))
+        return self._answered(now, lambda role: role.board_failed(error))
 
     def store_opened(self, epoch: int, address: str, port: int, now: float) -> list[Effect]:
         """Take the answer to OpenStore."""
@@ -104,13 +114,27 @@ class Membership:
         """When `tick` is to be called next; None: never."""
         return min(self.ctx.timers.values(), default=None)
 
+    def _answered(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
+        """Give the board's answer to the role that asked.
+
+        A role that has taken its place would take it for the answer to a call of its own.
+        """
+        current = self._asked.popleft() is self.role
+        return self._run(now, handle) if current else []
+
     def _run(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
         self.ctx.now = now
         turn = handle(self.role)
+        effects = self._take_effects()
         while turn is not None:
             self.role = _role_of(self.ctx, turn)
             turn = self.role.start()
+            effects += self._take_effects()
+        return effects
+
+    def _take_effects(self) -> list[Effect]:
         effects, self.ctx.outbox = self.ctx.outbox, []
+        self._asked += (self.role for e in effects if isinstance(e, ReadBoard | SwapBoard))
         return effects
 
 

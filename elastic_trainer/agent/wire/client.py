@@ -56,7 +56,8 @@ class MembershipClient:
         notify: called on the reactor's thread whenever a notice was queued.
         ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
         readmit: the operator lets the machine come back after it was put out.
-        executors: for the board and for stores; own threads when left out.
+        executors: for the board and for stores; own threads when left out. The board's keeps the
+            order of one agent's calls: `Membership` tells by it which call an answer is to.
     """
 
     def __init__(

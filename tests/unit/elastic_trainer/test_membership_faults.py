@@ -197,6 +197,12 @@ def test_a_member_drained_from_the_last_rung_leaves_a_job_that_parks():
     check_heals(2, 0, 4, [(0.0, "go", 1), (2.0, "kill", 0)])
 
 
+def test_answers_the_board_owed_to_a_seeker_do_not_mislead_the_coordinator_it_became():
+    """Several reads of its were held up, and each led to a claim: all but the first are lost."""
+    script = [(1.277, "one_way", 1), (1.594, "warm", 0), (1.709, "start", 0), (3.171, "kill", 0)]
+    check_heals(4, 2, 593, [*script, (3.855, "power", 0), (2.0, "stall", 6), (3.0, "start", 0)])
+
+
 @scripts
 @quick
 def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, script):

@@ -116,6 +116,22 @@ def test_a_board_that_is_down_for_long_does_not_end_a_campaign():
     cluster.run_until(cluster.settled, within=20.0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_board_that_stalls_while_new_agents_seek_a_dead_coordinator_makes_one_of_them_lead(seed):
+    """The winner still waits for answers to what it asked before it won."""
+    cluster = Cluster(settings(3), seed=seed)
+    for i in range(3):
+        cluster.add(f"node{i}")
+    cluster.run_until(cluster.settled, within=1.0)
+    for node in list(cluster.up):
+        cluster.kill(node, silent=True)
+    for i in range(3, 6):
+        cluster.add(f"node{i}")
+    cluster.run(cluster.now + 4.0)
+    cluster.board.stalled_until = cluster.now + cluster.settings.takeover_s
+    cluster.run_until(cluster.settled, within=cluster.settings.takeover_s + 1.0)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_lease_won_unheard_is_taken_up(seed):
     cluster = Cluster(settings(3), seed=seed)
