@@ -96,6 +96,8 @@ class Cluster:
             return any(account.metadata.name == "default" for account in accounts)
 
         self.wait("the default service account", has_account)
+        if self._shared is not None:
+            self.wait("the claim's volume", self._is_bound)
 
     def clear(self) -> None:
         """Remove the namespace and all in it; bring back nodes, kinds and manners."""
@@ -108,6 +110,7 @@ class Cluster:
         try:
             for node in self.nodes():
                 self.core.patch_node(node, {"spec": {"unschedulable": None}})
+            self._delete_jobs()
             self.core.delete_namespace(self.namespace, grace_period_seconds=0)
             self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)
             if self._shared is not None:
@@ -388,10 +391,29 @@ class Cluster:
         }
         self.core.create_persistent_volume({"metadata": {"name": self.namespace}, "spec": spec})
 
+    def _is_bound(self) -> bool:
+        """Whether the claim is bound. The scheduler may miss it for a pod made before, and then
+        looks at that pod after five minutes only."""
+        claims = self.core.list_namespaced_persistent_volume_claim(self.namespace).items
+        return any(claim.status.phase == "Bound" for claim in claims)
+
     def _only_here(self, why: str) -> StandIn:
         if self._standin is None:
             pytest.skip(why)
         return self._standin
+
+    def _delete_jobs(self) -> None:
+        """Delete the jobs, and wait for the Jobs that operators have made of them.
+
+        A namespace that goes first goes never: its pods are deleted before all else, and a Job with
+        backoffLimitPerIndex keeps a failed pod until it has made another, which is forbidden there.
+        """
+        for kind in ("pytorchjobs", "trainjobs", "jobsets", "jobs"):
+            with contextlib.suppress(client.ApiException):  # the kind may not be installed
+                for job in self.list(kind):
+                    with contextlib.suppress(client.ApiException):  # its owner may be gone by now
+                        self.delete(kind, job["metadata"]["name"], propagationPolicy="Background")
+        self.wait("the end of the jobs", lambda: not self.list("jobs"), timeout_s=_GONE_S)
 
     def _is_gone(self) -> bool:
         for pod in self.pods():
