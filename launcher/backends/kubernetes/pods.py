@@ -222,7 +222,9 @@ def trouble_of(
     stuck = _stuck(pod, ready or {}, now_unix, job_ends=job_ends)
     if stuck is not None:
         return stuck
-    if is_ending(pod) or phase in ("Succeeded", "Failed"):
+    if is_ending(pod):  # evicted from a node that has been silent for long
+        return _lost(pod, ready or {})
+    if phase in ("Succeeded", "Failed"):
         return None
     waiting = (agent_status(pod).get("state") or {}).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
@@ -309,7 +311,7 @@ def _stuck(
 def _started_badly(
     pod: Object, events: Sequence[Object], ready: Mapping[str, bool]
 ) -> Trouble | None:
-    name, phase, node = name_of(pod), phase_of(pod), host_of(pod)
+    name, phase = name_of(pod), phase_of(pod)
     for event in events if phase == "Pending" else ():
         about = event.get("involvedObject") or {}
         if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
@@ -319,13 +321,18 @@ def _started_badly(
                 words="its volumes cannot be mounted; mend kubernetes.claim or volumes, or see "
                 f"kubectl describe pod {name}",
             )
-    if is_lost(pod, ready):
-        return Trouble(
-            pod=name,
-            reason=f"node {node} is NotReady",
-            words=f"node {node} does not answer",
-        )
-    return None
+    return _lost(pod, ready)
+
+
+def _lost(pod: Object, ready: Mapping[str, bool]) -> Trouble | None:
+    if not is_lost(pod, ready):
+        return None
+    node = host_of(pod)
+    return Trouble(
+        pod=name_of(pod),
+        reason=f"node {node} is NotReady",
+        words=f"node {node} does not answer",
+    )
 
 
 def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:

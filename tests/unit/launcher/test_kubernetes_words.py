@@ -298,16 +298,17 @@ def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
     assert "--force" not in found.words
 
 
-def not_ready(index, node):
+def not_ready(index, node, **metadata):
     """Return a pod as the control plane leaves it whose node has stopped to report."""
     conditions = [condition("Ready", "False"), condition("ContainersReady")]
-    return pod(index, node=node, conditions=conditions)
+    return pod(index, node=node, conditions=conditions, **metadata)
 
 
+@pytest.mark.parametrize("evicted", [{}, {"deletionTimestamp": "2026-01-01T01:00:10Z"}])
 @pytest.mark.parametrize("ready", [{}, {"gpu-2": False}])
-def test_a_node_that_does_not_answer_is_named_with_its_pods(ready):
-    """Also where nobody may ask about nodes."""
-    pods = [pod(0), not_ready(1, "gpu-2"), not_ready(2, "gpu-2"), pod(3)]
+def test_a_node_that_does_not_answer_is_named_with_its_pods(ready, evicted):
+    """Also where nobody may ask about nodes, and once its pods are evicted."""
+    pods = [pod(0), not_ready(1, "gpu-2", **evicted), not_ready(2, "gpu-2", **evicted), pod(3)]
     found = told(job(condition("Running")), pods, num_pods=4, ready=ready)
     assert (found.state, found.reason) == ("running", "node gpu-2 is NotReady")
     assert found.words == (
