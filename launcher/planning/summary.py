@@ -50,7 +50,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     head = [f"command  {shlex.join(spec.command)}", *lines[1:3]]
     least = rungs[-1]
     if len(rungs) == 1:
-        fixed = f"{least.num_nodes:,} nodes, fixed: a lost node is replaced or waited for"
+        fixed = f"{counted(least.num_nodes, 'node')}, fixed: a lost node is replaced or waited for"
         opt_in = "" if spec.elastic.min_nodes else " (elastic.min_nodes lets the job shrink)"
         return [*head, f"ladder   {fixed}{opt_in}"]
     share = least.layout.dp / rungs[0].layout.dp

@@ -27,9 +27,7 @@ class Restarted:
     """Its last step was done meanwhile."""
 
 
-def restart(
-    run: Run, backend: Backend, *, say: Callable[[str], None], wait_s: float | None = None
-) -> Restarted:
+def restart(run: Run, backend: Backend, *, say: Callable[[str], None]) -> Restarted:
     """Have a run save and start again.
 
     Where the batch script puts its own job back into the queue after a save (`slurm.restart:
@@ -39,7 +37,6 @@ def restart(
         run: which; it must be running.
         backend: its platform's.
         say: shows progress, a line each.
-        wait_s: how long a save may take; None: what it was planned to need.
 
     Raises:
         UserError: HF662 it does not run, or is suspended; HF653 it was never submitted.
@@ -65,7 +62,7 @@ def restart(
         run=run,
         backend=backend,
         say=say,
-        wait_s=save_time_s(run.path) if wait_s is None else wait_s,
+        wait_s=save_time_s(run.path),
     )
     if puts_itself_back(run.path):
         status = canceller.saved(job)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_trainer.quantities import counted
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
 from launcher.backends.code_words import state_of
 from launcher.errors import HoldfastError, UserError
@@ -231,7 +232,7 @@ def _training(news: News, now_unix: float) -> list[tuple[str, str]]:
     parts = [now.state if news.code is None else f"ended with code {news.code}"]
     parts += [f"epoch {now.epoch}", now.step_text]
     if now.joined is not None and now.joined[0]:
-        parts[0] = f"{now.state}: {now.joined[0]} nodes have come, {now.joined[1]} are needed"
+        parts[0] = f"{now.state}: {now.joined[0]} of {counted(now.joined[1], 'node')} joined"
     if now.parked is not None:
         parts[0] = parked_text(*now.parked)
     if now.loss is not None:
