@@ -19,7 +19,6 @@ Prints a table, and last a JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
@@ -33,13 +32,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
-from common import ROOT, environment, machine, say, table, write_out
+from common import OUT, ROOT, environment, machine, say, table, write_out
 from peers import PeerCluster, Steps, trains_whole
 
 from elastic_trainer.events import Event
-from launcher.ops.local.chaos import Chaos, ChaosSchedule
-from launcher.ops.record.record import RunRecord
+from launcher.ops.local.faults import Chaos, ChaosSchedule
+from launcher.record.files import RunRecord
 
 NODES = 4
 UNDISTURBED_S = 120.0
@@ -183,37 +183,44 @@ SYSTEMS: dict[str, Callable[[float, Chaos | None], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--seconds", default=600.0, show_default=True)
+@click.option("--mean", default=15.0, show_default=True, help="Seconds between kills.")
+@click.option("--return-after", default=5.0, show_default=True, help="Seconds.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--only", type=click.Choice(["holdfast", "torchrun"]))
+@OUT
+def main(
+    *,
+    seconds: float,
+    mean: float,
+    return_after: float,
+    seed: int,
+    only: str | None,
+    out: Path | None,
+) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--mean", type=float, default=15.0, help="between kills, seconds")
-    parser.add_argument("--return-after", type=float, default=5.0, help="seconds")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", choices=["holdfast", "torchrun"])
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     where = machine()
-    chaos = Chaos(args.seed, args.mean, args.return_after)
-    calm_s = min(args.seconds, UNDISTURBED_S)
-    results: dict[str, Any] = {"seconds": args.seconds, "mean_s": args.mean, "seed": args.seed}
+    chaos = Chaos(seed, mean, return_after)
+    calm_s = min(seconds, UNDISTURBED_S)
+    results: dict[str, Any] = {"seconds": seconds, "mean_s": mean, "seed": seed}
     rows: list[list[object]] = []
     for name, run in SYSTEMS.items():
-        if args.only is not None and not name.startswith(args.only):
+        if only is not None and not name.startswith(only):
             continue
         rate = run(calm_s, None)["steps"] / calm_s
         say(f"{name} undisturbed: {rate:.2f} steps/s")
-        found = run(args.seconds, chaos)
-        found = {"fraction": round(found["steps"] / (rate * args.seconds), 4), **found}
+        found = run(seconds, chaos)
+        found = {"fraction": round(found["steps"] / (rate * seconds), 4), **found}
         say(f"{name}: {found}")
         results[name] = {"undisturbed_steps_per_s": round(rate, 3), **found}
         account = [found.get(key, "-") for key in ACCOUNT]
         rows.append([name, round(rate, 2), found["steps"], f"{found['fraction']:.1%}", *account])
     header = ["system", "undisturbed steps/s", "steps under kills", "of the undisturbed", "kills"]
     header += ["steps redone", "of them committed", "samples lost", "samples repeated"]
-    text = f"chaos: kills every {args.mean:g} s on average for {args.seconds:g} s, back after "
-    text += f"{args.return_after:g} s, seed {args.seed} ({where})\n\n{table(header, rows)}"
-    write_out(f"{text}\n\n{json.dumps(results)}", args.out)
+    text = f"chaos: kills every {mean:g} s on average for {seconds:g} s, back after "
+    text += f"{return_after:g} s, seed {seed} ({where})\n\n{table(header, rows)}"
+    write_out(f"{text}\n\n{json.dumps(results)}", out)
 
 
 ACCOUNT = ("kills", "steps_redone", "committed_steps_redone", "samples_lost", "samples_repeated")

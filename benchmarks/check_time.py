@@ -7,14 +7,14 @@ Prints a table, and last a JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from common import environment, machine, median, table, write_out
+import click
+from common import OUT, environment, machine, median, table, write_out
 
 JOB = Path(__file__).parents[1] / "examples" / "llama3-405b.yaml"
 RUNS = 10
@@ -37,11 +37,10 @@ def imported(trace: str) -> set[str]:
     return {row.rpartition("|")[2].strip().partition(".")[0] for row in rows}
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@OUT
+def main(out: Path | None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     where = machine()
     run_once()  # compiles and fills caches
     seconds = [run_once()[0] for _ in range(RUNS)]
@@ -52,7 +51,7 @@ def main() -> None:
         ["runs", "median s", "min s", "max s", "imports torch"],
         [[RUNS, median(seconds), round(min(seconds), 3), round(max(seconds), 3), "no"]],
     )
-    write_out(text + "\n\n" + json.dumps({"check_s": median(seconds)}), args.out)
+    write_out(text + "\n\n" + json.dumps({"check_s": median(seconds)}), out)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import click
+
 # From a checkout, whatever is installed: what is measured lies beside this folder.
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from launcher.installed import installed_version  # noqa: E402
+
+OUT = click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result to it."
+)
 
 
 def machine() -> str:

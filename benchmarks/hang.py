@@ -15,7 +15,6 @@ Prints a table, and last a JSON line with medians in seconds (null: never, withi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -27,8 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
-from common import ROOT, environment, machine, median, say, table, write_out
+from common import OUT, ROOT, environment, machine, median, say, table, write_out
 from peers import PeerCluster, in_own_folder, trains_whole
 
 FAULTS = {
@@ -133,25 +133,24 @@ def measure(system: str, name: str) -> Found:
     return in_own_folder(f"{system} {name}", partial(run, name))
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--repeats", type=int, help="Runs of every case.")
+@click.option("--only", type=click.Choice(list(REPEATS)))
+@OUT
+def main(repeats: int | None, only: str | None, out: Path | None) -> None:
     """Measure everything and print the table and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, help="runs of every case")
-    parser.add_argument("--only", choices=list(REPEATS))
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     os.environ["HOLDFAST_BENCH_PEER_TIMEOUT_S"] = str(PEER_TIMEOUT_S)
     where = machine()
     say(f"hang ({where})")
     results: dict[str, dict[str, Any]] = {}
     rows: list[list[object]] = []
-    for system, repeats in REPEATS.items():
-        if args.only not in (None, system):
+    for system, usual in REPEATS.items():
+        if only not in (None, system):
             continue
         results[system] = {}
         for name in FAULTS if system == "holdfast" else OF_PEERS:
             found = []
-            for turn in range(args.repeats or repeats):
+            for turn in range(repeats or usual):
                 found.append(measure(system, name))
                 say(f"{system} {name} {turn + 1}: {found[-1]}")
             steps, detected = (median([pair[i] for pair in found]) for i in (0, 1))
@@ -168,7 +167,7 @@ def main() -> None:
             )
     header = ["system", "fault", "median s", "min s", "max s", "of it detection", "runs"]
     text = f"hang ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
-    write_out(text, args.out)
+    write_out(text, out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ the deadline).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -35,15 +34,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from common import machine, median, say, table, write_out
+import click
+from common import OUT, machine, median, say, table, write_out
 
-from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.notices import EpochFormed, Member, WorkersRunning
 from elastic_trainer.agent.wire.client import MembershipClient
-from elastic_trainer.agent.wire.reactor import Reactor
+from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
 from elastic_trainer.agent.wire.secret import Badge, make_secret
-from elastic_trainer.agent.wire.transport import Endpoint
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.ladder import Ladder
 
 PROCESSES = 2
 DEADLINE_S = 180.0
@@ -52,15 +52,14 @@ MEMBER_DEATHS = 5
 
 
 class Host:
-    """Some of the agents, on one reactor; answers the benchmark over a pipe."""
+    """Some of the agents, on one network; answers the benchmark over a pipe."""
 
     def __init__(self, board: Path, total: int, names: list[str]) -> None:
-        self.reactor = Reactor()
-        self.reactor.start()
+        self.network = NetworkThread()
+        self.network.start()
         self.work = (ThreadPoolExecutor(4), ThreadPoolExecutor(1))
         self.settings = Settings(
-            rung_nodes=tuple(range(total, 0, -1)),
-            expected_nodes=total,
+            ladder=Ladder.data_parallel(max_nodes=total, min_nodes=1, workers=1),
             # Longer than on a cluster, where each agent has cores of its own.
             heartbeat_s=5.0,
             dead_after_s=60.0,
@@ -72,10 +71,10 @@ class Host:
         self.formed: dict[str, EpochFormed] = {}
         self.formed_at: dict[str, float] = {}
         self.learnt_at: dict[str, float] = {}
-        """First word of anything since `start` or `forget`; set on the reactor's thread."""
+        """First word of anything since `start` or `forget`; set on the network's thread."""
         for name in names:
             badge = Badge(make_secret(board), "agents", "bench")
-            endpoint = Endpoint(self.reactor, "127.0.0.1", badge=badge)
+            endpoint = Endpoint(self.network, "127.0.0.1", badge=badge)
             me = Member(
                 agent_id=name,
                 node=name,
@@ -90,7 +89,7 @@ class Host:
                 settings=self.settings,
                 board=FileBoard(board),
                 endpoint=endpoint,
-                reactor=self.reactor,
+                network=self.network,
                 open_store=lambda epoch: ("127.0.0.1", epoch),
                 log=partial(self._logged, name),
                 notify=partial(self._noticed, name),
@@ -105,13 +104,13 @@ class Host:
             self._noticed(name)
 
     def settle(self) -> None:
-        """Have the reactor do what it was asked and sent so far, then listen for news."""
-        self._wait_for_reactor()
+        """Have the network do what it was asked and sent so far, then listen for news."""
+        self._wait_for_network()
         self.learnt_at.clear()
 
-    def _wait_for_reactor(self) -> None:
+    def _wait_for_network(self) -> None:
         done = threading.Event()
-        self.reactor.call(done.set)
+        self.network.call(done.set)
         assert done.wait(DEADLINE_S)
 
     def start(self) -> None:
@@ -137,7 +136,7 @@ class Host:
                     self.formed_at[name] = time.monotonic()
         for name, client in self.clients.items():
             client.report(WorkersRunning(epoch=self.formed[name].epoch, step=1))
-        self._wait_for_reactor()  # a notice is queued a moment before `learnt_at` is set
+        self._wait_for_network()  # a notice is queued a moment before `learnt_at` is set
         learnt = max(self.learnt_at[name] for name in self.clients)
         return learnt, max(self.formed_at.values()), time.process_time() - self.cpu_at_start
 
@@ -283,26 +282,25 @@ def peer(total: int) -> tuple[float | None, int]:
     return (max(joined) - begun if len(joined) == total else None), len(joined)
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--sizes", default="64,256,1024,2048", show_default=True)
+@click.option("--peer-sizes", default="16,32,64,128", show_default=True)
+@click.option("--repeats", default=3, show_default=True, help="Runs of every size of ours.")
+@OUT
+def main(sizes: str, peer_sizes: str, repeats: int, out: Path | None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", default="64,256,1024,2048")
-    parser.add_argument("--peer-sizes", default="16,32,64,128")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of every size of ours")
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     where = machine()
     rows: list[list[object]] = []
     results: dict[str, dict[str, float | None]] = {}
-    for size in map(int, args.sizes.split(",")):
-        runs = [ours(size) for _ in range(args.repeats)]
+    for size in map(int, sizes.split(",")):
+        runs = [ours(size) for _ in range(repeats)]
         found = {name: median([run[name] for run in runs]) for name in runs[0]}
         say(f"holdfast {size}: {found}, forming {[round(run['form'], 3) for run in runs]}")
         results[f"holdfast_{size}"] = {**found}
         rows.append(["holdfast", size, *found.values()])
-    for size in map(int, filter(None, args.peer_sizes.split(","))):
+    for size in map(int, filter(None, peer_sizes.split(","))):
         took, num_joined = peer(size)
         say(f"c10d {size}: {took}, {num_joined} joined")
         results[f"c10d_{size}"] = {"form": None if took is None else round(took, 3)}
@@ -314,7 +312,7 @@ def main() -> None:
     header = ["system", "agents", "form s", "cpu s", "member's death: learnt s", "next epoch s"]
     header += ["coordinator's death: learnt s", "next epoch s"]
     text = f"membership ({where})\n\n{table(header, rows)}\n\n{json.dumps(results)}"
-    write_out(text, args.out)
+    write_out(text, out)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ peer's agents had all left, or no step came within NEVER_S).
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -32,11 +31,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
-from common import ROOT, environment, machine, median, say, table, write_out
+from common import OUT, ROOT, environment, machine, median, say, table, write_out
 from peers import SYSTEMS, PeerCluster, in_own_folder, trains_whole, why_not
 
-from launcher.ops.record.record import RunRecord
+from launcher.record.files import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4
 ENDLESS = 100_000
@@ -244,28 +244,27 @@ def phase_rows(runs: Mapping[str, Sequence[Run]]) -> list[list[object]]:
     return rows
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--repeats", type=int, help="Runs of every case.")
+@click.option("--only", type=click.Choice(["holdfast", "torchrun", "ft_launcher"]))
+@click.option("--cases", default=",".join(CASES), show_default=True, help="Some of them.")
+@OUT
+def main(repeats: int | None, only: str | None, cases: str, out: Path | None) -> None:
     """Measure everything and print the tables and the JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, help="runs of every case")
-    parser.add_argument("--only", choices=["holdfast", "torchrun", "ft_launcher"])
-    parser.add_argument("--cases", default=",".join(CASES), help="some of: %(default)s")
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     where = machine()
     say(f"recovery ({where})")
     results: dict[str, Any] = {}
     rows, phases, notes = [], [], []
     for system in ("holdfast", *SYSTEMS):
-        if args.only is not None and not system.startswith(args.only):
+        if only is not None and not system.startswith(only):
             continue
         if reason := why_not(system):
             notes.append(f"{system} was left out: {reason}")
             continue
-        cases = [name for name in CASES if name in args.cases.split(",")]
+        chosen = [name for name in CASES if name in cases.split(",")]
         runs = {
-            name: repeat(system, name, args.repeats or REPEATS[system])
-            for name in cases
+            name: repeat(system, name, repeats or REPEATS[system])
+            for name in chosen
             if system == "holdfast" or name in SHARED
         }
         results[system] = result(system, runs)
@@ -275,7 +274,7 @@ def main() -> None:
     text = "\n\n".join([f"recovery ({where})", table(HEADER, rows), *notes])
     if phases:
         text += "\n\n" + table(["killed", "phase of holdfast", "median s"], phases)
-    write_out(text + "\n\n" + json.dumps(results), args.out)
+    write_out(text + "\n\n" + json.dumps(results), out)
 
 
 if __name__ == "__main__":

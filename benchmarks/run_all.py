@@ -15,7 +15,6 @@ One that is not there is left out. step_time.py needs a GPU to say anything and 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import subprocess
@@ -24,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import click
 from aims import Outcome, report, split_output
 from common import ROOT, environment, machine, say
 
@@ -75,29 +75,26 @@ def keep(outcome: Outcome) -> None:
     (HERE / "RESULTS.md").write_text(report(outcomes), encoding="utf-8")
 
 
-def main() -> int:
-    """Run and write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(PROGRAMS), help="some of: %(default)s")
-    parser.add_argument(
-        "--quick", action="store_true", help="only try the programs; nothing is kept"
-    )
-    args = parser.parse_args()
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--only", default=",".join(PROGRAMS), show_default=True, help="Some of them.")
+@click.option("--quick", is_flag=True, help="Only try the programs; nothing is kept.")
+def main(only: str, quick: bool) -> None:
+    """Run and write; exit with 1 where a program failed."""
     failed = 0
-    for program in args.only.split(","):
+    for program in only.split(","):
         if not (HERE / f"{program}.py").exists():
             say(f"{program} is not there")
             continue
         say(f"--- {program}")
-        outcome = run(program, PROGRAMS[program] if args.quick else [])
+        outcome = run(program, PROGRAMS[program] if quick else [])
         failed += outcome.result is None
         mark = {} if outcome.result is not None else {"failed": True}
         print(json.dumps({"benchmark": program, **mark, **(outcome.result or {})}), flush=True)
         # After each: hours of measuring are not lost to the last of them.
-        if not args.quick:
+        if not quick:
             keep(outcome)
-    return int(failed > 0)
+    sys.exit(int(failed > 0))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

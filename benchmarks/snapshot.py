@@ -18,7 +18,6 @@ Prints tables, and last a JSON line.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -30,13 +29,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import machine, say, table, write_out
+from common import OUT, machine, say, table, write_out
 from snapshot_training import middle, training, write_job
 from state_world import State, keepers, prove, render, timed, world
 
+from elastic_trainer.agent.wire.secret import KEY_BYTES
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.state import live_tensors
 from elastic_trainer.layout import ParallelLayout
@@ -82,6 +83,7 @@ def one_size(mib: int, repeats: int) -> dict[str, float]:
                 members=tuple(peers),
                 spares=(),
                 authenticate=prove(server=False),
+                image_key=bytes(KEY_BYTES),
             )
             layout = ParallelLayout(dp=2)
             tier = MemoryTier(place, layout, rank=0, epoch=1, every_steps=1, emit=fail)
@@ -276,22 +278,21 @@ PARTS: dict[str, Callable[[bool], tuple[str, dict[str, Any]]]] = {
 }
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--small", is_flag=True, help="Only try the program.")
+@click.option("--only", default=",".join(PARTS), show_default=True, help="Some of them.")
+@OUT
+def main(small: bool, only: str, out: Path | None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--small", action="store_true", help="only try the program")
-    parser.add_argument("--only", default=",".join(PARTS), help="some of: %(default)s")
-    parser.add_argument("--out", type=Path, help="also write what is printed to FILE")
-    args = parser.parse_args()
     torch.set_num_threads(1)
     where = machine()
     text, results = [f"snapshot ({where})"], {}
-    for name in args.only.split(","):
+    for name in only.split(","):
         say(name)
-        shown, result = PARTS[name](args.small)
+        shown, result = PARTS[name](small)
         text.append(f"### {name}\n\n{shown}")
         results |= result
-    write_out("\n\n".join(text) + "\n\n" + json.dumps(results), args.out)
+    write_out("\n\n".join(text) + "\n\n" + json.dumps(results), out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import psutil
 from common import ROOT, environment, say, table
 
 from elastic_trainer.models import ModelShape
-from launcher.ops.record.record import RunRecord
+from launcher.record.files import RunRecord
 
 WARM_UP, WINDOW_S, START_S = 10, 20.0, 180.0
 """Steps, seconds measured, seconds until the warm-up is done at the latest."""

@@ -23,19 +23,20 @@ import common  # noqa: F401  puts this checkout first
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.boards.board import update
-from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import update
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.state import create_optimizer_state
 from elastic_trainer.config import TrainConfig
-from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.optimizer import build_optimizer
+from elastic_trainer.rank_grid import RankGrid
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
+from elastic_trainer.training.engine import Engine
+from elastic_trainer.training.optimizer import build_optimizer
 from launcher.backends.processes import die_with_parent
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
@@ -60,7 +61,7 @@ def prove(*, server: bool) -> Callable[..., None]:
 
 def _keep(directory: Path, pipe: Connection, tie: Callable[[], None]) -> None:
     tie()
-    keeper = Keeper(directory, "127.0.0.1", authenticate=prove(server=True))
+    keeper = Keeper(directory, "127.0.0.1", authenticate=prove(server=True), key=bytes(KEY_BYTES))
     keeper.start()
     pipe.send(keeper.port)
     with contextlib.suppress(EOFError):
@@ -169,7 +170,7 @@ class State:
     def __init__(self, config: TrainConfig, run_dir: Path, epoch: int) -> None:
         self.config, self.run_dir, self.epoch = config, run_dir, epoch
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        rung = config.rung_of(self.size)
+        rung = config.ladder.rung_for(self.size)
         self.layout = rung.layout
         engine = Engine(config, rung, self.rank, CPU)
         engine.allocate()
@@ -211,6 +212,7 @@ class State:
             members=tuple(nodes),
             spares=(),
             authenticate=prove(server=False),
+            image_key=bytes(KEY_BYTES),
         )
         return MemoryTier(
             place, self.layout, rank=self.rank, epoch=self.epoch, every_steps=1, emit=unexpected
@@ -224,10 +226,11 @@ class State:
         dist.barrier()
         events = EventLog(self.run_dir, f"worker-{self.rank}-{os.getpid()}", epoch=self.epoch)
         return CheckpointManager(
-            Keeping.of(self.config, epoch=self.epoch, layout=self.layout),
+            CheckpointPolicy.of(self.config, epoch=self.epoch, layout=self.layout),
             board,
             events,
             CPU,
+            ranks=RankGrid(timedelta(seconds=WORLD_S)),
             state=TrainingState(self.model, self.optimizer),
             memory=memory,
         )

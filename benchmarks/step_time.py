@@ -9,7 +9,6 @@ and knows neither meshes nor FSDP. Prints a table, and last a JSON line.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -19,9 +18,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import torch
 import torch.distributed as dist
-from common import machine, say, table, write_out
+from common import OUT, machine, say, table, write_out
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import (
@@ -38,15 +38,15 @@ from elastic_trainer.config import (
     TrainConfig,
     TrainSection,
 )
-from elastic_trainer.determinism import make_deterministic
-from elastic_trainer.engine import Engine
-from elastic_trainer.feed import MicroBatch
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.metrics import utilisation
 from elastic_trainer.models import ModelShape
-from elastic_trainer.optimizer import build_optimizer, clip_gradients, gradient_square_sum
-from elastic_trainer.parallelize import initialise
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.training.determinism import make_deterministic
+from elastic_trainer.training.engine import Engine
+from elastic_trainer.training.feed import MicroBatch
+from elastic_trainer.training.metrics import utilisation
+from elastic_trainer.training.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 
 ONE_B = ModelShape(
     num_layers=16, dim=2048, num_heads=32, num_kv_heads=8, ffn_dim=8192, vocab_size=128256
@@ -219,56 +219,64 @@ def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str,
     }
 
 
-def main() -> None:
+@click.command(help=__doc__.split("\n")[0])
+@click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]), show_default=True)
+@click.option("--small", is_flag=True, help="A tiny model, to try the program.")
+@click.option("--steps", default=20, show_default=True)
+@click.option("--warm-up", default=5, show_default=True)
+@click.option("--no-compile", is_flag=True)
+@click.option("--deterministic", is_flag=True, help="Both, as train.deterministic.")
+@OUT
+def main(
+    *,
+    device: str,
+    small: bool,
+    steps: int,
+    warm_up: int,
+    no_compile: bool,
+    deterministic: bool,
+    out: Path | None,
+) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try the program")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--out", type=Path, help="also write the result to this file")
-    parser.add_argument("--deterministic", action="store_true", help="both, as train.deterministic")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device is here; --device cpu --small tries the program")
-    if options.deterministic:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("no CUDA device is here; --device cpu --small tries the program")
+    if deterministic:
         make_deterministic()
     setting = Setting(
-        shape=SMALL if options.small else ONE_B,
-        seq_len=64 if options.small else 8192,
+        shape=SMALL if small else ONE_B,
+        seq_len=64 if small else 8192,
         micro_batch=2,
-        device=torch.device(options.device),
-        compiled=not options.no_compile,
+        device=torch.device(device),
+        compiled=not no_compile,
     )
-    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found = {}
     for name, build in (("holdfast", ours), ("plain PyTorch", plain)):
         say(f"{name} ...")
-        found[name] = measure(build(setting), setting, options.steps, options.warm_up)
-        if options.device == "cuda":
+        found[name] = measure(build(setting), setting, steps, warm_up)
+        if device == "cuda":
             torch.cuda.empty_cache()
     dist.destroy_process_group()
     titan = "installed, but not compared here" if find_spec("torchtitan") else "not installed"
     columns = ("step_s", "tokens_per_s", "mfu", "peak_gib")
     rows = [[name, *(numbers[key] for key in columns)] for name, numbers in found.items()]
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     head = (
         f"Step time ({machine()}; {gpu}; {setting.shape.num_params() / 1e9:.2f} B parameters, "
         f"{setting.micro_batch} x {setting.seq_len} tokens, {setting.precision}, "
         f"{'compiled' if setting.compiled else 'not compiled'}"
-        f"{', deterministic' if options.deterministic else ''}). torchtitan: {titan}."
+        f"{', deterministic' if deterministic else ''}). torchtitan: {titan}."
     )
     told = {"benchmark": "step_time", "machine": machine(), "gpu": gpu, "torchtitan": titan}
-    told |= {"compiled": setting.compiled, "deterministic": options.deterministic}
+    told |= {"compiled": setting.compiled, "deterministic": deterministic}
     lines = [
         head,
         "",
         table(["system", "step s", "tokens/s", "MFU", "peak GiB"], rows),
         json.dumps({**told, **found}),
     ]
-    write_out("\n".join(lines), options.out)
+    write_out("\n".join(lines), out)
 
 
 if __name__ == "__main__":

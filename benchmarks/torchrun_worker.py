@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
-from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.data.index import micro_batch_samples
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
-from elastic_trainer.mesh import build_meshes
 from elastic_trainer.model import Llama, rope_table
-from elastic_trainer.optimizer import build_optimizer
-from elastic_trainer.parallelize import initialise, parallelize
+from elastic_trainer.parallel.apply import initialise, parallelize
+from elastic_trainer.parallel.mesh import build_meshes
+from elastic_trainer.training.optimizer import build_optimizer
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Wrong numbers: what counts as one, what follows, and which states a restore may use. Pure.
 
-Every rank judges the values of the step's all-reduce, which all ranks have alike, so all decide
+Every rank checks the values of the step's all-reduce, which all ranks have alike, so all decide
 alike without asking each other.
 """
 
@@ -139,7 +139,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepDecision:
     """What a step's numbers come to."""
 
     action: Action = Action.IGNORE
@@ -153,10 +153,10 @@ class Verdict:
         return self.action in (Action.IGNORE, Action.REPORT)
 
 
-FINE: Final = Verdict()
+FINE: Final = StepDecision()
 
 
-def judge(
+def decide(
     loss: float,
     grad_norm: float,
     *,
@@ -164,45 +164,49 @@ def judge(
     baseline: Baseline,
     record: Record,
     config: NumbersSection,
-) -> Verdict:
+) -> StepDecision:
     """Return what is to be done about the numbers of `step`, before its update is applied.
 
     A loss or gradient norm that is no finite number comes before a spike, a spike of the loss
     before one of the norm; of the two spikes the harder action counts. Once
     `config.max_skips` skips and rollbacks were made in the last `BUDGET_STEPS` steps, the
-    next one becomes a stop: a run that keeps going wrong must not go on by itself.
+    next one becomes a stop: a run that keeps going wrong must not continue by itself.
     """
-    verdict = _found(loss, grad_norm, baseline=baseline, config=config)
-    if verdict.action not in (Action.SKIP, Action.ROLLBACK):
-        return verdict
+    decision = _found(loss, grad_norm, baseline=baseline, config=config)
+    if decision.action not in (Action.SKIP, Action.ROLLBACK):
+        return decision
     made = record.decisions_near(step)
     if made < config.max_skips:
-        return verdict
+        return decision
     why = (
-        f"{verdict.reason}; {made} batches were skipped or rolled back in the last "
+        f"{decision.reason}; {made} batches were skipped or rolled back in the last "
         f"{BUDGET_STEPS} steps already, numbers.max_skips allows {config.max_skips}"
     )
-    return replace(verdict, action=Action.STOP, reason=why)
+    return replace(decision, action=Action.STOP, reason=why)
 
 
-def _found(loss: float, grad_norm: float, *, baseline: Baseline, config: NumbersSection) -> Verdict:
+def _found(
+    loss: float, grad_norm: float, *, baseline: Baseline, config: NumbersSection
+) -> StepDecision:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         reason = f"loss {loss:g}, gradient norm {grad_norm:g}: not a finite number"
-        return Verdict(Action(config.non_finite), Kind.NON_FINITE, reason)
+        return StepDecision(Action(config.non_finite), Kind.NON_FINITE, reason)
     found = []
     least = config.window // 2
     usual = spike(loss, baseline.losses, ratio=config.loss_ratio, least=least, rise=MIN_LOSS_RISE)
     if usual is not None:
         action = Action(config.loss_spike)
-        found.append(Verdict(action, Kind.LOSS_SPIKE, _said("loss", loss, usual)))
+        found.append(StepDecision(action, Kind.LOSS_SPIKE, _said("loss", loss, usual)))
     usual = spike(grad_norm, baseline.norms, ratio=config.grad_ratio, least=least)
     if usual is not None:
         action = Action(config.grad_spike)
-        found.append(Verdict(action, Kind.GRAD_SPIKE, _said("gradient norm", grad_norm, usual)))
+        found.append(
+            StepDecision(action, Kind.GRAD_SPIKE, _said("gradient norm", grad_norm, usual))
+        )
     severity = list(Action)
     return max(
-        (verdict for verdict in found if verdict.action is not Action.IGNORE),
-        key=lambda verdict: severity.index(verdict.action),
+        (decision for decision in found if decision.action is not Action.IGNORE),
+        key=lambda decision: severity.index(decision.action),
         default=FINE,
     )
 
@@ -224,7 +228,7 @@ def spike(
 
     Args:
         value: finite, not negative.
-        before: finite values of the steps before; fewer than `least` give no verdict.
+        before: finite values of the steps before; fewer than `least` decide nothing.
         ratio: above one.
         least: steps that a baseline needs.
         rise: in the unit of `value`.

@@ -20,6 +20,7 @@ A script that only wants its hangs to be seen calls `api.progress(step)`, which 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -28,16 +29,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from elastic_trainer.api_errors import ApiError
 from elastic_trainer.failures import EXIT_SAVED
 from elastic_trainer.heartbeat import Request, Section
+from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.progress import step_counter
+from elastic_trainer.progress import ApiError, step_counter
 
 if TYPE_CHECKING:
     import torch
 
-    from elastic_trainer.own_state import OwnState
+    from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
 
     Extra = Mapping[str, torch.Tensor]
 
@@ -51,7 +52,7 @@ def progress(step: int) -> None:
     that reports no further step for longer than `elastic.hang_ceiling_s`.
 
     Args:
-        step: completed steps of the whole training; goes on where the state was restored.
+        step: completed steps of the whole training; continues where the state was restored.
     """
     if (counter := step_counter()) is not None:
         counter.report(step)
@@ -96,27 +97,21 @@ class Run:
         self.epoch: int = int(env.get("HOLDFAST_EPOCH", "0"))
         """Rises whenever nodes go or come; 0 without an agent."""
         self.layout: ParallelLayout = (
-            ParallelLayout.parse(env["HOLDFAST_LAYOUT"])
-            if "HOLDFAST_LAYOUT" in env
+            Rung.from_dict(json.loads(env["HOLDFAST_RUNG"])).layout
+            if "HOLDFAST_RUNG" in env
             else ParallelLayout(dp=self.world_size)
         )
         """Degrees of this epoch (`run.layout.dp`, `.tp`, `.pp`, `.cp`); without an agent all
         ranks are dp."""
-        self._state: OwnState | None = None
+        self._state: ScriptCheckpointer | None = None
         self._last_mono = time.monotonic()
         if not self.managed:
             if self.rank == 0:
                 sys.stderr.write("holdfast: no agent runs this script: nothing is kept or asked\n")
             return
-        from elastic_trainer.own_state import OwnState, ignore_stop_signals, is_initialised
+        from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
 
-        if not is_initialised():
-            raise ApiError(
-                "HF530 call torch.distributed.init_process_group() before api.start(), on every "
-                "rank, also when there is only one"
-            )
-        ignore_stop_signals()
-        self._state = OwnState(env, self.layout, checkpoint)
+        self._state = ScriptCheckpointer(env, checkpoint)
         if self._counter is not None:
             self._counter.listen()
             self._counter.report(0, Section.RESTORING)
@@ -129,7 +124,7 @@ class Run:
     @property
     def run_dir(self) -> Path | None:
         """The job's folder on shared storage; None without an agent."""
-        return self._state.run_dir if self._state else None
+        return self._state.who.run_dir if self._state else None
 
     # --- state -----------------------------------------------------------------------------
 
@@ -161,7 +156,7 @@ class Run:
         """
         if self._state is None:
             return 0
-        step = self._state.restore(model, optimizer, extra or {})
+        step = self._state.load(model, optimizer, extra or {})
         self._report(step, Section.FIRST_STEP)
         self._last_mono = time.monotonic()
         return step
@@ -171,11 +166,11 @@ class Run:
 
         Args:
             step: completed steps.
-            wait: until it is committed; else a thread writes while training goes on.
+            wait: until it is committed; else a thread writes while training continues.
 
         Returns:
             Whether it was started, or, with `wait`, committed; False without an agent. A save
-            that fails is an event (`checkpoint.failed`), and training goes on.
+            that fails is an event (`checkpoint.failed`), and training continues.
         """
         if self._state is None:
             return False
@@ -205,9 +200,12 @@ class Run:
             return False
         now = time.monotonic()
         seconds, self._last_mono = now - self._last_mono, now
-        asked, committed = self._state.agree(step, self._counter.asked(), now)
+        agreed = self._state.agree(step, self._counter.asked())
+        asked, committed = agreed.requests, agreed.committed
         self._report(step, Section.STEP, committed)
-        self._state.record(step, loss, seconds, committed)
+        self._state.record(
+            "step.completed", step, committed=committed, loss=loss, step_s=round(seconds, 6)
+        )
         self._state.snapshot(step)
         if asked & (Request.STOP | Request.GROW):
             with self._doing(Section.SAVING):
@@ -250,7 +248,7 @@ class Run:
         if step is not None and self._state is not None and self._state.saved_step < step:
             self.save(step, wait=True)
         if self._state is not None:
-            self._state.finished(step)
+            self._state.emit("trainer.finished", step=step, loss=None)
         self._close(Section.FINISHED)
 
     # --- inside ----------------------------------------------------------------------------

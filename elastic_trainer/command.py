@@ -30,7 +30,7 @@ def split_command(words: Sequence[str]) -> Command:
     """Take a command line apart: `[-m | --no-python] [--fresh] TARGET [ARG]...`.
 
     Raises:
-        ValueError: with what is wrong and the way out.
+        ValueError: with what is wrong and how to fix it.
     """
     kind, fresh, rest = "script", False, list(words)
     while rest and rest[0].startswith("-"):

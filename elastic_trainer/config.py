@@ -1,4 +1,4 @@
-"""`job.json`: what the nodes are told about a job.
+"""`job.json`: what the nodes know about a job.
 
 Written once by the launcher's render; every script carries only its path.
 Agents and workers read it and never the user's YAML.
@@ -11,48 +11,47 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
+from elastic_trainer.ladder import Ladder
+from elastic_trainer.models import ModelShape, says
 
-JOB_JSON_VERSION = 1
+JOB_JSON_VERSION = 2
+"""2: the ladder in ranges. Version 1 is read too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and cosine decay to `min_lr_ratio * lr`."""
 
-    lr: float = 3e-4
-    """Peak learning rate."""
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
-    """Final learning rate as a fraction of `lr`."""
-    weight_decay: float = 0.1
-    """Applied to matrices only, not to norms."""
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip_norm: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off (the norm is still reported)."""
+    lr: float = field(default=3e-4, metadata=says("Peak learning rate."))
+    warmup_steps: int = field(default=0, metadata=says("Steps of linear warm-up."))
+    min_lr_ratio: float = field(
+        default=0.1, metadata=says("Final learning rate as a fraction of lr.")
+    )
+    weight_decay: float = field(default=0.1, metadata=says("Decay of matrices; norms have none."))
+    beta1: float = field(default=0.9, metadata=says("Decay of the first moment."))
+    beta2: float = field(default=0.95, metadata=says("Decay of the second moment."))
+    eps: float = field(default=1e-8, metadata=says("Epsilon of AdamW."))
+    clip_norm: float = field(default=1.0, metadata=says("Largest global gradient norm; 0: off."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """What one run trains. `global_batch` and `micro_batch` count sequences."""
 
-    seq_len: int
-    """Tokens per sequence."""
-    global_batch: int
-    micro_batch: int = 1
-    steps: int
-    seed: int = 0
-    precision: str = "bf16"
-    """bf16 (mixed: fp32 parameters and reductions) or fp32."""
-    recompute: str = "selective"
-    """Activation checkpointing: none, selective or full."""
-    compile: bool = False
-    deterministic: bool = True
-    """On CUDA: only algorithms that do the same bit for bit every time. CPUs always do."""
+    seq_len: int = field(metadata=says("Tokens per sequence."))
+    global_batch: int = field(metadata=says("Sequences per step, in every fallback layout."))
+    micro_batch: int = field(default=1, metadata=says("Sequences per forward pass of one dp rank."))
+    steps: int = field(metadata=says("Optimizer steps."))
+    seed: int = field(default=0, metadata=says("Seed of initialisation and sample order."))
+    precision: str = field(
+        default="bf16", metadata=says("bf16 (mixed: fp32 parameters and reductions) or fp32.")
+    )
+    recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
+    compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
+    deterministic: bool = field(
+        default=True,
+        metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
@@ -60,11 +59,15 @@ class TrainSection:
 class DataSection:
     """Where the tokens come from. Paths are absolute."""
 
-    path: str
-    format: str = "text"
-    """text, nanogpt or megatron."""
-    tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256), or the path of a Hugging Face tokenizer.json."""
+    path: str = field(metadata=says("File or folder; relative to the job file's folder."))
+    format: str = field(
+        default="text",
+        metadata=says("text files, nanoGPT .bin shards, or Megatron .bin/.idx."),
+    )
+    tokenizer: str = field(
+        default="bytes",
+        metadata=says("bytes (vocabulary 256), or the path of a tokenizer.json."),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,87 +75,137 @@ class CheckpointSection:
     """Checkpoints on storage. `dir` is absolute."""
 
     dir: str
-    every_s: float | None = 600.0
-    """Seconds between checkpoints; None: only by `every_steps` and at the end."""
-    every_steps: int | None = None
-    """Also checkpoint after every multiple of this many steps."""
-    keep: int = 3
-    """Newest checkpoints kept."""
-    keep_every_steps: int | None = None
-    """Checkpoints at multiples of this many steps are kept for ever (for evaluation)."""
-    memory_every_steps: int = 1
-    """Snapshot to memory after every multiple of this many steps; 0: never."""
+    every_s: float | None = field(
+        default=600.0,
+        metadata=says("Seconds between checkpoints; null: only by every_steps and at the end."),
+    )
+    every_steps: int | None = field(
+        default=None, metadata=says("Also checkpoint after every multiple of this many steps.")
+    )
+    keep: int = field(default=3, metadata=says("Newest checkpoints kept."))
+    keep_every_steps: int | None = field(
+        default=None,
+        metadata=says("Multiples of this many steps are kept for ever (for evaluation)."),
+    )
+    memory_every_steps: int = field(
+        default=1, metadata=says("Steps between snapshots in memory; 0: none.")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSection:
     """How the job lives with failures."""
 
-    min_nodes: int = 1
-    max_restarts: int = 100
-    """Job-wide restarts allowed within `window_s`; then exit 94."""
-    max_crashes: int = 10
-    """Of these, after errors of the program."""
-    max_hangs: int = 20
-    """Of these, after hangs."""
-    no_progress: int = 3
-    """So many failures of the program, or hangs, with no newly committed step: exit 93."""
-    window_s: float = 86400.0
-    node_failures: int = 2
-    """A node whose workers fail this many times within `window_s` leaves the job."""
-    hang_ceiling_s: float = 300.0
-    """A worker without progress for this long is taken to hang."""
-    hang_floor_s: float = 2.0
-    """Shorter limits than that are never learned from what is usual."""
-    straggler: str = "report"
-    """What follows when a rank is slower than its peers: off, report, or swap its node."""
-    start_ceiling_s: float = 1800.0
-    """The same until the second step of an epoch is done (imports, restore, compile)."""
-    join_timeout_s: float = 600.0
-    """How long the first epoch waits for all nodes before going on with a lower rung, and a job
-    with too few for the last rung for others, before it ends with 92."""
-    heartbeat_s: float = 1.0
-    """Between agents."""
-    dead_after_s: float = 5.0
-    """Silence after which a peer agent counts as dead."""
-    progress_pattern: str | None = None
-    """Where a script's output says its step: a regular expression with one group."""
-    stop_grace_s: float = 30.0
-    """Between SIGTERM and SIGKILL, for a script that takes no requests."""
+    min_nodes: int | None = field(
+        default=None,
+        metadata=says(
+            "Fewest nodes to train on; null: the nodes of one dp replica, of a command all "
+            "nodes, for its batch changes with them."
+        ),
+    )
+    max_restarts: int = field(
+        default=100, metadata=says("Job-wide restarts within window_s; then exit code 94.")
+    )
+    max_crashes: int = field(
+        default=10, metadata=says("Of these, restarts after errors of the program.")
+    )
+    max_hangs: int = field(default=20, metadata=says("Of these, restarts after hangs."))
+    no_progress: int = field(
+        default=3,
+        metadata=says(
+            "Exit code 93 after so many failures of the program, or hangs, without a newly "
+            "committed step between them."
+        ),
+    )
+    window_s: float = field(default=86400.0, metadata=says("Seconds that max_restarts looks back."))
+    node_failures: int = field(
+        default=2,
+        metadata=says(
+            "A node that fails this many times within window_s leaves the job; a program's own "
+            "errors do not count."
+        ),
+    )
+    hang_ceiling_s: float = field(
+        default=300.0,
+        metadata=says("Seconds without progress after which a worker counts as hung."),
+    )
+    hang_floor_s: float = field(
+        default=2.0,
+        metadata=says("Below it no shorter limit is learned from what is usual in the run."),
+    )
+    straggler: str = field(
+        default="report",
+        metadata=says("A rank slower than its peers: off, report, or swap for a spare."),
+    )
+    start_ceiling_s: float = field(
+        default=1800.0, metadata=says("The same until the second step of an epoch is done.")
+    )
+    join_timeout_s: float = field(
+        default=600.0,
+        metadata=says(
+            "Seconds the first epoch waits for all nodes, and a job with too few for more."
+        ),
+    )
+    heartbeat_s: float = field(default=1.0, metadata=says("Seconds between heartbeats of agents."))
+    dead_after_s: float = field(
+        default=5.0, metadata=says("Seconds of silence: the agent is dead.")
+    )
+    progress_pattern: str | None = field(
+        default=None,
+        metadata=says("Of a command: where its output says the step; null: the optimizer's steps."),
+    )
+    stop_grace_s: float = field(
+        default=30.0,
+        metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumbersSection:
     """What follows from wrong numbers; see docs/numbers.md."""
 
-    non_finite: str = "skip"
-    """Loss or gradient norm is no finite number: skip, rollback or stop."""
-    loss_spike: str = "report"
-    """ignore, report, skip, rollback or stop."""
-    grad_spike: str = "report"
-    """The same, of the global gradient norm before clipping."""
-    loss_ratio: float = 1.5
-    """A spike of the loss is more than this many times the median of the window."""
-    grad_ratio: float = 5.0
-    """The same, of the gradient norm."""
-    window: int = 64
-    """Steps in the baseline; no verdict until half of them are there."""
-    rollback_steps: int = 10
-    """How far a rollback goes back; that many batches are then passed over."""
-    max_skips: int = 10
-    """Skips and rollbacks allowed within 1,000 steps; then exit 93."""
-    replica_check_steps: int | None = None
-    """Compare the replicas of parameters every this many steps; None: never."""
+    non_finite: str = field(
+        default="skip",
+        metadata=says(
+            "Loss or gradient norm is NaN or infinite: skip the batch, go back and skip, or stop "
+            "(exit code 93). Such a gradient is never applied."
+        ),
+    )
+    loss_spike: str = field(
+        default="report",
+        metadata=says("A loss far above those before: ignore, report, skip, rollback, stop."),
+    )
+    grad_spike: str = field(default="report", metadata=says("The same, of the gradient norm."))
+    loss_ratio: float = field(
+        default=1.5,
+        metadata=says("A spike is more than this many times the median of the window."),
+    )
+    grad_ratio: float = field(default=5.0, metadata=says("The same, of the gradient norm."))
+    window: int = field(
+        default=64, metadata=says("Steps of the median; no decision before half of them.")
+    )
+    rollback_steps: int = field(
+        default=10,
+        metadata=says("Steps a rollback goes back at least; their batches are passed over."),
+    )
+    max_skips: int = field(
+        default=10, metadata=says("Skips and rollbacks within 1,000 steps; then exit code 93.")
+    )
+    replica_check_steps: int | None = field(
+        default=None,
+        metadata=says("Compare replicas of parameters every this many steps; null: never."),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSection:
     """Which addresses and ports agents and workers use."""
 
-    interface: str = "auto"
-    cidr: str | None = None
-    ports: str | None = None
-    """`low-high`, or None for ports the system picks."""
+    interface: str = field(default="auto", metadata=says("Interface name, or auto."))
+    cidr: str | None = field(
+        default=None, metadata=says("Network the addresses are taken from, as 10.0.0.0/8.")
+    )
+    ports: str | None = field(default=None, metadata=says("low-high; null: the system picks."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,18 +273,11 @@ class TrainConfig:
     """None: nothing was frozen, as by `holdfast run`."""
     version: int = JOB_JSON_VERSION
 
-    def rung_of(self, num_nodes: int) -> Rung:
-        """Return the rung that was planned for exactly `num_nodes` nodes."""
-        return next(rung for rung in self.ladder.rungs if rung.num_nodes == num_nodes)
-
     def to_json(self) -> str:
         """Return the text of job.json, stable under a round trip."""
         raw = dataclasses.asdict(self)
-        raw["ladder"] = [
-            {**dataclasses.asdict(rung), "layout": rung.layout.to_dict()}
-            for rung in self.ladder.rungs
-        ]
-        return json.dumps(raw, indent=1) + "\n"
+        raw["ladder"] = self.ladder.to_ranges()
+        return json.dumps(raw, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
@@ -241,22 +287,19 @@ class TrainConfig:
             ValueError: it was written by a version this one cannot read.
         """
         raw: dict[str, Any] = json.loads(text)
-        if raw.get("version") != JOB_JSON_VERSION:
+        if raw.get("version") not in (1, JOB_JSON_VERSION):
             raise ValueError(
                 f"job.json has version {raw.get('version')!r}; this holdfast reads "
                 f"{JOB_JSON_VERSION}: render the job again with the installed version"
             )
         train = dict(raw["train"])
         train["optimizer"] = OptimizerConfig(**train["optimizer"])
-        rungs = tuple(
-            Rung(**{**rung, "layout": ParallelLayout.from_dict(rung["layout"])})
-            for rung in raw["ladder"]
-        )
         return cls(
             **{
                 **raw,
                 "model": ModelShape(**raw["model"]),
-                "ladder": Ladder(rungs),
+                "ladder": Ladder.from_ranges(raw["ladder"]),
+                "version": JOB_JSON_VERSION,
                 "train": TrainSection(**train),
                 "data": DataSection(**raw["data"]),
                 "checkpoint": CheckpointSection(**raw["checkpoint"]),

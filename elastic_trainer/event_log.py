@@ -32,7 +32,7 @@ class EventLog:
     ) -> None:
         self._run_dir, self._writer = run_dir, writer
         self._file = WriteBehind(
-            run_dir / "events" / f"{writer}.jsonl", told=self._stalled, mono=mono
+            run_dir / "events" / f"{writer}.jsonl", on_stall=self._stalled, mono=mono
         )
         self._node, self._rank, self._wall, self._mono = node, rank, wall, mono
         self.epoch = epoch
@@ -62,22 +62,34 @@ class EventLog:
         self, event: str, *, step: int | None = None, epoch: int | None = None, **fields: Any
     ) -> None:
         """Append one event; the time is now. Storage that stalls is not waited for."""
-        line = Event(
-            event=event,
-            t_unix=self._wall(),
-            t_mono=self._mono(),
-            node=self._node,
-            rank=self._rank,
-            epoch=self.epoch if epoch is None else epoch,
-            step=step,
-            fields=fields,
-        ).encode()
-        self._file.put(line.encode())
+        self._file.put(self._line(event, step, epoch, fields))
+
+    def emit_later(self, event: str, epoch: int | None, fields: dict[str, Any]) -> None:
+        """Append one event, for a thread that answers peers: no storage is waited for at all."""
+        self._file.put(self._line(event, None, epoch, fields), wait=False)
+
+    def _line(
+        self, event: str, step: int | None, epoch: int | None, fields: dict[str, Any]
+    ) -> bytes:
+        return (
+            Event(
+                event=event,
+                t_unix=self._wall(),
+                t_mono=self._mono(),
+                node=self._node,
+                rank=self._rank,
+                epoch=self.epoch if epoch is None else epoch,
+                step=step,
+                fields=fields,
+            )
+            .encode()
+            .encode()
+        )
 
     def _stalled(self, seconds: float, held_back: int) -> None:
         """Say that the storage of the record stood still."""
         self.emit("storage.stalled", seconds=round(seconds, 3), held_back=held_back)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 2.0) -> None:
         """Give what is not written yet a moment, and close the file; a later emit opens it."""
-        self._file.close()
+        self._file.close(timeout_s)

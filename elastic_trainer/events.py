@@ -18,16 +18,17 @@ EVENTS: Final[dict[str, str]] = {
     "agent.started": "An agent came up. pid, host, address, port",
     "agent.exit": "An agent ended. code, reason",
     "coordinator.elected": "This agent took the coordinator's lease. term, previous",
-    "epoch.formed": "An epoch was published. members, spares, rung, coordinator, reason",
+    "epoch.formed": "An epoch was published. members, spares, rung, layout, coordinator, reason",
     "epoch.aborted": "The coordinator ended an epoch. reason, victims",
     "epoch.delayed": "What all nodes share fails again: the next epoch waits. seconds, reason",
     "member.joined": "A node asked to join. member, host, address",
     "member.lost": "A node is gone. member, host, reason, detected_s",
-    "member.leaving": "A node was asked to go; the others go on. member, host, reason",
+    "member.leaving": "A node was asked to go; the others continue. member, host, reason",
     "member.left": "A node that was asked to go has been let go. member, host, reason",
-    "member.evicted": "A machine was put out of the job. member, host, reason",
+    "member.evicted": "A machine was excluded from the job. member, host, reason",
     "peer.refused": (
-        "A connection did not prove that it knows the run's secret; one event in 10 s at most. "
+        "A connection did not prove that it knows the run's secret, or its bytes were changed; one "
+        "event in 10 s at most. "
         "address, reason, held_back"
     ),
     "board.failed": (
@@ -35,16 +36,17 @@ EVENTS: Final[dict[str, str]] = {
         "reason, held_back"
     ),
     "storage.stalled": (
-        "The run directory's storage stood still; training went on. seconds, held_back"
+        "The run directory's storage stood still; training continued. seconds, held_back"
     ),
     "board.damaged": "A swap of the board was lost to damaged storage. reason",
+    "member.quarantined": (
+        "A machine that was lost again takes no part for a while. member, host, seconds, losses"
+    ),
     "member.refused": "A node may not take part. member, host, reason",
     "member.waiting": "A pod waits for the end of the one whose name it has. member, host, reason",
-    "member.readmitted": (
-        "The operator let a machine come back that was put out. member, host, reason"
-    ),
+    "member.readmitted": "The operator readmitted an excluded machine. member, host, reason",
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
-    "membership.parked": "Too few nodes for the last rung: waiting. have, need",
+    "membership.parked": "Too few nodes for the smallest layout: waiting. have, need",
     "job.stopped": "The job ended as a whole. code, reason",
     # agents: workers
     "worker.started": "A worker was forked or started. pid, local_rank, how",
@@ -69,12 +71,13 @@ EVENTS: Final[dict[str, str]] = {
     "replica.mismatch": "Replicas differ. ranks, group, tensor, named, back_to",
     "checkpoint.started": "Staging began",
     "checkpoint.committed": "A checkpoint is on the board. dir, manifest_sha256, stage_s, save_s",
-    "checkpoint.failed": "A save failed; training goes on. reason",
+    "checkpoint.failed": "A save failed; training continues. reason",
     "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
     "checkpoint.restored": "State was loaded. dir, seconds",
     "evaluation.started": "A script began an evaluation: no step is expected until it ends",
     "evaluation.ended": "It ended",
     "snapshot.restored": "State was loaded from memory. written_in_epoch, seconds",
+    "snapshot.served": "A node that left served snapshots to the others. seconds, freed",
     "snapshot.unusable": "A newer snapshot is not whole and was passed over. reason",
     "state.lost": (
         "Memory lacked part of the newest state: older state is used, steps up to `newest` are "
@@ -83,7 +86,7 @@ EVENTS: Final[dict[str, str]] = {
     "snapshot.exposed": (
         "All nodes share a machine: copies are there too, and lost with it. machine, nodes"
     ),
-    "snapshot.failed": "A snapshot was given up; training goes on. reason, gave_up",
+    "snapshot.failed": "A snapshot was given up; training continues. reason, gave_up",
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",
     "trainer.finished": "The last step is done. loss",
@@ -100,9 +103,6 @@ EVENTS: Final[dict[str, str]] = {
         "What the workers run in. digest, python, distributions, image, image_digest"
     ),
     "environment.changed": "It is not what was recorded. was, digest, changes, more",
-    "environment.staged": (
-        "A node has its own copy, or reads the shared one. how, path, seconds, problem"
-    ),
     "run.started": "The launcher started agents. attempt, nodes",
     "step.lost": (
         "A step of Slurm's ended without its agents' word, as when its node reboots; they are "

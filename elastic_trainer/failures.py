@@ -66,7 +66,7 @@ class Failure:
     detail: str
     """One line for people: exception and message, or signal name."""
     sure: bool = False
-    """The worker itself said that a restart cannot help (exit code 93): no node is to blame."""
+    """The worker itself said that a restart cannot help (exit code 93): no node is charged."""
 
 
 DETAIL_CHARS = 300
@@ -166,7 +166,7 @@ _USER_EXCEPTION_AT_START = re.compile(
 """The user's before the first step; later a file that was there is gone: an ordinary crash."""
 
 _CORRUPTION = re.compile(r"^(?:\w+\.)*(SilentCorruptionError|ReplicaMismatchError): ")
-"""Of replicas.py: a majority names this rank; or there is none, and nobody can be named."""
+"""Of `training/replicas.py`: a majority names this rank; or there is none: nobody can be named."""
 
 _AWAY = re.compile(r"^(?:\w+\.)*BoardAwayError: ")
 """Of checkpoint/restore.py. Whatever storage or API server said in it: it is what all share."""

@@ -37,7 +37,7 @@ class Part(enum.IntEnum):
     """Where in a step of the loop a worker is (`Section.STEP` and `FIRST_STEP`)."""
 
     OTHER = 0
-    """Between steps, or not told."""
+    """Between steps, or not known."""
     DATA = 1
     FORWARD = 2
     GATHER = 3
@@ -90,7 +90,7 @@ class Request(enum.IntFlag):
     GROW = 2
     """Save, then leave with exit code 91: the next epoch has more nodes."""
     SAVE = 4
-    """Save and go on."""
+    """Save and continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Beat:
     place: int = 0
     """Marks since the step began. Ranks of one lane make the same ones in every step."""
     lane: int = 0
-    """Whom it may be compared with: the place in the pipeline."""
+    """The ranks it may be compared with: the place in the pipeline."""
     listens: bool = False
     """The worker looks at what is asked for; of a script nobody knows until it says so."""
     from_start: bool = False

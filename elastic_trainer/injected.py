@@ -51,7 +51,7 @@ def listen(trainer: Any, environ: Mapping[str, str]) -> None:
 
 
 def _spin(_trainer: Any) -> None:
-    while True:  # in Python: other threads of the worker go on, as beside a user's loop
+    while True:  # in Python: other threads of the worker continue, as beside a user's loop
         pass
 
 

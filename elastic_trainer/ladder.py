@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.quantities import counted
-
-
-class TooFewNodes(Exception):  # noqa: N818  the field's word for the state, not a bug
-    """Fewer nodes are left than the last rung needs: the job parks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +24,15 @@ class Rung:
     memory_gib: float | None = None
     """Predicted bytes of the fullest rank in GiB; None until the planner predicts it."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON types: HOLDFAST_RUNG of a worker."""
+        return {**dataclasses.asdict(self), "layout": self.layout.to_dict()}
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Rung:
+        """Invert `to_dict`."""
+        return cls(**{**raw, "layout": ParallelLayout.from_dict(raw["layout"])})
+
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
@@ -39,6 +46,45 @@ class Ladder:
         assert sizes, "a ladder has at least one rung"
         assert all(a > b for a, b in itertools.pairwise(sizes)), f"rungs {sizes}"
 
+    @classmethod
+    def data_parallel(cls, *, max_nodes: int, min_nodes: int, workers: int) -> Ladder:
+        """Return the ladder of a script of which only the nodes are known: every rank is dp.
+
+        Args:
+            max_nodes: of the first rung.
+            min_nodes: of the last; each number between has a rung.
+            workers: per node.
+        """
+        return cls(
+            tuple(
+                Rung(
+                    num_nodes=nodes,
+                    layout=ParallelLayout(dp=nodes * workers),
+                    micro_batches=1,
+                )
+                for nodes in range(max_nodes, min_nodes - 1, -1)
+            )
+        )
+
+    def to_ranges(self) -> list[dict[str, Any]]:
+        """Return plain JSON types: one entry for rungs that differ in nodes and dp by equal steps.
+
+        An entry has its first rung, with the layout as text, and where it has more: their number
+        (`count`) and what each has less than the one before (`nodes_step`, `dp_step`).
+        """
+        ranges: list[list[Rung]] = []
+        for rung in self.rungs:
+            if ranges and _continues(ranges[-1], rung):
+                ranges[-1].append(rung)
+            else:
+                ranges.append([rung])
+        return [_range_to_dict(rungs) for rungs in ranges]
+
+    @classmethod
+    def from_ranges(cls, raw: list[dict[str, Any]]) -> Ladder:
+        """Invert `to_ranges`; entries of job.json's version 1 have one rung and degrees."""
+        return cls(tuple(rung for entry in raw for rung in _rungs_of(entry)))
+
     @property
     def max_nodes(self) -> int:
         """Nodes of the top rung."""
@@ -49,20 +95,54 @@ class Ladder:
         """Nodes of the last rung."""
         return self.rungs[-1].num_nodes
 
-    def rung_for(self, num_nodes: int) -> Rung:
-        """Return the first rung that `num_nodes` nodes can run.
+    def rung_for(self, num_nodes: int) -> Rung | None:
+        """Return the first rung that `num_nodes` nodes can run; None: too few for the last.
 
         Every agent asks after every round and must get the same answer, so it
         depends on its arguments alone. Nodes left over wait as spares.
-
-        Raises:
-            TooFewNodes: "3 nodes left, the last rung needs 4: waiting for
-                replacements"
         """
-        for rung in self.rungs:
-            if rung.num_nodes <= num_nodes:
-                return rung
-        raise TooFewNodes(
-            f"{counted(num_nodes, 'node')} left, the last rung needs {self.min_nodes}: "
-            "waiting for replacements"
-        )
+        return next((rung for rung in self.rungs if rung.num_nodes <= num_nodes), None)
+
+
+def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
+    """Return by how many nodes and dp ranks `lower` is smaller; None where more differs."""
+    if _rest(upper) != _rest(lower):
+        return None
+    return upper.num_nodes - lower.num_nodes, upper.layout.dp - lower.layout.dp
+
+
+def _rest(rung: Rung) -> Rung:
+    """Return `rung` without its nodes and dp."""
+    layout = dataclasses.replace(rung.layout, dp=rung.layout.dp_replicate)
+    return dataclasses.replace(rung, num_nodes=0, layout=layout)
+
+
+def _continues(rungs: list[Rung], rung: Rung) -> bool:
+    steps = _steps(rungs[-1], rung)
+    return steps is not None and (len(rungs) == 1 or steps == _steps(*rungs[-2:]))
+
+
+def _range_to_dict(rungs: list[Rung]) -> dict[str, Any]:
+    first = rungs[0]
+    entry: dict[str, Any] = {
+        "num_nodes": first.num_nodes,
+        "layout": str(first.layout),
+        "micro_batches": first.micro_batches,
+    }
+    predicted = {"tokens_per_s": first.tokens_per_s, "memory_gib": first.memory_gib}
+    entry |= {name: value for name, value in predicted.items() if value is not None}
+    if steps := _steps(*rungs[:2]) if len(rungs) > 1 else None:
+        entry |= {"count": len(rungs), "nodes_step": steps[0], "dp_step": steps[1]}
+    return entry
+
+
+def _rungs_of(entry: dict[str, Any]) -> Iterator[Rung]:
+    first = dict(entry)
+    count = first.pop("count", 1)
+    nodes, dp = first.pop("nodes_step", 0), first.pop("dp_step", 0)
+    if isinstance(first["layout"], str):
+        first["layout"] = ParallelLayout.parse(first["layout"]).to_dict()
+    rung = Rung.from_dict(first)
+    for index in range(count):
+        layout = dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp)
+        yield dataclasses.replace(rung, num_nodes=rung.num_nodes - index * nodes, layout=layout)

@@ -27,7 +27,7 @@ class ParallelLayout:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        """Assert what no caller may get wrong; user mistakes are caught by the spec."""
+        """Assert what no caller may get wrong; user errors are caught by the spec."""
         assert sorted(self.order) == sorted(AXES), f"order {self.order} must name {AXES} once each"
         assert min(self.dp, self.tp, self.pp, self.cp, self.dp_replicate) >= 1, f"{self!r}"
         assert self.dp % self.dp_replicate == 0, f"{self!r}"
@@ -69,6 +69,11 @@ class ParallelLayout:
         text = "-".join(f"{axis}{getattr(self, axis)}" for axis in reversed(self.order))
         return text + (f"-hsdp{self.dp_replicate}" if self.dp_replicate > 1 else "")
 
+    @property
+    def label(self) -> str:
+        """What people read, see `layout_label`."""
+        return layout_label(str(self))
+
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
         """Read the text form back.
@@ -100,6 +105,16 @@ class ParallelLayout:
     def from_dict(cls, raw: dict[str, Any]) -> ParallelLayout:
         """Invert `to_dict`."""
         return cls(**{**raw, "order": tuple(raw["order"])})
+
+
+def layout_label(text: str) -> str:
+    """Return the text form of a layout as people read it, without the axes of size 1.
+
+    `dp4-pp1-cp1-tp2`, as records have it, is `dp4·tp2`; `dp1` where every axis has size 1. What
+    is no layout stays what it is.
+    """
+    parts = [part for part in text.split("-") if re.fullmatch(r"[a-z]+1", part) is None]
+    return "·".join(parts) or "dp1"
 
 
 def micro_batches_per_rank(num_micro_batches: int, dp: int) -> int:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+def says(text: str) -> dict[str, str]:
+    """Return the metadata of a field that job files have: `text` says there what it means."""
+    return {"description": text}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Dimensions of a Llama-family decoder (arXiv 2407.21783, table 3)."""
 
-    num_layers: int
-    dim: int
-    """Model width h."""
-    num_heads: int
+    num_layers: int = field(metadata=says("Decoder layers."))
+    dim: int = field(metadata=says("Model width."))
+    num_heads: int = field(metadata=says("Query heads."))
     num_kv_heads: int
-    ffn_dim: int
-    """Width of the SwiGLU hidden layer."""
-    vocab_size: int
+    ffn_dim: int = field(metadata=says("Width of the SwiGLU hidden layer."))
+    vocab_size: int = field(metadata=says("Rows of the embedding."))
     head_dim: int = 0
     """0: dim // num_heads."""
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_scaling_factor: float = 1.0
-    """Llama 3.1 long-context scaling; 1 turns it off."""
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_context: int = 8192
-    tie_embeddings: bool = False
+    norm_eps: float = field(default=1e-5, metadata=says("Epsilon of RMSNorm."))
+    rope_theta: float = field(default=500000.0, metadata=says("Base of the rotary frequencies."))
+    rope_scaling_factor: float = field(
+        default=1.0, metadata=says("Llama 3.1 long-context scaling; 1 turns it off.")
+    )
+    rope_low_freq_factor: float = field(default=1.0, metadata=says("Llama 3.1 RoPE scaling."))
+    rope_high_freq_factor: float = field(default=4.0, metadata=says("Llama 3.1 RoPE scaling."))
+    rope_original_context: int = field(
+        default=8192, metadata=says("Context before scaling, in tokens.")
+    )
+    tie_embeddings: bool = field(
+        default=False, metadata=says("Embedding and head share their weights.")
+    )
 
     @property
     def head_size(self) -> int:

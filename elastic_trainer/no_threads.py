@@ -17,7 +17,7 @@ def no_threads(env: MutableMapping[str, str]) -> Iterator[None]:
     """Let libraries that are loaded within have one thread; leave `env` as it was.
 
     numpy's BLAS then has one thread in forked workers too; torch, which has a BLAS of its own, has
-    as many as it is told.
+    as many as the variable says.
 
     Args:
         env: os.environ, which libraries read.

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE
+from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.name_service import ask_for_a_name
 
 MODULES = (
@@ -34,7 +34,7 @@ COMPILER = (
 """For jobs with `train.compile`: most of its 800 modules, which take seconds a worker."""
 
 
-BOARD = ("elastic_trainer.agent.boards.kubernetes_board",)
+BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
 

@@ -15,6 +15,10 @@ from typing import Any
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 
 
+class ApiError(Exception):
+    """A call of `elastic_trainer.api` that cannot be served; the message begins with its code."""
+
+
 class StepCounter:
     """Writes this worker's steps into `heartbeat`.
 
@@ -31,7 +35,7 @@ class StepCounter:
         """The optimizer whose steps count: the first seen of those that still live."""
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._from_start = True
-        """No optimizer has told how many steps it had done before this worker began."""
+        """No optimizer has shown how many steps it had done before this worker began."""
 
     def count_optimizer_steps(self) -> None:
         """Count the steps of torch's optimizers from now on, until `report` is called."""

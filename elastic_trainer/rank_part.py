@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.config import TrainConfig
-from elastic_trainer.engine import Engine
-from elastic_trainer.ladder import Rung, TooFewNodes
+from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.training.engine import Engine
 
 _FP32_BYTES, _BF16_BYTES = 4, 2
 
@@ -130,7 +130,7 @@ def _as_text(layout: ParallelLayout, part: RankPart) -> str:
         "gradients added up by the pipeline": part.accumulated_bytes,
     }
     lines = [
-        f"rank {part.rank} of {layout}: {at}",
+        f"rank {part.rank} of {layout.label}: {at}",
         f"layers {spans}" + (f", {' and '.join(ends)}" if ends else ""),
         f"{part.num_params_held:,} parameters in its stages, {part.num_params_stored:,} stored",
         *(f"{size / 2**30:10.3f} GiB  {what}" for what, size in items.items()),
@@ -148,16 +148,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="with the shapes of all parameters")
     options = parser.parse_args()
     config = TrainConfig.from_json(options.job_json.read_text(encoding="utf-8"))
-    try:
-        rung = config.ladder.rung_for(options.nodes or config.ladder.max_nodes)
-    except TooFewNodes as error:
-        parser.error(str(error))
+    ladder = config.ladder
+    rung = ladder.rung_for(options.nodes or ladder.max_nodes)
+    if rung is None:
+        parser.error(f"--nodes {options.nodes}: the last rung needs {ladder.min_nodes}")
     if not 0 <= options.rank < rung.layout.world_size:
-        parser.error(f"--rank: {rung.layout} has ranks 0 to {rung.layout.world_size - 1}")
+        parser.error(f"--rank: {rung.layout.label} has ranks 0 to {rung.layout.world_size - 1}")
     part = rank_part(config, rung, options.rank)
     if options.json:
-        told = {"layout": str(rung.layout), **dataclasses.asdict(part)}
-        sys.stdout.write(json.dumps(told, indent=1) + "\n")
+        found = {"layout": str(rung.layout), **dataclasses.asdict(part)}
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
         sys.stdout.write(_as_text(rung.layout, part))
     return 0

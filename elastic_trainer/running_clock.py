@@ -1,7 +1,7 @@
 """Monotonic seconds without those in which this process was stopped. Pure.
 
-`scontrol suspend`, a debugger or a frozen cgroup stop a process; CLOCK_MONOTONIC goes on. Who
-compares that with when a peer was heard last takes everybody for dead as soon as it goes on.
+`scontrol suspend`, a debugger or a frozen cgroup stop a process; CLOCK_MONOTONIC continues. Who
+compares that with when a peer was heard last takes everybody for dead as soon as it continues.
 """
 
 from __future__ import annotations

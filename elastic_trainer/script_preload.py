@@ -15,7 +15,7 @@ from elastic_trainer.preload import preload
 
 MODULES = (
     "torch.distributed",
-    "elastic_trainer.own_state",  # and with it torch's distributed checkpoint
+    "elastic_trainer.training.script_checkpointer",  # and with it torch's distributed checkpoint
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",

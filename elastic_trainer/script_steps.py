@@ -11,7 +11,7 @@ from elastic_trainer.events import Event
 WRITER: Final = "script-"
 """A node's name follows: `events/script-<node>.jsonl`."""
 _TAIL_BYTES: Final = 4096
-"""Some events: storage that stood still is told of among the steps."""
+"""Some events: storage that stood still is reported among the steps."""
 
 
 def newest_step(run_dir: Path) -> int | None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.ladder import Rung
 
 NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size", "run_dir")
 """What may stand in braces: degrees and sizes of the epoch, and the job's folder."""
@@ -39,13 +39,13 @@ def explain(name: str) -> str:
     )
 
 
-def values_of(layout: ParallelLayout, num_nodes: int, run_dir: str) -> dict[str, int | str]:
-    """Return name -> value on the rung of `num_nodes` nodes that runs `layout`.
+def values_of(rung: Rung, run_dir: str) -> dict[str, int | str]:
+    """Return name -> value in an epoch that runs `rung`.
 
     `run_dir` is the folder of the job's record, on storage that all nodes share.
     """
-    degrees = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    sizes = {"nodes": num_nodes, "world_size": layout.world_size}
+    degrees = {axis: getattr(rung.layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    sizes = {"nodes": rung.num_nodes, "world_size": rung.layout.world_size}
     return {**degrees, **sizes, "run_dir": run_dir}
 
 

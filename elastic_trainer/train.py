@@ -16,9 +16,9 @@ from pathlib import Path
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.data import DataError
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.guard import NumbersError
 from elastic_trainer.preload import preload
-from elastic_trainer.trainer import run_worker
+from elastic_trainer.training.guard import NumbersError
+from elastic_trainer.training.trainer import run_worker
 
 preload(os.environ)
 

@@ -53,9 +53,12 @@ def _fits(want: Any) -> Callable[[Any], bool]:
     return _SCALARS.get(want) or (lambda value: type(value) is want)
 
 
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
 _SCALARS: Final[dict[Any, Callable[[Any], bool]]] = {
     Any: lambda _: True,
-    float: lambda value: type(value) in (int, float) and math.isfinite(value),
-    # What fits into the fields of heartbeats and snapshots.
-    int: lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
+    float: lambda value: math.isfinite(value) if type(value) is float else _is_int(value),
+    int: _is_int,  # what fits into the fields of heartbeats and snapshots
 }

@@ -1,7 +1,7 @@
 """Appends lines to a file on shared storage without ever waiting for that storage for long.
 
 A line is normally on the file when `put` returns, for whoever calls it may be killed next. Only
-when the storage does not answer the caller goes on after a moment, and a thread writes what was
+when the storage does not answer the caller continues after a moment, and a thread writes what was
 held back once the storage is there again.
 """
 
@@ -18,13 +18,13 @@ from pathlib import Path
 PATIENCE_S = 0.2
 """How long `put` waits for storage that has answered so far; then not again until it does."""
 STALL_S = 1.0
-"""A write that takes longer is a stall, and told."""
+"""A write that takes longer is a stall, and reported."""
 RETRY_S = 0.5
 HELD_BYTES = 32 << 20
 """More is not held back where lines may be dropped."""
 
-Told = Callable[[float, int], None]
-"""`told(seconds, held_back)`: the storage stood still for so long, so many lines waited."""
+StallCallback = Callable[[float, int], None]
+"""`on_stall(seconds, held_back)`: the storage stood still for so long, so many lines waited."""
 
 
 class WriteBehind:
@@ -34,7 +34,7 @@ class WriteBehind:
         path: of one writer alone: appends of several clients to one file corrupt it on NFS.
         must_keep: a line that cannot be written (a full disk) is tried again until it can;
             else it is dropped and counted in `failed`.
-        told: called by the thread when a stall is over.
+        on_stall: called by the thread when a stall is over.
         mono: seconds of a monotonic clock.
     """
 
@@ -43,10 +43,10 @@ class WriteBehind:
         path: Path,
         *,
         must_keep: bool = False,
-        told: Told = lambda _seconds, _held: None,
+        on_stall: StallCallback = lambda _seconds, _held: None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._must_keep, self._told, self._mono = path, must_keep, told, mono
+        self._path, self._must_keep, self._on_stall, self._mono = path, must_keep, on_stall, mono
         self._fd: int | None = None
         self.failed = 0
         """Lines that were dropped."""
@@ -66,8 +66,8 @@ class WriteBehind:
         """How many lines are not on the file yet."""
         return len(self._lines)
 
-    def put(self, line: bytes) -> None:
-        """Append `line`; returns within `PATIENCE_S` whatever the storage does."""
+    def put(self, line: bytes, *, wait: bool = True) -> None:
+        """Append `line`; returns within `PATIENCE_S` whatever the storage does, or at once."""
         if self._pid != os.getpid():  # a fork has no threads, and its parent writes its own lines
             self._reset()
         with self._changed:
@@ -82,7 +82,7 @@ class WriteBehind:
                 )
                 self._thread.start()
             self._changed.notify_all()
-            if not self._stalled and threading.current_thread() is not self._thread:
+            if wait and not self._stalled and threading.current_thread() is not self._thread:
                 self._stalled = not self._changed.wait_for(lambda: not self._lines, PATIENCE_S)
 
     def flush(self, timeout_s: float) -> bool:
@@ -117,7 +117,7 @@ class WriteBehind:
                     self._stalled = False
                 self._changed.notify_all()
             if seconds >= STALL_S:
-                self._told(seconds, held_back)
+                self._on_stall(seconds, held_back)
 
     def _next(self) -> bytes | None:
         """Return the next line, which stays in the queue until it is written; None: closed."""

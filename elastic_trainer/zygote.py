@@ -1,9 +1,13 @@
 """A warm process that forks workers: imports paid once, before anybody waits for them.
 
-The only link between agent and trainer. It imports the trainer (or whatever module the
+The only link between agent and trainer. It is forked from the agent, which has imported torch and
+has no thread yet, so that a node imports torch once; one that takes the place of a dead one starts
+in an interpreter of its own. It imports the trainer (or whatever module the
 job runs), makes no accelerator call, no process group and no thread, and forks a worker
-for every request that comes over its Unix socket. It reaps them and reports. Workers die
-with it, it dies with the agent.
+for every request that comes over its Unix socket. It reaps them and reports. Once an epoch's
+last worker has ended it kills whatever they have started and left behind, in whatever session:
+the device's memory is free only then. Workers die with it. When the agent dies it ends the
+workers and what they started, then itself.
 
 Messages are JSON objects, one a line. From the agent:
 
@@ -16,6 +20,7 @@ and back:
     {"event": "ready", "seconds", "tasks", "error"}
     {"event": "started", "epoch", "local_rank", "pid", "how", "why"}
     {"event": "exited", "epoch", "local_rank", "pid", "status"}
+    {"event": "cleared", "epoch"}       no worker is left, nor anything that one started
 
 `kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
 `script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
@@ -27,7 +32,6 @@ then `fresh` and `why` says why. With `error_log` stderr has a log of its own. W
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import ctypes
@@ -44,30 +48,37 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastic_trainer.children import adopt_orphans, children, kill_children, prctl
 from elastic_trainer.code_path import frozen_path
 from elastic_trainer.no_threads import no_threads
 from elastic_trainer.stack_signal import answer_with_stacks
 
 DEFAULT_PRELOAD = "elastic_trainer.train"
+NAME = "holdfast-zygote"
+WORKER_NAME = "holdfast-worker"
+"""Names of the processes, as ps and top show them (15 characters at most)."""
 EXIT_USER_ERROR = 93
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-# Looked up here, since a forked child should load no library.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
+_PR_SET_NAME = 15
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when process `parent` ends.
+def _name_process(name: str) -> None:
+    prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process `number` when process `parent` ends.
 
     Exits at once when `parent` is gone already: the kernel's promise holds only for a
     parent that was alive when it was asked for. The promise survives exec.
     """
-    if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+    if prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(1)
@@ -80,20 +91,23 @@ class _Worker:
 
 
 class Zygote:
-    """Serves one agent over `sock` until that closes."""
+    """Serves one agent, process `parent`, over `sock` until that closes."""
 
-    def __init__(self, sock: socket.socket, preload: str) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, preload: str, *, parent: int) -> None:
+        self._sock, self._parent = sock, parent
         self._preload = preload
         self._why_fresh: str | None = None
         self._workers: dict[int, _Worker] = {}
+        self._own: set[int] = set()
+        """Children that importing has started."""
+        self._epoch: int | None = None
+        """Of workers that may have left something behind."""
         self._unread = b""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
         """Preload, then answer requests until the agent closes its end."""
-        # What workers leave behind comes here to be reaped, not to pid 1.
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()  # what workers leave behind comes here to be killed, not to pid 1
         self._warm_up()
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -105,6 +119,9 @@ class Zygote:
             self._reap()
             if self._sock.fileno() in ready and not self._receive():
                 self._kill()
+                while left := children():
+                    kill_children(left)
+                    os.waitpid(-1, 0)  # each leaves its own children here
                 return
 
     def _warm_up(self) -> None:
@@ -124,6 +141,9 @@ class Zygote:
         # before: the holes would be filled, and so copied, by every worker (gc's manual).
         gc.freeze()
         gc.enable()
+        self._own = children()
+        # Only from here on can it end others before itself; it must do so even if it was stopped.
+        die_with_parent(self._parent, signal.SIGCONT)
         self._send(
             event="ready",
             seconds=round(time.monotonic() - begin, 3),
@@ -168,6 +188,7 @@ class Zygote:
                 close=(self._sock.fileno(), self._wake_read, self._wake_write),
             )
         self._workers[pid] = _Worker(request["epoch"], request["local_rank"])
+        self._epoch = request["epoch"]
         self._send(
             event="started",
             epoch=request["epoch"],
@@ -182,18 +203,12 @@ class Zygote:
             _kill_with_group(pid)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                # Looks without reaping: the pid stays ours until its group is gone too.
-                seen = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if seen is None:
-                return
+        while (seen := _ended_child()) is not None:
             worker = self._workers.pop(seen.si_pid, None)
             if worker is not None:
                 _kill_with_group(seen.si_pid)
             _, status = os.waitpid(seen.si_pid, 0)
+            self._own.discard(seen.si_pid)
             if worker is not None:  # the others are what workers left behind
                 self._send(
                     event="exited",
@@ -202,11 +217,29 @@ class Zygote:
                     pid=seen.si_pid,
                     status=os.waitstatus_to_exitcode(status),
                 )
+        if self._epoch is not None and not self._workers:
+            self._clear(self._epoch)
+
+    def _clear(self, epoch: int) -> None:
+        """Kill what the workers left behind; the death of each brings its own children here."""
+        left = children() - self._own
+        kill_children(left)
+        if not left:
+            self._epoch = None
+            self._send(event="cleared", epoch=epoch)
 
     def _send(self, **message: Any) -> None:
         # A closed socket shows as end of file on the reading side.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _ended_child() -> os.waitid_result | None:
+    """Return a child that has ended, not reaped: its pid stays ours until its group is gone too."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
 
 
 def _kill_with_group(pid: int) -> None:
@@ -229,6 +262,7 @@ def _become_worker(
     try:
         die_with_parent(parent)
         os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
+        _name_process(WORKER_NAME)  # until it executes another program
         _reset_signals(fresh=fresh)
         for fd in close:
             os.close(fd)
@@ -373,21 +407,68 @@ def _write_error_file(error: BaseException) -> None:
         sys.stderr.write(f"cannot write {path}: {problem}\n")
 
 
-def main() -> int:
-    """Serve the agent that started this process and handed it a socket."""
-    parser = argparse.ArgumentParser(
-        prog="python -m elastic_trainer.zygote", description="Started by the agent only."
-    )
-    parser.add_argument("--fd", type=int, required=True, help="inherited Unix socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the agent")
-    parser.add_argument("--preload", default=DEFAULT_PRELOAD, help="module to import; '' for none")
-    args = parser.parse_args()
-    die_with_parent(args.parent)
+def become_zygote(
+    sock: socket.socket, *, parent: int, preload: str, env: Mapping[str, str], cwd: str
+) -> NoReturn:
+    """Turn this child, forked from the agent, into its zygote.
+
+    Args:
+        sock: of requests; the agent has the other end.
+        parent: process id of the agent.
+        preload: module to import; empty: none.
+        env: of this process and its workers, in place of the agent's.
+        cwd: working directory.
+    """
+    code = 1
+    try:
+        os.setsid()  # a terminal's Ctrl-C is for the agent
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.environ.clear()
+        os.environ.update(env)
+        _hold_openmp_to(env.get("OMP_NUM_THREADS", ""))
+        _serve(sock, parent=parent, preload=preload, cwd=cwd)
+        code = 0
+    except BaseException:  # noqa: BLE001  the last frame: what is not written here is lost
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _hold_openmp_to(threads: str) -> None:
+    """Tell torch, which may have been loaded before the variable was set, and reads it then."""
+    if (torch := sys.modules.get("torch")) is not None and threads.isdigit():
+        torch.set_num_threads(int(threads))
+
+
+def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
+    die_with_parent(parent)
+    _close_all_but({0, 1, 2, sock.fileno()})
+    _name_process(NAME)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # sent to a whole step: the agent decides
-    os.set_inheritable(args.fd, False)
-    with socket.socket(fileno=args.fd) as sock:
-        Zygote(sock, args.preload).serve()
+    os.chdir(cwd)
+    if not sys.flags.safe_path:
+        sys.path[0] = cwd  # as where `python -m` is started there
+    Zygote(sock, preload, parent=parent).serve()
+
+
+def _close_all_but(kept: set[int]) -> None:
+    """Close what the agent was started with: a pipe that a worker holds open has no end."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  whole before the first is closed
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(int(name))
+
+
+def main() -> int:
+    """Serve the agent that started this process: `FD AGENT_PID PRELOAD CWD`."""
+    fd, parent, preload, cwd = sys.argv[1:]
+    os.set_inheritable(int(fd), False)
+    with socket.socket(fileno=int(fd)) as sock:
+        _serve(sock, parent=int(parent), preload=preload, cwd=cwd)
     return 0
 
 

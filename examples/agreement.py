@@ -1,4 +1,4 @@
-"""Do two training runs agree? docs/architecture.md, "Determinism", in numbers. Pure.
+"""Do two training runs agree? docs/parallelism.md, "Determinism", in numbers. Pure.
 
 fp32 sums depend on their order, and training amplifies the difference, so runs
 in different layouts drift apart slowly although both are right. Two questions

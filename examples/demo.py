@@ -1,4 +1,4 @@
-"""`make demo`: a training run loses nodes, reshards, goes on, and learns the same.
+"""`make demo`: a training run loses nodes, reshards, continues, and learns the same.
 
 1. Trains a small Llama on the standard library's sources over four emulated
    nodes of two workers, with data, pipeline and tensor parallelism. A node dies, then
@@ -19,32 +19,32 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
 from rich.table import Table
 
-from elastic_trainer.agent.boards.board import BoardState, Commit
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.layout import ParallelLayout, layout_label
 from examples.agreement import NEAR_STEPS, NEAR_TOLERANCE, Curve, Far, Near, far, near
 from launcher.errors import HoldfastError
-from launcher.ops.local.job import Outcome, Prepared, execute, prepare_new
+from launcher.ops.local.job import AttemptResult, Prepared, execute, prepare_new
 from launcher.ops.local.run import Interrupts
-from launcher.ops.record import timeline
-from launcher.ops.record.progress import LiveView, PlainView, Progress, View
-from launcher.ops.record.verdict import CLI_DONE
 from launcher.ops.reports.data import report_data, seconds_text
-from launcher.ops.reports.files import write_report
+from launcher.ops.reports.report import write_report
 from launcher.ops.run_dir import create
+from launcher.ops.views import LiveView, PlainView, View
+from launcher.record import timeline
+from launcher.record.status import TrainingStatus
 
 JOB = Path(__file__).with_name("demo.yaml")
 CORPUS_BYTES = 4_000_000
-FAULTS = ("kill-node:2@19", "kill-coordinator@35", "kill-node:3@51", "return-node@61")
-"""The last one early enough that the node, which must start first, joins well before the end."""
+FAULTS = ("kill-node:2@19", "kill-coordinator@35", "kill-coordinator@51", "return-node@61")
+"""Whichever node coordinates, three are killed. The last fault is early enough that the node, which
+must start first, joins well before the end."""
 UNDISTURBED_NODES = (4, 2, 1)
 """Different layouts add the same numbers in different orders."""
 
@@ -71,26 +71,16 @@ class Stage:
         self.console.print(f"\n[bold]{text}[/bold]")
 
 
-class UntilStep:
-    """A view that asks for the end once `step` is done, twice: no need to save."""
+class UntilStep(View):
+    """Draws nothing, and asks for the end once `step` is done, twice: no need to save."""
 
     def __init__(self, step: int, interrupts: Interrupts) -> None:
         self._step, self._interrupts = step, interrupts
 
-    def __enter__(self) -> Self:
-        """Draw nothing."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Draw nothing."""
-
-    def update(self, progress: Progress, lines: list[str]) -> None:  # noqa: ARG002
+    def update(self, status: TrainingStatus, lines: list[str]) -> None:  # noqa: ARG002
         """Look whether it is enough."""
-        if progress.step >= self._step and progress.state == "training":
+        if status.step >= self._step and status.state == "training":
             self._interrupts.count = 2
-
-    def note(self, text: str) -> None:
-        """Say nothing."""
 
 
 def write_corpus(path: Path) -> int:
@@ -113,7 +103,7 @@ def train(
     nodes: int,
     faults: Sequence[str] = (),
     sets: Sequence[str] = (),
-) -> Outcome:
+) -> AttemptResult:
     """Run the demo's job on `nodes` nodes to its end.
 
     Raises:
@@ -128,8 +118,9 @@ def train(
         stamp=name,
     )
     outcome = execute(prepared, interrupts=Interrupts(), view=stage.view())
-    if outcome.verdict.cli_code != CLI_DONE:
-        raise DemoError(f"the run {outcome.run_dir} did not finish:\n{outcome.verdict.text}")
+    if outcome.code != 0:
+        why = "\n".join(outcome.why.lines())
+        raise DemoError(f"the run {outcome.run_dir} did not finish:\n{why}")
     return outcome
 
 
@@ -139,7 +130,7 @@ def curve_of(events: Sequence[Event]) -> dict[int, float]:
     return {done.step: done.loss for done in counted if done.loss is not None}
 
 
-def transitions(outcome: Outcome) -> list[tuple[str, int]]:
+def transitions(outcome: AttemptResult) -> list[tuple[str, int]]:
     """Return (what changed, step whose state the new epoch started from)."""
     spans = timeline.epochs(outcome.events)
     found = []
@@ -147,7 +138,7 @@ def transitions(outcome: Outcome) -> list[tuple[str, int]]:
         if after.resume_step is None:
             continue  # it ended before it had begun
         nodes = f"{len(before.members)} → {len(after.members)} nodes"
-        what = f"{nodes}, {before.layout} → {after.layout}"
+        what = f"{nodes}, {layout_label(before.layout)} → {layout_label(after.layout)}"
         found.append((what, after.resume_step))
     return found
 
@@ -166,7 +157,7 @@ def newest_commit(run_dir: Path, step: int) -> Commit:
     return max(fitting, key=lambda commit: commit.step)
 
 
-def one_process(stage: Stage, source: Outcome, step: int) -> dict[int, float]:
+def one_process(stage: Stage, source: AttemptResult, step: int) -> dict[int, float]:
     """Return the losses of one process, without any parallelism, around `source`'s `step`.
 
     It starts from the checkpoint before: the transition itself went through memory.
@@ -207,7 +198,7 @@ def source_checkpoints(job_json: str) -> str:
     return TrainConfig.from_json(job_json).checkpoint.dir
 
 
-def show_what_happened(console: Console, outcome: Outcome) -> None:
+def show_what_happened(console: Console, outcome: AttemptResult) -> None:
     """Print failures and layouts of the disturbed run."""
     summary = outcome.summary
     table = Table("failure", "node", "after step", "detected", "recovered", "steps redone")
@@ -228,7 +219,7 @@ def show_what_happened(console: Console, outcome: Outcome) -> None:
     table = Table("steps", "layout", "nodes")
     for entry in summary["layouts"]:
         steps = f"{entry['from_step']} to {entry['to_step']}"
-        table.add_row(steps, entry["layout"], " ".join(entry["nodes"]))
+        table.add_row(steps, layout_label(entry["layout"]), " ".join(entry["nodes"]))
     console.print(table)
     console.print(
         f"samples lost {summary['samples_lost']}, repeated {summary['samples_repeated']}; "
@@ -298,7 +289,7 @@ def demo(stage: Stage) -> bool:
     stage.console.print(text, highlight=False)
     draw(stage, disturbed, undisturbed, text)
     stage.console.print(f"[dim]{time.monotonic() - began:.0f} s in all[/dim]")
-    layouts = {entry["layout"] for entry in disturbed.summary["layouts"]}
+    layouts = {layout_label(entry["layout"]) for entry in disturbed.summary["layouts"]}
     stage.console.print(f"{len(layouts)} layouts: {', '.join(sorted(layouts, reverse=True))}")
     complete = len(nears) >= len(FAULTS) and disturbed.summary["samples_lost"] in (0, None)
     complete = complete and len(layouts) >= 3
@@ -308,7 +299,9 @@ def demo(stage: Stage) -> bool:
     return complete and whole.ok and all(item.ok for item in nears)
 
 
-def draw(stage: Stage, disturbed: Outcome, undisturbed: dict[str, Curve], agreement: str) -> None:
+def draw(
+    stage: Stage, disturbed: AttemptResult, undisturbed: dict[str, Curve], agreement: str
+) -> None:
     """Write report.html and report.png, and say where they are."""
     data = report_data(
         disturbed.events,

@@ -1,13 +1,13 @@
 """What programs may use of the launcher: load, plan, render, submit.
 
-    from launcher import load_job, plan, render, submit
+    from launcher.api import load_job, plan, render, submit
 
     job = load_job("job.yaml", ["train.steps=500"])
-    print(plan(job).ladder.rungs[0].layout)
+    print(plan(job).ladder.rungs[0].layout.label)
     print(render(job, to="slurm")["job.sbatch"])
     submitted = submit("job.yaml", to="slurm")
 
-Mistakes of the job file are a launcher.errors.UserError, with all of them in `problems`.
+Problems of the job file are a launcher.errors.UserError, with all of them in `problems`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Whether to retry is a type, never a flag or a text. Our own invariants are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from launcher.codes import WARNINGS
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a mistake is: file (or the --set that made it), line from 1, key."""
+    """Where a problem is: file (or the --set that made it), line from 1, key."""
 
     file: str = ""
     line: int | None = None
@@ -33,7 +34,7 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: its code, where it is, and a message with values and way out."""
+    """One error in a job file or on a command line: code, place, message with values and fix."""
 
     code: str
     where: Where
@@ -41,7 +42,7 @@ class Problem:
 
     @property
     def is_warning(self) -> bool:
-        """Whether the job may go on nevertheless."""
+        """Whether the job may continue nevertheless."""
         return self.code in WARNINGS
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ class HoldfastError(Exception):
 
 
 class UserError(HoldfastError):
-    """The user's input is wrong; `problems` has every mistake found, at least one."""
+    """The user's input is wrong; `problems` has every problem found, at least one."""
 
     def __init__(self, code: str, message: str, *, where: Where = NOWHERE) -> None:
         """Make an error of one problem; `many` makes one of several."""
@@ -117,3 +118,17 @@ class TemporaryError(PlatformError):
 
 class PermanentError(PlatformError):
     """The same call will fail again: do not retry."""
+
+
+@contextmanager
+def writing(what: object, fix: str = "make room, or grant the permission") -> Iterator[None]:
+    """Say of an OSError that `what`, something of the run, cannot be written, and how to fix it.
+
+    Raises:
+        UserError: HF612.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError("HF612", f"{what} cannot be written: {reason}; {fix}") from error

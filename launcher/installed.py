@@ -22,23 +22,23 @@ def installed_version() -> str:
         return ""
 
 
-def install_line(extra: str) -> str:
-    """Return the command that installs what an extra of this distribution names.
+def install_line(extra: str = "") -> str:
+    """Return the command that installs this distribution with what one of its extras names.
 
     Where the distribution is installed, from a wheel or a checkout, its name is enough: pip then
     looks for no other.
     """
     what = DISTRIBUTION if installed_version() else Path(__file__).parents[1]
-    return f"pip install {shlex.quote(f'{what}[{extra}]')}"
+    return f"pip install {shlex.quote(f'{what}[{extra}]' if extra else str(what))}"
 
 
-def need(what: str, *packages: str, extra: str) -> None:
+def need(what: str, *packages: str, extra: str = "") -> None:
     """Check that packages can be imported.
 
     Args:
         what: what needs them, for the message.
         packages: their names.
-        extra: the extra of this distribution that has them.
+        extra: the extra of this distribution that has them; none: it needs them itself.
 
     Raises:
         UserError: HF632 one is not there.

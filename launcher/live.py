@@ -1,4 +1,4 @@
-"""What only a look at this machine can tell: paths, permissions. Reads, writes nothing."""
+"""What only a look at this machine can show: paths, permissions. Reads, writes nothing."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     path = Path(resolve(spec.data.path, base_dir))
-    mistake = _bad_pair(path) if spec.data.format == "megatron" else _bad_corpus(path)
-    if mistake:
-        yield spec.problem(mistake[0], "data.path", mistake[1])
+    problem = _bad_pair(path) if spec.data.format == "megatron" else _bad_corpus(path)
+    if problem:
+        yield spec.problem(problem[0], "data.path", problem[1])
     if spec.data.tokenizer != "bytes":
         tokenizer = Path(resolve(spec.data.tokenizer, base_dir))
-        mistake = _unreadable(tokenizer)
-        if mistake:
-            yield spec.problem(mistake[0], "data.tokenizer", mistake[1])
+        problem = _unreadable(tokenizer)
+        if problem:
+            yield spec.problem(problem[0], "data.tokenizer", problem[1])
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:
     """Return (code, message) when `path` is no file or folder with something in it."""
-    mistake = _unreadable(path)
-    if mistake:
-        return mistake
+    problem = _unreadable(path)
+    if problem:
+        return problem
     if path.is_dir() and next(path.iterdir(), None) is None:
         return "HF203", f"{path} is empty; put the corpus there"
     if path.is_file() and path.stat().st_size == 0:
@@ -62,18 +62,18 @@ def _bad_pair(path: Path) -> tuple[str, str] | None:
     except OSError as error:
         return "HF202", f"{path} cannot be looked at: {error.strerror}"
     if is_folder:
-        mistake = _unreadable(path)
-        found = [] if mistake else _prefixes(path)
+        problem = _unreadable(path)
+        found = [] if problem else _prefixes(path)
         if len(found) != 1:
             names = ", ".join(each.name for each in found[:4]) or "none"
             message = (
                 f"{path} holds {len(found)} Megatron datasets ({names}), a folder must hold one "
                 "pair of .bin and .idx; name one by its prefix"
             )
-            return mistake or ("HF203", message)
+            return problem or ("HF203", message)
         prefix = found[0]
     elif not there:
-        return "HF201", f"{prefix}.bin and {prefix}.idx do not exist; mend the path"
+        return "HF201", f"{prefix}.bin and {prefix}.idx do not exist; fix the path"
     files = [Path(f"{prefix}{suffix}") for suffix in _PAIR]
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -90,7 +90,7 @@ def _unreadable(path: Path) -> tuple[str, str] | None:
     """Return (code, message) when `path` cannot be read."""
     try:
         if not path.exists():
-            return "HF201", f"{path} does not exist; create it, or mend the path"
+            return "HF201", f"{path} does not exist; create it, or fix the path"
     except OSError as error:  # a parent that may not be searched, a name too long
         return "HF202", f"{path} cannot be looked at: {error.strerror}"
     wanted = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
@@ -120,16 +120,16 @@ def _script(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
     folder, command = Path(resolve(spec.code.dir, base_dir)), split_command(spec.command)
     path = folder / command.target
     if not folder.is_dir():
-        message = f"{folder} is not a folder; mend the path, the command runs in it"
+        message = f"{folder} is not a folder; fix the path, the command runs in it"
         yield spec.problem("HF201", "code.dir", message)
     elif command.kind == "script":
-        mistake = _unreadable(path)
+        problem = _unreadable(path)
         if path.is_dir():
-            mistake = ("HF201", f"{path} is a folder; name the script")
-        if mistake:
-            yield spec.problem(mistake[0], "command", mistake[1])
+            problem = ("HF201", f"{path} is a folder; name the script")
+        if problem:
+            yield spec.problem(problem[0], "command", problem[1])
     elif command.kind == "command":
         name = str(path) if "/" in command.target else command.target
         if shutil.which(name) is None:
-            message = f"{name} is no executable here; mend the name, or leave --no-python out"
+            message = f"{name} is not an executable here; fix the name, or leave --no-python out"
             yield spec.problem("HF201", "command", message)

@@ -15,7 +15,7 @@ FETCHED: Final = ("attempts", "board", "events", "ledger", "logs")
 GROWING: Final = ("events", "ledger", "logs")
 """Those whose files only grow, so that their ends are enough."""
 END: Final = ".holdfast-end"
-"""Name of the last member of an answer: it is whole."""
+"""Name of the last member of a tar: it is whole."""
 OFFSET: Final = "HOLDFAST.offset"
 """Pax header: byte of the file where the member begins."""
 INODE: Final = "HOLDFAST.inode"
@@ -24,11 +24,6 @@ MTIME: Final = "HOLDFAST.mtime"
 """Pax header: nanoseconds since 1970."""
 IN_USE: Final = 3
 """Exit code of `put`: there is a run in that folder already."""
-
-
-def frame(data: bytes) -> bytes:
-    """Return `data` with its length before it, in 8 bytes."""
-    return len(data).to_bytes(8, "big") + data
 
 
 def safe_parts(name: str, folders: Sequence[str] = ()) -> tuple[str, ...]:

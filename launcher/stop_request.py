@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launcher.whole_file import write_json
+from elastic_trainer.fresh_look import look_afresh
+from launcher.atomic_file import write_json
 
 STOP_JSON = "stop.json"
 """Its name in the run directory."""
@@ -32,6 +33,7 @@ def ask(run_dir: Path, *, why: str, t_unix: float) -> None:
 
 def asked(run_dir: Path) -> bool:
     """Return whether the run is to stay stopped."""
+    look_afresh(run_dir)
     return (run_dir / STOP_JSON).exists()
 
 

@@ -14,6 +14,8 @@ from launcher.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.backends.base import Backend
+    from launcher.jobspec.spec import JobSpec
+    from launcher.planning.search import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class Target:
 
     renderer: str
     backend: str
+    checker: str | None = None
+    """None: there is nothing to check but the job file."""
+    kind: str | None = None
+    """What the checker calls it, where several targets share one."""
     sweep_renderer: str | None = None
     """None: it has no arrays."""
     sees_other_paths: bool = False
@@ -39,6 +45,21 @@ class Target:
         renderer: Callable[..., dict[str, str]] = _load(self.renderer)
         return renderer
 
+    def check(self, spec: JobSpec, plan: Plan, **places: Any) -> None:
+        """Check what the renderer would refuse; nothing is rendered.
+
+        Args:
+            spec: the checked job.
+            plan: its plan.
+            places: run_id, run_dir and base_dir, as the renderer's.
+
+        Raises:
+            UserError: what the renderer would raise.
+        """
+        if self.checker is not None:
+            kind = {} if self.kind is None else {"kind": self.kind}
+            _load(self.checker)(spec, plan, **kind, **places)
+
     def load_sweep_renderer(self) -> Callable[..., dict[str, str]] | None:
         """Return the function ([(spec, plan), …], *, …as the renderer) -> Bundle, if there is one.
 
@@ -55,9 +76,15 @@ class Target:
         return backend
 
 
-def _on_kubernetes(renderer: str) -> Target:
-    backend = "launcher.backends.kubernetes.backend:KubernetesBackend"
-    return Target(renderer, backend, sees_other_paths=True, exclude="kubernetes.exclude")
+def _on_kubernetes(kind: str) -> Target:
+    return Target(
+        f"launcher.render.{kind}:render_{kind}",
+        "launcher.backends.kubernetes.backend:KubernetesBackend",
+        checker="launcher.render.kubernetes_objects:check_pods",
+        kind=kind,
+        sees_other_paths=True,
+        exclude="kubernetes.exclude",
+    )
 
 
 TARGETS: Final[dict[str, Target]] = {
@@ -67,13 +94,12 @@ TARGETS: Final[dict[str, Target]] = {
     "slurm": Target(
         "launcher.render.sbatch:render_slurm",
         "launcher.backends.slurm.backend:SlurmBackend",
-        "launcher.render.sbatch:render_sweep",
+        checker="launcher.render.sbatch:check_slurm",
+        sweep_renderer="launcher.render.sbatch:render_sweep",
         nodes_return=False,  # --no-kill gives a node away for good
         exclude="slurm.exclude",
     ),
-    "pytorchjob": _on_kubernetes("launcher.render.pytorchjob:render_pytorchjob"),
-    "jobset": _on_kubernetes("launcher.render.jobset:render_jobset"),
-    "trainjob": _on_kubernetes("launcher.render.trainjob:render_trainjob"),
+    **{kind: _on_kubernetes(kind) for kind in ("pytorchjob", "jobset", "trainjob")},
 }
 """Platforms by name."""
 
@@ -85,7 +111,7 @@ def target_named(name: str) -> Target:
         UserError: HF206: there is none.
     """
     if name not in TARGETS:
-        raise UserError("HF206", f"{name} is no target; use {', '.join(TARGETS)}")
+        raise UserError("HF206", f"{name} is not a target; use {', '.join(TARGETS)}")
     return TARGETS[name]
 
 

@@ -17,7 +17,7 @@ if [[ ! -e $venv/ready || pyproject.toml -nt $venv/ready || constraints.txt -nt 
 fi
 echo "checkpoints on Python $version"
 PATH=$PWD/$venv/bin:$PATH exec "$venv/bin/python" -m pytest -p no:cacheprovider \
-  tests/unit/elastic_trainer/test_{checkpoint_state,checkpoint_manager,raw_read,hf_convert}.py \
+  tests/unit/elastic_trainer/test_{checkpoint_state,checkpoint_manager,hf_convert}.py \
   tests/unit/launcher/test_checkpoints.py \
-  tests/cluster/test_{start_from,checkpoint_reshard}.py \
-  tests/cluster/test_run.py::test_ctrl_c_saves_and_resume_goes_on
+  tests/cluster/test_{start_from,checkpoint_saves}.py \
+  tests/cluster/test_run.py::test_after_ctrl_c_and_after_the_launchers_death_the_run_goes_on

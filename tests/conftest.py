@@ -1,4 +1,8 @@
-"""For all tests. Hypothesis measures no time: on a busy machine that says nothing of the code."""
+"""For all tests. Hypothesis measures no time: on a busy machine that says nothing of the code.
+
+Properties are tried with 25 examples in `make test`, with 200 in `make chaos`
+(`--hypothesis-profile chaos`). A test that needs more says how many times as many.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from order import dealt
 
-settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+for _profile, _examples in (("holdfast", 25), ("chaos", 200)):
+    settings.register_profile(
+        _profile,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
 settings.load_profile("holdfast")
 
 gc.disable()  # what is imported stays, and is a million objects to look at

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-SECONDS = {"tests/slurm/": 12.0, "tests/kubernetes/": 4.0, "tests/cluster/": 3.0}
+SECONDS = {"tests/slurm/": 20.0, "tests/kubernetes/": 20.0, "tests/cluster/": 4.0}
 """About how long a test takes there, by the beginning of its file's path."""
 SHARED = ("tests/slurm/", "tests/kubernetes/")
 """One cluster serves all tests of such a folder; elsewhere fixtures are shared in a file."""

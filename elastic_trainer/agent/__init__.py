@@ -1,1 +1,1 @@
-"""The node agent: membership, boards, and the care of workers. Never imports the trainer."""
+"""The node agent: membership, and the workers of a node. Never imports the trainer."""

@@ -1,4 +1,20 @@
-"""HoldfastAgent: one per node; turns membership's notices into running workers."""
+"""HoldfastAgent: one per node; turns membership's notices into running workers.
+
+A torchelastic agent: WorkerSpec, the rendezvous handler in it (the one that torchrun gets by
+`--rdzv-backend holdfast`), WorkerGroup, RunResult, error files, events and metrics are
+torchelastic's. Its base is ElasticAgent and not SimpleElasticAgent, whose loop it could not keep:
+
+- `_rendezvous` blocks the loop: it connects to the store and waits there for the first node's
+  answer before any worker is started. Should a node die meanwhile, nobody hears of the abort until
+  a time-out. Here an epoch is a notice that has the ranks in it, and so is its abort.
+- `_invoke_run` polls, restarts by a count of its own, joins other nodes' restarts by
+  `num_nodes_waiting`, and ends in a barrier on a store whose node may be dead. Zygote, coordinator
+  and heartbeats are waited for in one select; the coordinator counts, for the whole job.
+- `_construct_event` asks the name service for the machine's name at every event: ten seconds each
+  where none answers.
+
+With these overridden nothing but `__init__` and `get_worker_group` would be left of it.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +22,20 @@ import os
 import select
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import (
     ElasticAgent,
-    RunResult,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.membership.cause import gather
+from elastic_trainer.agent.membership.attribution import gather
+from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -29,23 +46,27 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     ShowWorkers,
     StopAsked,
+    WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
     WorkersReady,
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted, ZygoteLost
-from elastic_trainer.agent.stop_signals import REPEATABLE, SAVE, StopSignals
-from elastic_trainer.agent.wire.waker import Waker
-from elastic_trainer.agent.workers.ends import describe, failure_of, log_exit, process_failure
-from elastic_trainer.agent.workers.environment import group_rank_of
-from elastic_trainer.agent.workers.launches import launches_of
-from elastic_trainer.agent.workers.lookout import Lookout
-from elastic_trainer.agent.workers.reporter import Reporter
-from elastic_trainer.agent.workers.running import Running
+from elastic_trainer.agent.stop_signals import REPEATABLE, SAVE, StopSignals, Waker
+from elastic_trainer.agent.workers.environment import launches_of
+from elastic_trainer.agent.workers.group import (
+    JobResult,
+    Telemetry,
+    assign_ranks,
+    group_rank_of,
+    process_failure,
+)
+from elastic_trainer.agent.workers.hang_monitor import HangMonitor
+from elastic_trainer.agent.workers.reporter import Reporter, Running
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig, Membership
-from elastic_trainer.agent.workers.workers import Workers, has_run
+from elastic_trainer.agent.workers.settings import AgentConfig, Membership, SnapshotKeeper
+from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
@@ -59,13 +80,13 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
 
     Args:
         config: see there.
-        spec: torchelastic's description of the workers, for `get_worker_group`.
+        spec: the workers, as torchelastic has it. Its rendezvous handler is a `Membership`, closed
+            at the end of `run`; `waker.wake` must be called when it has a notice.
         workers: starts and kills them; closed at the end of `run`.
-        membership: started and closed by `run`. Its notifications must call `waker.wake`.
         waker: wakes the loop.
         log: the agent's events.
         scripts: what is done for scripts of others.
-        free_snapshots: lets go of the snapshots of epochs before the one it is called with.
+        keeper: of the node's snapshots; None: it keeps none.
         clock: monotonic seconds.
     """
 
@@ -75,19 +96,20 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         spec: WorkerSpec,
         *,
         workers: Workers,
-        membership: Membership,
         waker: Waker,
         log: EventLog,
         scripts: Scripts | None = None,
-        free_snapshots: Callable[[int], None] = lambda _: None,
+        keeper: SnapshotKeeper | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._workers, self._membership = config, workers, membership
+        self._config, self._workers = config, workers
+        self._membership: Membership = spec.rdzv_handler
         self._waker, self._log, self._clock = waker, log, clock
-        self._free_snapshots = free_snapshots
-        self._scripts = scripts or Scripts(workers.task, {}, log)
+        self._keeper = keeper
+        self._scripts = scripts or Scripts(workers.task, log)
         self._group = WorkerGroup(spec)
-        self._reporter = Reporter(config, workers, membership, log, clock)
+        self._telemetry = Telemetry(self._group, config.me.host, clock)
+        self._reporter = Reporter(config, workers, self._membership, log, clock)
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
@@ -95,57 +117,67 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         self._urgings = 0
         self._asked: set[type] = set()
         """Of StopAsked and LeaveAsked, what was reported."""
-        self._told_ready = self._left = False
-        self._error = ""
-        self._result: JobStopped | None = None
+        self._reported_ready = self._left = False
+        self._stopped: JobStopped | None = None
         self._failures: dict[int, ProcessFailure] = {}
-
-    @property
-    def exit_code(self) -> int:
-        """What the process should exit with, once `run` has returned."""
-        return 1 if self._result is None else self._result.code
+        self._succeeded: list[int] = []
+        """Ranks of this node that failed and that ended well in the newest epoch."""
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """Return torchelastic's view of this node's workers."""
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         return self._group
 
-    def run(self, role: str = "default") -> RunResult:
+    def run(self, role: str = "default") -> JobResult:
         """Serve until the job stops; then return what became of this node's workers."""
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
         self._log.emit(
             "agent.started", pid=os.getpid(), host=me.host, address=me.address, port=me.port
         )
+        code, reason = 1, ""
         with self._signals:
             try:
-                self._membership.start()
-                while self._result is None:
+                while self._stopped is None:
                     self._tell_once_warm()
                     self._turn()
+                code, reason = self._stopped.code, self._stopped.reason
             except BaseException as error:
-                self._error = f"{type(error).__name__}: {error}"
+                reason = f"error: {type(error).__name__}: {error}"
+                self._telemetry.crashed(traceback.format_exc())
                 raise
             finally:
-                # Also after an error of ours: a node must not go on without its agent.
+                # Also after an error of ours: a node must not continue without its agent.
                 self._kill_workers("the agent ends")
                 self._workers.close()
                 self._scripts.close()
                 self._reporter.close()
-                reason = self._result.reason if self._result else f"error: {self._error}"
-                self._log.emit("agent.exit", code=self.exit_code, reason=reason)
                 self._membership.close()
-        failed = self.exit_code not in {EXIT_DONE, EXIT_SAVED}
-        state = WorkerState.FAILED if failed else WorkerState.SUCCEEDED
-        self._group.state = state
-        return RunResult(state=state, failures=self._failures if failed else {})
+                if self._stopped is not None and self._stopped.serves:
+                    self._serve_snapshots()
+                self._log.emit("agent.exit", code=code, reason=reason)
+                result = self._result(code)
+                if self._stopped is not None:
+                    self._telemetry.ended(result)
+                self._telemetry.close()
+        return result
+
+    def _result(self, code: int) -> JobResult:
+        failed = code not in {EXIT_DONE, EXIT_SAVED}
+        self._group.state = WorkerState.FAILED if failed else WorkerState.SUCCEEDED
+        return JobResult(
+            state=self._group.state,
+            return_values=dict.fromkeys(self._succeeded),
+            failures=self._failures if failed else {},
+            code=code,
+        )
 
     # -- the loop -------------------------------------------------------------------------
 
     def _tell_once_warm(self) -> None:
         """Say when workers can be forked: until then no epoch waits for this node."""
-        if not self._told_ready and self._workers.ready:
-            self._told_ready = True
+        if not self._reported_ready and self._workers.ready:
+            self._reported_ready = True
             self._membership.report(WorkersReady())
 
     def _turn(self) -> None:
@@ -158,9 +190,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         select.select(watched, [], [], max(0.0, timeout_s))
         self._waker.drain()
         self._serve_signals()
-        while self._result is None and (notice := self._membership.notice(0.0)) is not None:
+        while self._stopped is None and (notice := self._membership.notice(0.0)) is not None:
             self._serve_notice(notice)
-        if self._result is None and not self._left:
+        if self._stopped is None and not self._left:
             self._serve_workers()
             self._look_at_heartbeats()
 
@@ -182,7 +214,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                     self._scripts.ask(notice.request, self._clock())
                     self._forgive(self._epoch)
             case JobStopped():
-                self._result = notice
+                self._stopped = notice
 
     def _form(self, formed: EpochFormed) -> None:
         if formed.epoch <= self._newest:
@@ -194,10 +226,12 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return  # a spare, or not fit for any more
         self._log.epoch = formed.epoch
         begin = self._clock()
-        launches = self._scripts.begin(formed, launches_of(formed, config))
-        lookout = Lookout(config, self._workers, self._clock)
-        self._epoch = Running(formed, lookout, begin)
-        describe(self._group, formed, me, launches)
+        assign_ranks(self._group, formed, me)
+        self._failures, self._succeeded = {}, []
+        self._telemetry.formed(formed.epoch)
+        launches = self._scripts.begin(formed, launches_of(self._group, formed, config))
+        monitor = HangMonitor(config, self._workers, self._clock)
+        self._epoch = Running(formed, monitor, begin)
         self._workers.launch(formed.epoch, launches)
 
     # -- workers --------------------------------------------------------------------------
@@ -221,7 +255,9 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
         if epoch is None:
             return
         self._reporter.started(started)
-        self._group.workers[started.local_rank].id = started.pid
+        worker = self._group.workers[started.local_rank]
+        worker.id = started.pid
+        self._telemetry.started(worker)
         epoch.started += 1
         if epoch.started == self._config.workers:
             self._reporter.phase("fork", epoch.fork_begun)
@@ -231,12 +267,13 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
     def _on_exit(self, exited: WorkerExited) -> None:
         exited = replace(exited, beat=self._scripts.since_the_beginning(exited.beat))
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
-        failure = self._scripts.judge(exited, failure)
-        log_exit(self._log, exited, failure)
+        failure = self._scripts.classify(exited, failure)
+        self._reporter.exited(exited, failure)
         if epoch is None:
             return  # its epoch has failed already
         epoch.step = max(epoch.step, exited.beat.step)
         if failure is None:
+            self._succeeded.append(exited.rank)
             self._on_good_end(epoch, exited)
             return
         self._failures[exited.rank] = process_failure(exited)
@@ -309,17 +346,21 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
     def _kill_workers(self, reason: str) -> None:
-        """End the epoch here: no worker of it is alive, or the node has said that it leaves."""
-        if self._epoch is None and not self._workers.alive:
+        """End the epoch here: nothing of its workers is left, or the node said that it leaves."""
+        if self._epoch is None and not self._workers.alive and self._workers.cleared:
             return
         begin, had = self._clock(), self._workers.alive
+        if self._epoch is not None:
+            self._telemetry.down()
         self._epoch = None
         exits, unreapable = self._workers.kill_all(self._config.kill_deadline_s)
         for item in exits:
             exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
-            log_exit(self._log, exited, failure, f"killed by the agent: {reason}" if killed else "")
+            self._reporter.exited(
+                exited, failure, f"killed by the agent: {reason}" if killed else ""
+            )
         if had:
             self._reporter.phase("kill_workers", begin)
         self._leave_if_unreapable(tuple(unreapable))
@@ -353,19 +394,43 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             self._keeper_free(epoch)
         if len(beats) == self._config.workers and all(map(has_run, beats.values())):
             self._now_running(epoch)
-        epoch.lookout.look()
-        if (paced := epoch.lookout.paced(epoch.formed.epoch)) is not None:
+        epoch.monitor.look()
+        if (paced := epoch.monitor.paced(epoch.formed.epoch)) is not None:
             self._membership.report(paced)
-        if epoch.lookout.stalled():
+        if epoch.monitor.stalled():
             self._reporter.show(epoch, stalled=True)
-        if (worst := epoch.lookout.overdue()) is not None:  # nobody blames anybody
+        if (worst := epoch.monitor.overdue()) is not None:  # no coordinator acts
             self._fail(epoch, self._reporter.overdue(epoch, worst))
 
     def _keeper_free(self, epoch: Running) -> None:
         """A snapshot of this epoch is committed: those of older ones are not needed."""
-        if not epoch.freed:
-            epoch.freed = True
-            self._free_snapshots(epoch.formed.epoch)
+        if epoch.freed:
+            return
+        epoch.freed = True
+        if self._keeper is not None:
+            self._keeper.free(epoch.formed.epoch)
+        if group_rank_of(epoch.formed, self._config.me) == 0:
+            self._membership.report(WorkersCommitted(epoch=epoch.formed.epoch))
+
+    def _serve_snapshots(self) -> None:
+        """Stay until the others have committed a snapshot without this node, and freed its own.
+
+        What it holds may be the only one: the copy of a node that has left with it. Whoever gives
+        no more time says so by another signal.
+        """
+        keeper, begun = self._keeper, self._clock()
+        if keeper is None or not keeper.holds_any():
+            return
+        urgings = 2 if self._config.leaves_alone else 1
+        while (
+            (holds := keeper.holds_any())
+            and self._clock() - begun < SERVE_S
+            and self._urgings < urgings
+        ):
+            select.select([self._waker.fileno()], [], [], self._config.tick_s)
+            self._waker.drain()
+            self._urgings += sum(name not in (REPEATABLE, SAVE) for name in self._signals.taken())
+        self._log.emit("snapshot.served", seconds=round(self._clock() - begun, 3), freed=not holds)
 
     def _show_progress(self, epoch: Running, *, last: bool = False) -> None:
         """One node speaks for a script; the trainer speaks for itself."""
@@ -377,6 +442,7 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
             return
         epoch.running = True
         self._zygotes_lost = 0
+        self._telemetry.running()
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
 
     def _serve_signals(self) -> None:
@@ -392,10 +458,10 @@ class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed h
                 self._scripts.agent_signalled()
                 self._membership.report(wish(reason=name))
             if self._urgings > 1:
-                self._result = JobStopped(code=1, reason=f"{name}, again: left without saving")
+                self._stopped = JobStopped(code=1, reason=f"{name}, again: left without saving")
 
     def _ask_for_save(self) -> None:
-        """Have the group save and go on: one worker that asks is enough, wherever it runs."""
+        """Have the group save and continue: one worker that asks is enough, wherever it runs."""
         beats = {} if self._epoch is None else self._workers.beats()
         listens = [b for b in beats.values() if b.listens or self._config.watch_all]
         if listens:

@@ -12,18 +12,17 @@ import dataclasses
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.agent.wire.network import listen
 from elastic_trainer.agent.wire.secret import AuthError
-from elastic_trainer.agent.wire.sockets import listen
+from elastic_trainer.snapshots import mac
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError, TornImageError
-from elastic_trainer.snapshots.image import PAGE, Header, Image, file_name, parse_name
-from elastic_trainer.snapshots.peer import Authenticate
+from elastic_trainer.snapshots.image import NUM_SLOTS, PAGE, Header, Image, file_name, parse_name
 from elastic_trainer.snapshots.room import no_room
-from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
+from elastic_trainer.snapshots.wire import Authenticate, Channel
 
 MAX_CONNECTIONS: Final = 512
 MAX_UNPROVED: Final = 64
@@ -33,6 +32,9 @@ BREATH_S: Final = 0.1
 IDLE_S: Final = 600.0
 """A peer that says nothing for so long is cut off; a writer connects again."""
 _SKIP_BYTES: Final = 1 << 20
+
+_MOST_TIMES: Final = 64
+"""Room for more of one image is not asked for."""
 
 
 class Keeper:
@@ -44,6 +46,7 @@ class Keeper:
         ports: tried in turn; `range(1)` lets the system pick.
         authenticate: called on every new connection; raises when the peer does not prove
             that it belongs to this job.
+        key: of the run's images.
 
     Raises:
         OSError: no port is free.
@@ -56,8 +59,9 @@ class Keeper:
         ports: range = range(1),
         *,
         authenticate: Authenticate,
+        key: bytes,
     ) -> None:
-        self._directory, self._authenticate = directory, authenticate
+        self._directory, self._authenticate, self._key = directory, authenticate, key
         self._listener = listen(address, ports)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -79,6 +83,10 @@ class Keeper:
             parsed = parse_name(path.name)
             if parsed is not None and parsed[1] < before_epoch:
                 path.unlink(missing_ok=True)
+
+    def holds_any(self) -> bool:
+        """Return whether there is an image here that was not freed."""
+        return any(parse_name(path.name) for path in self._directory.iterdir())
 
     def close(self) -> None:
         """End all connections. The directory stays to its owner."""
@@ -128,13 +136,13 @@ class Keeper:
         image: _Kept | None = None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._authenticate(sock)
+            channel = Channel(sock, self._authenticate)
             with self._lock:
                 self._unproved.pop(sock, None)
             sock.settimeout(IDLE_S)
             image = _Kept()
             while True:
-                self._answer(sock, receive_message(sock), image)
+                self._answer(channel, channel.receive(), image)
         except (OSError, EOFError, AuthError, PeerError, ValueError, KeyError, TypeError):
             pass  # gone, or no peer of ours: the socket is all that it costs
         finally:
@@ -145,26 +153,30 @@ class Keeper:
             if image is not None:
                 image.close()
 
-    def _answer(self, sock: socket.socket, message: dict[str, Any], kept: _Kept) -> None:
+    def _answer(self, channel: Channel, message: dict[str, Any], kept: _Kept) -> None:
         match message["op"]:
             case "put":
-                header = Header(**message["header"])
-                send_message(sock, self._take(sock, header, int(message["slot"]), kept))
+                header = Header.from_message(message["header"])
+                slot = _number(message["slot"], NUM_SLOTS)
+                times = _number(message["times"], _MOST_TIMES)
+                channel.send(self._take(channel, header, slot, kept, times))
             case "list":
-                send_message(sock, {"images": self._images()})
+                channel.send({"images": self._images()})
             case "verify":
-                send_message(sock, self._verify(message["file"]))
+                channel.send(self._verify(message["file"]))
             case "get":
-                self._give(sock, message["file"], message["spans"])
+                self._give(channel, message["file"], message["spans"])
             case "free":
-                self.free(int(message["before_epoch"]))
-                send_message(sock, {})
+                self.free(_number(message["before_epoch"], 1 << 63))
+                channel.send({})
             case other:
                 raise PeerError(f"unknown request {other!r:.40}")
 
     # --- requests --------------------------------------------------------------------------
 
-    def _take(self, sock: socket.socket, header: Header, slot: int, kept: _Kept) -> dict[str, Any]:
+    def _take(
+        self, channel: Channel, header: Header, slot: int, kept: _Kept, times: int
+    ) -> dict[str, Any]:
         """Receive the copy of an image; an error is an answer, with the bytes read all the same."""
         try:
             path = self._directory / file_name(
@@ -172,15 +184,14 @@ class Keeper:
             )
             if header.epoch < self._oldest_epoch:
                 raise TornImageError(f"epoch {header.epoch} is over")  # noqa: TRY301
-            image = kept.open(path, header.total_bytes)
+            image = kept.open(path, header.total_bytes, times)
         except (OSError, TornImageError, NoRoomError) as error:
-            _skip(sock, header.total_bytes - PAGE)
+            _skip(channel, header.total_bytes - PAGE)
             return {"error": str(error)}
         image.tear()
         with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
-            receive_into(sock, body)
-        if image.seal(header).crc != header.crc:
-            image.tear()
+            channel.receive_into(body)
+        if not image.take(header, self._key):
             return {"error": "the copy came damaged"}
         return {}
 
@@ -197,27 +208,27 @@ class Keeper:
     def _verify(self, file: str) -> dict[str, Any]:
         try:
             with _opened(self._path(file)) as image:
-                header = image.verify()
+                header = image.verify(self._key)
                 return {"index": [dataclasses.asdict(part) for part in image.index(header)]}
         except (OSError, TornImageError) as error:
             return {"error": f"{file}: {error}"}
 
-    def _give(self, sock: socket.socket, file: str, spans: list[list[int]]) -> None:
+    def _give(self, channel: Channel, file: str, spans: list[list[int]]) -> None:
         try:
             image = Image(self._path(file))
         except (OSError, TornImageError) as error:
-            send_message(sock, {"error": f"{file}: {error}"})
+            channel.send({"error": f"{file}: {error}"})
             return
         try:
             at, end = image.header().payload_at, image.size_bytes
-            if any(a < 0 or n < 0 or at + a + n > end for a, n in spans):
+            if any(at + _number(a, end) + _number(n, end + 1) > end for a, n in spans):
                 raise PeerError(f"{file}: a span outside it")
             with memoryview(image.map) as whole:
                 parts = [whole[at + a : at + a + n] for a, n in spans]
                 try:
-                    send_message(sock, {"crcs": [zlib.crc32(part) for part in parts]})
+                    channel.send({"macs": [mac.seal(self._key, part).hex() for part in parts]})
                     for part in parts:
-                        sock.sendall(part)
+                        channel.sock.sendall(part)
                 finally:
                     for part in parts:
                         part.release()
@@ -226,8 +237,19 @@ class Keeper:
 
     def _path(self, file: str) -> Path:
         if parse_name(file) is None:
-            raise PeerError(f"{file!r:.40} is no image")
+            raise PeerError(f"{file!r:.40} is not an image")
         return self._directory / file
+
+
+def _number(value: Any, limit: int) -> int:
+    """Return a number of a message.
+
+    Raises:
+        PeerError: it is none, negative, or not below `limit`.
+    """
+    if type(value) is not int or not 0 <= value < limit:
+        raise PeerError(f"{value!r:.40} is not a number below {limit}")
+    return value
 
 
 class _Kept:
@@ -236,13 +258,13 @@ class _Kept:
     def __init__(self) -> None:
         self._images: dict[Path, Image] = {}
 
-    def open(self, path: Path, total_bytes: int) -> Image:
+    def open(self, path: Path, total_bytes: int, times: int) -> Image:
         image = self._images.get(path)
         if image is not None and image.size_bytes == total_bytes and path.exists():
             return image
         if image is not None:
             self._images.pop(path).close()
-        if reason := no_room(path.parent, total_bytes):
+        if reason := no_room(path.parent, times * total_bytes):
             raise NoRoomError(reason)
         image = self._images[path] = Image(path, create_bytes=total_bytes)
         return image
@@ -262,9 +284,9 @@ def _opened(path: Path) -> Iterator[Image]:
         image.close()
 
 
-def _skip(sock: socket.socket, num_bytes: int) -> None:
+def _skip(channel: Channel, num_bytes: int) -> None:
     buffer = memoryview(bytearray(min(num_bytes, _SKIP_BYTES)))
     while num_bytes > 0:
         part = buffer[: min(num_bytes, len(buffer))]
-        receive_into(sock, part)
+        channel.receive_into(part)
         num_bytes -= len(part)

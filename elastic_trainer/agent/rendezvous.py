@@ -1,10 +1,11 @@
-"""Plain `torchrun --rdzv-backend holdfast`: our membership behind torchelastic's interface.
+"""The one rendezvous handler, of torchrun's agent and of ours: a node's place in the membership.
 
-torchrun keeps its own agent, which polls and counts restarts by itself; it gains fast
-rendezvous, a store that no single node's death takes away, and a job that goes on when
-the first node dies. `--rdzv-endpoint` is the board's directory on shared storage; a
-`--rdzv-id` is used once, as with torchrun's own back ends. `--rdzv-conf` takes
-join_timeout, heartbeat, dead_after (seconds), address and ports (low-high).
+Ours (`agent.py`) takes notices as they come and answers with reports. torchrun's, by
+`torchrun --rdzv-backend holdfast`, polls torchelastic's interface and counts restarts by itself; it
+gains fast rendezvous, a store that no single node's death takes away, and a job that continues when
+the first node dies. There `--rdzv-endpoint` is the board's directory on shared storage; a
+`--rdzv-id` is used once, as with torchrun's own back ends. `--rdzv-conf` takes join_timeout,
+heartbeat, dead_after (seconds), address and ports (low-high).
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -27,7 +29,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
@@ -36,103 +37,181 @@ from elastic_trainer.agent.membership.notices import (
     JobStopped,
     Member,
     Notice,
+    Report,
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
 )
 from elastic_trainer.agent.wire.addresses import local_address
 from elastic_trainer.agent.wire.client import MembershipClient
-from elastic_trainer.agent.wire.reactor import Reactor
-from elastic_trainer.agent.wire.secret import Badge, make_secret
+from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
+from elastic_trainer.agent.wire.secret import Badge, Secret, make_secret
 from elastic_trainer.agent.wire.store import EpochStore, parse_ports
-from elastic_trainer.agent.wire.transport import Endpoint
+from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.board.state import Board
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.ladder import Ladder
 
+BACKEND = "holdfast"
+"""For torchrun's --rdzv-backend."""
+_ARRIVED = "holdfast/arrived"
+_ARRIVE_POLL_S = 0.1
+_STORE_WAIT = timedelta(seconds=60)
 LEAVE_S = 5.0
 """How long a finished agent waits for the others before it leaves."""
 
 
 def create_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the creator, as torchelastic's `torchrun.handlers` entry points want it."""
-    return HoldfastRendezvous.from_parameters
+    return of_torchrun
 
 
-class HoldfastRendezvous(RendezvousHandler):
-    """One node's handler; torchelastic's agent calls it from one thread."""
+def of_torchrun(params: RendezvousParameters) -> HoldfastRendezvous:
+    """Join the job that torchrun's `params` describe.
 
-    def __init__(
-        self,
-        client: MembershipClient,
-        me: Member,
-        run_id: str,
-        close: Callable[[], None],
-        crashes: list[BaseException],
-    ) -> None:
-        self._client, self._me, self._run_id, self._close = client, me, run_id, close
-        self._crashes = crashes
-        """What ended the network's thread; torchelastic is told at its next call."""
-        self._formed: EpochFormed | None = None
-        self._aborted = False
-        self._asked_to_grow = False
-        self._stopped: JobStopped | None = None
-        self._client.start()
-
-    @classmethod
-    def from_parameters(cls, params: RendezvousParameters) -> HoldfastRendezvous:
-        """Join the job that `params` describe.
-
-        Raises:
-            ValueError: the endpoint is missing or a number is not one.
-            SecretError: HF520 the secret beside the board must not be used.
-        """
-        if not params.endpoint:
-            raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
-        address = params.get("address") or params.local_addr or local_address()
-        ports = parse_ports(params.get("ports"))
-        crashes: list[BaseException] = []
-        reactor = Reactor(crashed=crashes.append)
-        board = Path(params.endpoint) / params.run_id
-        badge = Badge(make_secret(board), "agents", params.run_id)
-        endpoint = Endpoint(reactor, address, ports, badge=badge)
-        reactor.start()
-        store = EpochStore(address, ports)
-        node = f"{socket.gethostname()}:{endpoint.port}"
-        me = Member(
-            agent_id=uuid.uuid4().hex,
-            node=node,
-            host=node,  # several agents of one machine are nodes of their own
-            address=address,
-            port=endpoint.port,
-            workers=1,
-        )
-        client = MembershipClient(
-            me=me,
+    Raises:
+        ValueError: the endpoint is missing or a number is not one.
+        SecretError: HF520 the secret beside the board must not be used.
+    """
+    if not params.endpoint:
+        raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
+    board = Path(params.endpoint) / params.run_id
+    return HoldfastRendezvous(
+        Place(
+            address=params.get("address") or params.local_addr or local_address(),
+            ports=parse_ports(params.get("ports")),
+            run_id=params.run_id,
             job=params.run_id,
+            secret=make_secret(board),
             settings=Settings(
-                rung_nodes=tuple(range(params.max_nodes, params.min_nodes - 1, -1)),
-                expected_nodes=params.max_nodes,
+                ladder=Ladder.data_parallel(
+                    max_nodes=params.max_nodes, min_nodes=params.min_nodes, workers=1
+                ),
                 join_timeout_s=float(params.get("join_timeout", 600)),
                 heartbeat_s=float(params.get("heartbeat", 1)),
                 dead_after_s=float(params.get("dead_after", 5)),
             ),
-            board=open_board(board, os.environ.get(BOARD_VARIABLE)),
-            endpoint=endpoint,
-            reactor=reactor,
-            open_store=store.open,
-            log=lambda _event, _epoch, _fields: None,
+        ),
+        board=open_board(board, os.environ.get(BOARD_VARIABLE)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a node joins, and as what."""
+
+    address: str
+    """Numeric, told to peers."""
+    ports: range
+    """To listen on."""
+    run_id: str
+    job: str
+    """Id of this submission, the same on every node of it."""
+    secret: Secret
+    settings: Settings
+    node: str | None = None
+    """None: the machine and the port, for several agents of one machine are nodes of their own."""
+    host: str | None = None
+    """The machine; None: called as the node."""
+    workers: int = 1
+    """Healthy accelerators."""
+    snapshot_port: int = 0
+    """Of the node's keeper; 0: none."""
+    domain: str = ""
+    """The node's failure domain; empty: unknown."""
+    ready: bool = True
+    """Workers can start at once; else `WorkersReady` follows."""
+    readmit: bool = False
+    """Come back although the job has excluded this node."""
+
+
+def _no_log(_event: str, _epoch: int | None, _fields: dict[str, Any]) -> None:
+    pass
+
+
+class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch is not typed here
+    """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
+
+    Args:
+        place: see there.
+        board: of the job.
+        log: puts an event on record: its name, its epoch, its fields.
+        notify: called, on another thread, when there is a notice.
+        crashed: what to do when the network's thread has crashed; None: the next call raises.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        board: Board,
+        log: Callable[[str, int | None, dict[str, Any]], None] = _no_log,
+        notify: Callable[[], None] = lambda: None,
+        crashed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._run_id = place.run_id
+        self._crashes: list[BaseException] = []
+        self._network = NetworkThread(crashed=crashed or self._crashes.append)
+        badge = Badge(place.secret, "agents", place.run_id)
+        endpoint = Endpoint(self._network, place.address, place.ports, badge=badge)
+        self._network.start()
+        self._store = EpochStore(place.address, place.ports)
+        node = place.node or f"{socket.gethostname()}:{endpoint.port}"
+        self.me = Member(
+            agent_id=f"{node}-{os.getpid()}-{os.urandom(4).hex()}",
+            node=node,
+            host=place.host or node,
+            address=place.address,
+            port=endpoint.port,
+            workers=place.workers,
+            snapshot_port=place.snapshot_port,
+            domain=place.domain,
         )
+        self._client = MembershipClient(
+            me=self.me,
+            job=place.job,
+            settings=place.settings,
+            board=board,
+            endpoint=endpoint,
+            network=self._network,
+            open_store=self._store.open,
+            log=log,
+            notify=notify,
+            ready=place.ready,
+            readmit=place.readmit,
+        )
+        self._formed: EpochFormed | None = None
+        """The newest epoch that was formed."""
+        self._entered: EpochFormed | None = None
+        """The epoch that the agent's workers run in."""
+        self._aborted = self._asked_to_grow = self._closed = False
+        self._stopped: JobStopped | None = None
+        self._client.start()
 
-        def close() -> None:
-            client.close()
-            reactor.stop()
-            store.close()
+    # -- for an agent that is told ----------------------------------------------------------
 
-        return cls(client, me, params.run_id, close, crashes)
+    def notice(self, timeout_s: float) -> Notice | None:
+        """Return the next notice, waiting at most `timeout_s`; None when there is none."""
+        return self._client.notice(timeout_s)
+
+    def report(self, report: Report) -> None:
+        """Tell the coordinator. Never blocks on a peer."""
+        self._client.report(report)
+
+    def close(self) -> None:
+        """Leave: peers see the connections end. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._network.stop()
+            self._store.close()
+
+    # -- for an agent that asks: torchelastic's interface -----------------------------------
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
-        return "holdfast"
+        return BACKEND
 
     def get_run_id(self) -> str:
         """Return the id of the run."""
@@ -155,33 +234,50 @@ class HoldfastRendezvous(RendezvousHandler):
             if formed is None or self._aborted:
                 continue
             ids = [member.agent_id for member in formed.members]
-            if self._me.agent_id in ids:
+            if self.me.agent_id in ids and (store := self._all_arrived(formed)) is not None:
                 break
+        self._entered = formed
         self._client.report(WorkersRunning(epoch=formed.epoch, step=0))
-        store: Store = TCPStore(
-            formed.store_address, formed.store_port, is_master=False, timeout=timedelta(seconds=60)
-        )
-        rank = ids.index(self._me.agent_id)
-        info = RendezvousStoreInfo.build(rank, store, self._me.address)
+        rank = ids.index(self.me.agent_id)
+        info = RendezvousStoreInfo.build(rank, store, self.me.address)
         return RendezvousInfo(store, rank, len(ids), info)
+
+    def _all_arrived(self, formed: EpochFormed) -> Store | None:
+        """Return the epoch's store once all members are there; None: the epoch was given up.
+
+        torchrun assigns ranks over the store at once, and an agent that misses a peer there dies.
+        """
+        try:
+            store: Store = TCPStore(
+                formed.store_address, formed.store_port, is_master=False, timeout=_STORE_WAIT
+            )
+            if store.add(f"{_ARRIVED}/{self.me.agent_id}", 1) == 1:  # it may come twice
+                store.add(_ARRIVED, 1)
+            while store.add(_ARRIVED, 0) < len(formed.members):
+                self._take(self._client.notice(_ARRIVE_POLL_S))
+                if self._formed is not formed or self._aborted or self._stopped is not None:
+                    return None
+        except DistError:
+            return None  # its host is gone: a notice follows
+        return store
 
     def _leave_epoch(self) -> None:
         """Torchelastic comes back for another round: say why the last one ended."""
         self._drain()
-        formed, self._formed = self._formed, None
-        if formed is None or self._aborted or self._stopped is not None:
-            self._aborted = False
-            return
+        left, self._entered = self._entered, None
+        if left is None or self._formed is not left or self._aborted or self._stopped is not None:
+            return  # the others know already: the next epoch is on its way, or formed
+        self._formed = None
         if self._asked_to_grow:
-            self._client.report(WorkersEnded(epoch=formed.epoch, finished=False, step=0))
+            self._client.report(WorkersEnded(epoch=left.epoch, finished=False, step=0))
         else:
             failure = Failure(
                 kind=Kind.COLLATERAL,
                 action=Action.RESTART,
-                detail=f"torchrun restarts the workers of {self._me.node}",
+                detail=f"torchrun restarts the workers of {self.me.node}",
             )
             self._client.report(
-                WorkersFailed(epoch=formed.epoch, local_rank=0, rank=0, step=0, failure=failure)
+                WorkersFailed(epoch=left.epoch, local_rank=0, rank=0, step=0, failure=failure)
             )
         self._asked_to_grow = False
 
@@ -213,15 +309,14 @@ class HoldfastRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """This node has done its part: the job ends when all have."""
-        if self._formed is not None and self._stopped is None:
-            self._client.report(WorkersEnded(epoch=self._formed.epoch, finished=True, step=0))
+        if self._entered is not None and self._stopped is None:
+            self._client.report(WorkersEnded(epoch=self._entered.epoch, finished=True, step=0))
 
     def num_nodes_waiting(self) -> int:
         """Above zero when torchelastic should stop its workers and come back."""
         self._raise_crash()
-        before = self._formed
         self._drain()
-        changed = self._formed is not before or self._aborted or self._asked_to_grow
+        changed = self._formed is not self._entered or self._aborted or self._asked_to_grow
         return int(changed and self._stopped is None)
 
     def shutdown(self) -> bool:
@@ -232,5 +327,5 @@ class HoldfastRendezvous(RendezvousHandler):
             self._take(self._client.notice(0.2))
             if self._aborted:
                 break
-        self._close()
+        self.close()
         return True

@@ -4,11 +4,13 @@ The first three ask for a save and an end. A second SIGTERM or SIGINT means: at 
 saving. Slurm signals every process of a step, and `launcher.node` passes on what it gets; so the
 same wish comes twice, and it does so as SIGUSR2, which may come any number of times.
 
-SIGUSR1 asks for a checkpoint on storage now; the job goes on.
+SIGUSR1 asks for a checkpoint on storage now; the job continues.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -52,3 +54,29 @@ class StopSignals:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._seen.append(number)
         self._wake()
+
+
+class Waker:
+    """A self-pipe that wakes the agent's loop, from any thread and from signal handlers."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def wake(self) -> None:
+        """Make `fileno` readable."""
+        with contextlib.suppress(BlockingIOError):  # full, so readable already
+            os.write(self._write, b".")
+
+    def drain(self) -> None:
+        """Make it unreadable again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def fileno(self) -> int:
+        """Return the reading end."""
+        return self._read
+
+    def close(self) -> None:
+        """Close both ends; nobody may wake any more."""
+        os.close(self._read)
+        os.close(self._write)

@@ -1,10 +1,11 @@
-"""Doing things together on one process group: every rank learns of every failure."""
+"""Doing things together on all ranks: every rank learns of every failure."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError, SaveFailedError
 from elastic_trainer.failures import plain_text
-
-T = TypeVar("T")
+from elastic_trainer.rank_grid import RankGrid, as_tensor
 
 FAILURES = (Exception, CheckpointException)
 """What a step can fail with; DCP's exception is a BaseException and slips through `Exception`."""
@@ -43,34 +43,31 @@ def describe(error: BaseException) -> str:
 
 
 class Collective:
-    """Steps on `group`, a group of all ranks. For one thread at a time.
+    """Steps of all ranks of `grid`, for one thread at a time. What is sent is JSON.
 
-    Any error but StepFailedError means that the group itself broke.
+    Any error but StepFailedError means that a group itself broke.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+    def __init__(self, grid: RankGrid) -> None:
+        self.grid, self.rank, self.world_size = grid, grid.rank, grid.world_size
 
-    def by_first(self, step: Callable[[], T]) -> T:
-        """Run `step` on rank 0 and return its value everywhere.
+    def by_first(self, step: Callable[[], Any]) -> Any:
+        """Run `step` on rank 0 and return its value, as JSON has it, everywhere.
 
         Raises:
             StepFailedError: on every rank, when it failed; on rank 0 with its cause.
         """
-        message: list[Any] = [None, None]
+        value: Any = None
+        reason: str | None = None
         cause: BaseException | None = None
         if self.rank == 0:
             try:
-                message[0] = step()
+                value = step()
             except FAILURES as error:
-                cause, message[1] = error, describe(error)
-        if self.world_size > 1:
-            dist.broadcast_object_list(message, src=0, group=self.group)
-        if message[1] is not None:
-            raise StepFailedError(message[1]) from cause
-        value: T = message[0]
+                cause, reason = error, describe(error)
+        value, reason = json.loads(self._from(0, json.dumps([value, reason]).encode()))
+        if reason is not None:
+            raise StepFailedError(reason) from cause
         return value
 
     def together(self, step: Callable[[], None]) -> None:
@@ -90,88 +87,70 @@ class Collective:
         except FAILURES as error:
             reason = describe(error)
         good = torch.tensor([reason is None], dtype=torch.int32)
-        dist.all_reduce(good, op=dist.ReduceOp.MIN, group=self.group)
+        self.grid.all_reduce(good, dist.ReduceOp.MIN)
         if not good.item():
-            self._raise_gathered(reason)
+            self._raise_first(reason)
 
     def maxima(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each of all ranks' values; as many on every rank."""
         largest = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        self.grid.all_reduce(largest, dist.ReduceOp.MAX)
         found: list[int] = largest.tolist()
         return found
 
-    def gather_numbers(self, own: Sequence[int]) -> list[list[int]]:
-        """Return all ranks' `own`, as many on every rank, by rank."""
-        mine = torch.tensor(own, dtype=torch.int64)
-        everything = torch.empty(self.world_size * len(own), dtype=torch.int64)
-        dist.all_gather_single(everything, mine, group=self.group)
-        rows: list[list[int]] = everything.view(self.world_size, len(own)).tolist()
-        return rows
-
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Send each rank its message, where there is one; return those for this rank, by sender.
-
-        A rank holds its own messages and those for it, and 8 bytes for each rank twice.
-        """
-        if self.world_size == 1:
-            return {rank: raw for rank, raw in messages.items() if raw}
-        ranks = [rank for rank in sorted(messages) if messages[rank]]
-        out_bytes = torch.zeros(self.world_size, dtype=torch.int64)
-        for rank in ranks:
-            out_bytes[rank] = len(messages[rank])
-        in_bytes = torch.empty_like(out_bytes)
-        dist.all_to_all_single(in_bytes, out_bytes, group=self.group)
-        out = _as_tensor(b"".join(messages[rank] for rank in ranks))
-        into = torch.empty(int(in_bytes.sum()), dtype=torch.uint8)
-        counts = in_bytes.tolist()
-        dist.all_to_all_single(into, out, counts, out_bytes.tolist(), group=self.group)
-        found, at, raw = {}, 0, into.numpy().tobytes()
-        for rank, count in enumerate(counts):
-            if count:
-                found[rank] = raw[at : at + count]
-            at += count
-        return found
+        """Send each rank its message, where there is one; return those for this rank, by sender."""
+        return self.grid.exchange(messages)
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """Return all ranks' `own`, by rank; the sum of their sizes is all that it costs."""
-        if self.world_size == 1:
-            return [own]
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(own)
-        dist.all_reduce(sizes, group=self.group)
+        self.grid.all_reduce(sizes)
         ends = sizes.cumsum(0).tolist()
-        everything = torch.zeros(ends[-1], dtype=torch.uint8)
-        if own:
-            everything[ends[self.rank] - len(own) : ends[self.rank]] = _as_tensor(own)
-        if ends[-1]:
-            dist.all_reduce(everything, op=dist.ReduceOp.MAX, group=self.group)
-        raw = everything.numpy().tobytes()
+        raw = self._filled(ends[-1], ends[self.rank] - len(own), own)
         return [raw[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
-    def gather(self, step: Callable[[], T]) -> list[T]:
-        """Run `step` on every rank and return all values, by rank, on every rank.
+    def gather(self, step: Callable[[], Any]) -> list[Any]:
+        """Run `step` on every rank; return all values, by rank, on rank 0, and elsewhere none.
 
         Raises:
             StepFailedError: on every rank, when it failed on any.
         """
-        values: list[T] = []
+        values: list[Any] = []
         self.together(lambda: values.append(step()))
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, values[0], group=self.group)
-        return gathered
+        return list(map(json.loads, self.exchange({0: json.dumps(values[0]).encode()}).values()))
 
-    def _raise_gathered(self, reason: str | None) -> None:
-        reasons: list[Any] = [None] * self.world_size
-        dist.all_gather_object(reasons, reason, group=self.group)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text is not None]
-        more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise StepFailedError(failed[0] + more)
+    def scatter(self, step: Callable[[], Iterable[Any]]) -> Any:
+        """Run `step`, which makes a value for each rank, on rank 0; return this rank's.
 
+        Raises:
+            StepFailedError: on every rank, when it failed.
+        """
+        values: dict[int, bytes] = {}
+        if self.rank == 0:
+            self.together(lambda: values.update(enumerate(json.dumps(v).encode() for v in step())))
+        else:
+            self.together(lambda: None)
+        return json.loads(self.exchange(values)[0])
 
-def _as_tensor(raw: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-        if raw
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    def _filled(self, size: int, at: int, own: bytes) -> bytes:
+        """Return `size` bytes of which each rank has its `own`, and none the same."""
+        content = torch.zeros(size, dtype=torch.uint8)
+        content[at : at + len(own)] = as_tensor(own)
+        if size:
+            self.grid.all_reduce(content, dist.ReduceOp.MAX)
+        return content.numpy().tobytes()
+
+    def _from(self, rank: int, raw: bytes) -> bytes:
+        """Return what `rank` has as `raw`; others' does not count."""
+        own = raw if self.rank == rank else b""
+        return self._filled(self.maxima([len(own)])[0], 0, own)
+
+    def _raise_first(self, reason: str | None) -> None:
+        failed = torch.tensor([reason is not None], dtype=torch.int32)
+        self.grid.all_reduce(failed)
+        rank = -self.maxima([-self.world_size if reason is None else -self.rank])[0]
+        text = self._from(rank, (reason or "").encode()).decode()
+        more = f" (and {failed.item() - 1} more ranks)" if failed.item() > 1 else ""
+        raise StepFailedError(f"rank {rank}: {text}{more}")

@@ -1,8 +1,8 @@
-"""`python -m elastic_trainer.checkpoint.convert`: one export or import, as a process.
+"""`python -m elastic_trainer.checkpoint.convert export|import REQUEST`: a conversion as a process.
 
-The launcher, which has no torch, starts it. On stdout a JSON object a line:
-`{"done_bytes": n, "total_bytes": m}` now and then, and at the end
-`{"result": {...}}`. On stderr, when it fails, one line: `HF323 message`.
+The launcher, which has no torch, starts it. REQUEST is a JSON object: the arguments of `_export` or
+`_import`. On stdout a JSON object a line: `{"done_bytes": n, "total_bytes": m}` now and then, and
+at the end `{"result": {...}}`. On stderr, when it fails, one line: `HF323 message`.
 
 Exit codes: 0 done; 1 it failed; 2 the user's input is wrong; 130 interrupted,
 143 terminated. Whatever the end, the target is complete or is not there.
@@ -10,21 +10,20 @@ Exit codes: 0 done; 1 it failed; 2 the user's input is wrong; 130 interrupted,
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
-from elastic_trainer.agent.boards.board import Commit
+from elastic_trainer.board.state import Commit
+from elastic_trainer.checkpoint.collective import FAILURES
 from elastic_trainer.checkpoint.errors import CheckpointError, InputError
-from elastic_trainer.checkpoint.hf_export import DTYPES, export_hf
-from elastic_trainer.checkpoint.hf_import import import_hf
+from elastic_trainer.checkpoint.hf_convert import export_hf, import_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.models import ModelShape
 
@@ -50,29 +49,20 @@ class _Stop:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one conversion and return the exit code."""
     stop = _Stop()
+    what, request = sys.argv[1:] if argv is None else argv
+    convert = {"export": _export, "import": _import}[what]
     try:
-        options = _parser().parse_args(argv)
-        result = options.run(options, _Reporter(stop))
-    except (KeyboardInterrupt, Exception) as error:
+        result = convert(_Reporter(stop), **json.loads(request))
+    except (KeyboardInterrupt, *FAILURES) as error:
         # torch.save puts an error of its own in place of an interrupt.
         if stop.code is not None:
             return stop.code
         if isinstance(error, CheckpointError):
-            wrong_input = isinstance(error, InputError)
-            return _fail(EXIT_WRONG_INPUT if wrong_input else EXIT_FAILED, str(error))
+            print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201  the interface
+            return EXIT_WRONG_INPUT if isinstance(error, InputError) else EXIT_FAILED
         raise
     print(json.dumps({"result": result}), flush=True)  # noqa: T201  this is the interface
     return 0
-
-
-def _fail(code: int, message: str) -> int:
-    print(" ".join(message.split()), file=sys.stderr)  # noqa: T201  this is the interface
-    return code
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Never:
-        raise InputError("HF328", f"{message}; see python -m {self.prog} --help")
 
 
 class _Reporter:
@@ -92,27 +82,35 @@ class _Reporter:
             print(json.dumps(line), flush=True)  # noqa: T201  this is the interface
 
 
-def _export(options: argparse.Namespace, report: _Reporter) -> dict[str, Any]:
-    # Only the directory and the digest matter here.
-    commit = Commit(
-        epoch=0, step=0, dir=options.dir, manifest_sha256=options.manifest_sha256.lower()
-    )
+def _export(
+    report: _Reporter,
+    *,
+    checkpoints: str,
+    commit: Mapping[str, Any],
+    model: Mapping[str, Any],
+    out: str,
+    dtype: str = "float32",
+    tokenizer: str | None = None,
+    context: int | None = None,
+) -> dict[str, Any]:
+    """Write the checkpoint that `commit` names, of a model of the shape `model`."""
     done = export_hf(
-        CheckpointStorage(options.checkpoints),
-        commit,
-        options.model_shape,
-        options.out,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        context=options.context,
+        CheckpointStorage(Path(checkpoints)),
+        Commit(**commit),
+        ModelShape(**model),
+        Path(out),
+        dtype=dtype,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
+        context=context,
         on_progress=report,
     )
     return {"files": list(done.files), "bytes": done.size_bytes, "num_params": done.num_params}
 
 
-def _import(options: argparse.Namespace, report: _Reporter) -> dict[str, Any]:
-    run_id = options.run_id or f"import-{uuid.uuid4().hex[:12]}"
-    done = import_hf(options.hf, options.run_dir, run_id=run_id, on_progress=report)
+def _import(report: _Reporter, *, hf: str, run: str, run_id: str | None = None) -> dict[str, Any]:
+    """Make a run of a directory in Hugging Face's format."""
+    run_id = run_id or f"import-{uuid.uuid4().hex[:12]}"
+    done = import_hf(Path(hf), Path(run), run_id=run_id, on_progress=report)
     return {
         "files": list(done.files),
         "bytes": done.size_bytes,
@@ -120,52 +118,6 @@ def _import(options: argparse.Namespace, report: _Reporter) -> dict[str, Any]:
         "model": dataclasses.asdict(done.shape),
         "commit": dataclasses.asdict(done.commit),
     }
-
-
-def _shape(text: str) -> ModelShape:
-    try:
-        shape = ModelShape(**json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise _no_shape(str(error)) from error
-    for name, value in dataclasses.asdict(shape).items():
-        if not isinstance(value, int | float) or value < 0:
-            raise _no_shape(f"{name} is {value!r}")
-    return shape
-
-
-def _no_shape(reason: str) -> InputError:
-    return InputError(
-        "HF328", f"--model-shape: {reason}; give the `model` of the run's job.json as JSON"
-    )
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise InputError("HF328", f"--context: {text!r} is no whole number above 0")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="elastic_trainer.checkpoint.convert", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="export|import")
-
-    export = commands.add_parser("export", help="checkpoint -> Hugging Face safetensors")
-    export.add_argument("--checkpoints", type=Path, required=True, help="the checkpoint directory")
-    export.add_argument("--dir", required=True, help="name of one checkpoint in it")
-    export.add_argument("--manifest-sha256", required=True, help="as the board has it")
-    export.add_argument("--model-shape", type=_shape, required=True, help="JSON of a ModelShape")
-    export.add_argument("--out", type=Path, required=True, help="directory to make")
-    export.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    export.add_argument("--tokenizer", type=Path, help="a tokenizer.json to copy")
-    export.add_argument("--context", type=_positive, help="max_position_embeddings, tokens")
-    export.set_defaults(run=_export)
-
-    bring = commands.add_parser("import", help="Hugging Face safetensors -> a run at step 0")
-    bring.add_argument("--hf", type=Path, required=True, help="directory with config.json")
-    bring.add_argument("--run", type=Path, required=True, dest="run_dir", help="new or empty")
-    bring.add_argument("--run-id", help="goes into the manifest; made up when left out")
-    bring.set_defaults(run=_import)
-    return parser
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ class CheckpointError(Exception):
 
 
 class BoardAwayError(Exception):
-    """The board does not answer now: the next epoch asks again. No node is to blame.
+    """The board does not answer now: the next epoch asks again. No node is charged.
 
     `failures.py` knows it by its name.
     """
@@ -27,7 +27,7 @@ class DamagedError(Exception):
 
 
 class SaveFailedError(Exception):
-    """One save failed; training goes on and the newest good checkpoint stays."""
+    """One save failed; training continues and the newest good checkpoint stays."""
 
 
 class FencedError(SaveFailedError):

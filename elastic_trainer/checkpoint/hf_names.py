@@ -11,7 +11,7 @@ rotates halves as Hugging Face's does, so wq and wk need no permutation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from elastic_trainer.models import PRESETS, PUBLISHED_CONTEXT, ModelShape
@@ -53,7 +53,7 @@ def to_hf(name: str) -> str:
     if name in _TOP:
         return _TOP[name]
     prefix, layer, rest = name.split(".", 2)
-    assert prefix == "layers", f"{name} is no parameter of Llama"
+    assert prefix == "layers", f"{name} is not a parameter of Llama"
     return f"model.layers.{layer}.{_LAYER[rest]}"
 
 
@@ -157,38 +157,16 @@ def hf_config(shape: ModelShape, dtype: str, context: int | None = None) -> dict
     }
 
 
-def pack(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Return the names of each file: in order, at most `max_file_bytes` a file.
+def pack(sizes_bytes: Mapping[str, int], max_file_bytes: int) -> dict[str, int]:
+    """Return the file of each name, from 1 on: in order, at most `max_file_bytes` a file.
 
     A tensor larger than that has a file of its own.
     """
-    files: list[list[str]] = []
-    room_bytes = 0
+    file_of: dict[str, int] = {}
+    file, room_bytes = 0, 0
     for name, size_bytes in sizes_bytes.items():
-        if not files or size_bytes > room_bytes:
-            files.append([])
-            room_bytes = max_file_bytes
-        files[-1].append(name)
+        if not file or size_bytes > room_bytes:
+            file, room_bytes = file + 1, max_file_bytes
+        file_of[name] = file
         room_bytes -= size_bytes
-    return files
-
-
-def file_names(num_files: int) -> list[str]:
-    """Return the files' names as transformers looks for them."""
-    if num_files == 1:
-        return [SINGLE_NAME]
-    return [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
-
-
-def index_of(files: Iterable[tuple[str, Iterable[str]]], total_bytes: int) -> dict[str, Any]:
-    """Return the content of `model.safetensors.index.json`.
-
-    Args:
-        files: (file name, Hugging Face's names of the tensors in it).
-        total_bytes: of the tensors, without the files' headers.
-    """
-    weight_map = {name: file for file, names in files for name in names}
-    return {
-        "metadata": {"total_size": total_bytes},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    return file_of

@@ -3,6 +3,10 @@
 Source of the format: https://huggingface.co/docs/safetensors (header with name, dtype, size
 and offsets of every tensor; opening checks that they cover the file) and transformers'
 `model.safetensors.index.json` for several files.
+
+Headers and values are read by torch's HuggingFaceStorageReader. What it does not know: the index
+(it opens every .safetensors in the directory), which model the files must hold, and, in an error,
+which file it was in.
 """
 
 from __future__ import annotations
@@ -10,13 +14,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, StorageReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from elastic_trainer.checkpoint.errors import InputError
 from elastic_trainer.checkpoint.hf_names import (
@@ -33,21 +46,60 @@ from elastic_trainer.checkpoint.hf_names import (
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import ModelShape
 
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What becomes fp32 without loss."""
 _PIECE_BYTES = 256 << 20
 _MAX_JSON_BYTES = 256 << 20
 """An index of the largest models has a few MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor as a file's header describes it."""
+class TensorSource:
+    """Reads rows of single tensors through one of DCP's readers.
 
-    file: str
-    size: tuple[int, ...]
-    dtype: str
-    """As safetensors writes it: F32, BF16, ..."""
+    Args:
+        reader: of a checkpoint, or of Hugging Face's files.
+        metadata: what its `read_metadata` returned.
+    """
+
+    def __init__(self, reader: StorageReader, metadata: Metadata) -> None:
+        self._reader, self._metadata = reader, metadata
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return rows `start` to `stop` of tensor `name` as `dtype`.
+
+        Raises:
+            OSError: a file cannot be read any more.
+        """
+        entry = self._metadata.state_dict_metadata[name]
+        sizes = torch.Size([stop - start, *entry.size[1:]])
+        offsets = torch.Size([start, *(0 for _ in entry.size[1:])])
+        target = torch.empty(sizes, dtype=dtype)
+        chunk = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+        items = create_read_items_for_chunk_list(name, entry, [chunk])
+        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        return target
+
+
+class _Into(DefaultLoadPlanner):  # type: ignore[misc]  # torch is not followed by mypy
+    """Puts all that is read into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def lookup_tensor(self, _: MetadataIndex) -> Tensor:
+        return self._target
+
+
+class _OneFile(FileSystem):  # type: ignore[misc]  # torch is not followed by mypy
+    """A directory of which HuggingFaceStorageReader sees one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ls(self, _: object) -> list[str]:
+        return [str(self._path)]
 
 
 class HFSource:
@@ -55,7 +107,6 @@ class HFSource:
 
     Attributes:
         shape: of the model, from config.json.
-        entries: our parameter name -> where it is. A tied model has no `head.weight`.
 
     Raises:
         InputError: HF021, HF022, HF023, the config; HF323, files are missing or
@@ -66,9 +117,13 @@ class HFSource:
     def __init__(self, directory: Path) -> None:
         self._dir = directory
         self.shape = self._read_config()
-        found = self._read_headers()
+        self._file_of: dict[str, Path] = {}
+        """Hugging Face's tensor name -> where it is."""
+        self._metadata = self._read_headers()
+        found = dict(self._metadata.state_dict_metadata)
         tied_head = found.pop(to_hf(HEAD), None) if self.shape.tie_embeddings else None
-        self.entries = self._checked(found)
+        self._check(found)
+        self._source = TensorSource(HuggingFaceStorageReader(str(directory)), self._metadata)
         if tied_head is not None:
             self._check_tied(tied_head)
 
@@ -78,28 +133,28 @@ class HFSource:
         Raises:
             InputError: HF323, HF324, the file changed since it was checked.
         """
-        return self._rows(self.entries[name], to_hf(name), start, stop).to(torch.float32)
+        return self._rows(to_hf(name), start, stop)
 
-    def _rows(self, entry: Entry, theirs: str, start: int, stop: int) -> Tensor:
-        with self._open(entry.file) as file:
-            rows: Tensor = file.get_slice(theirs)[start:stop]
-        return rows
+    def _rows(self, theirs: str, start: int, stop: int) -> Tensor:
+        with self._opened(self._file_of[theirs]):
+            return self._source.read(theirs, start, stop, torch.float32)
 
     @contextmanager
-    def _open(self, name: str) -> Iterator[Any]:
-        path = self._dir / name
+    def _opened(self, path: Path) -> Iterator[None]:
+        """Say which file an error is in.
+
+        A header is the file's word: of tensors that torch does not know, for example.
+        """
         try:
-            # pread: a mapped file would count as this process's memory.
-            with safe_open(path, framework="pt", backend="pread") as file:
-                yield file
-        except SafetensorError as error:
+            yield
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 "HF324",
                 f"{path} is damaged or no safetensors file ({error}): download or copy it again "
                 "and compare its sha256 with the one published",
             ) from error
         except OSError as error:
-            raise self._unreadable(name, error) from error
+            raise self._unreadable(path.name, error) from error
 
     def _unreadable(self, name: str, error: OSError) -> InputError:
         return InputError(
@@ -130,12 +185,12 @@ class HFSource:
                 "HF023",
                 f"{self._dir / CONFIG_NAME}: num_attention_heads {heads} must be a multiple of "
                 f"num_key_value_heads {kv_heads}, and the head size {shape.head_size} even and "
-                "above 0: mend the config",
+                "above 0: fix the config",
             )
         return shape
 
-    def _read_headers(self) -> dict[str, Entry]:
-        """Return the tensors of all files by Hugging Face's names."""
+    def _read_headers(self) -> Metadata:
+        """Return DCP's metadata of all files, by Hugging Face's names."""
         if (self._dir / SINGLE_NAME).exists():
             return self._read_header(SINGLE_NAME)
         if not (self._dir / INDEX_NAME).exists():
@@ -146,9 +201,10 @@ class HFSource:
                 "transformers and save_pretrained them",
             )
         weight_map = self._read_index()
-        found: dict[str, Entry] = {}
+        found = Metadata({}, storage_data={})
         for file in sorted(set(weight_map.values())):
-            for name, entry in self._read_header(file).items():
+            part = self._read_header(file)
+            for name in part.state_dict_metadata:
                 if weight_map.get(name) != file:
                     place = weight_map.get(name, "no file")
                     raise InputError(
@@ -156,14 +212,24 @@ class HFSource:
                         f"{self._dir / file} holds {name}, which {INDEX_NAME} places in {place}: "
                         "the files are not of one model; download them all again",
                     )
-                found[name] = entry
-        if lost := sorted(weight_map.keys() - found.keys()):
+            found.state_dict_metadata.update(part.state_dict_metadata)
+            found.storage_data.update(part.storage_data)
+        if lost := sorted(weight_map.keys() - found.state_dict_metadata.keys()):
             raise InputError(
                 "HF325",
                 f"{self._dir / weight_map[lost[0]]} lacks {_some(lost)}, which {INDEX_NAME} "
                 "places there: download it again",
             )
         return found
+
+    def _read_header(self, name: str) -> Metadata:
+        path = self._dir / name
+        reader = HuggingFaceStorageReader(str(self._dir))
+        reader.fs = _OneFile(path)
+        with self._opened(path):
+            metadata = reader.read_metadata()
+        self._file_of.update(dict.fromkeys(metadata.state_dict_metadata, path))
+        return metadata
 
     def _read_index(self) -> dict[str, str]:
         """Return Hugging Face's tensor name -> file name."""
@@ -179,21 +245,12 @@ class HFSource:
             if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
                 raise InputError(
                     "HF324",
-                    f"{path} places {name} in {file!r}, which is no plain file name: "
-                    "mend the index",
+                    f"{path} places {name} in {file!r}, not a plain file name: fix the index",
                 )
         return weight_map
 
-    def _read_header(self, name: str) -> dict[str, Entry]:
-        with self._open(name) as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  no mapping
-            return {
-                key: Entry(name, tuple(part.get_shape()), part.get_dtype())
-                for key, part in slices.items()
-            }
-
-    def _checked(self, found: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return the entries by our names, in the model's order."""
+    def _check(self, found: Mapping[str, TensorStorageMetadata]) -> None:
+        """See that `found` holds the model's parameters, and no others."""
         sizes = param_sizes(self.shape)
         ours = {name: key for key in found if (name := from_hf(key)) is not None}
         if missing := [to_hf(name) for name in sizes if name not in ours]:
@@ -216,41 +273,45 @@ class HFSource:
                 "dimensions has no place: use the config that belongs to the files, or a plain "
                 "Llama checkpoint (adapters merged, not quantized)",
             )
-        entries = {name: found[ours[name]] for name in sizes}
         for name, size in sizes.items():
-            self._check_entry(ours[name], entries[name], size)
-        return entries
+            self._check_entry(ours[name], found[ours[name]], size)
 
-    def _check_entry(self, theirs: str, entry: Entry, size: tuple[int, ...]) -> None:
-        where = f"{self._dir / entry.file}: {theirs}"
-        if entry.size != size:
+    def _check_entry(
+        self, theirs: str, entry: TensorStorageMetadata, size: tuple[int, ...]
+    ) -> None:
+        where = f"{self._file_of[theirs]}: {theirs}"
+        if tuple(entry.size) != size:
             raise InputError(
                 "HF325",
                 f"{where} has size {list(entry.size)}, {CONFIG_NAME} makes it {list(size)}: use "
                 "the config that belongs to the files",
             )
-        if entry.dtype not in _DTYPES:
+        if entry.properties.dtype not in _DTYPES:
             raise InputError(
                 "HF326",
-                f"{where} is {entry.dtype}; read are {', '.join(_DTYPES)}: convert it with "
+                f"{where} is {_text(entry.properties.dtype)}; read are "
+                f"{', '.join(map(_text, _DTYPES))}: convert it with "
                 "transformers, or use the published weights before quantization",
             )
 
-    def _check_tied(self, head: Entry) -> None:
+    def _check_tied(self, head: TensorStorageMetadata) -> None:
         """Refuse a head of its own where config.json ties it to the embedding."""
-        embedding, theirs = self.entries[EMBEDDING], to_hf(HEAD)
-        self._check_entry(theirs, head, embedding.size)
+        size, theirs = param_sizes(self.shape)[EMBEDDING], to_hf(HEAD)
+        self._check_entry(theirs, head, size)
         rows = max(1, _PIECE_BYTES // (4 * self.shape.dim))
-        for start in range(0, embedding.size[0], rows):
-            stop = min(start + rows, embedding.size[0])
-            mine = self._rows(head, theirs, start, stop).float()
-            if not torch.equal(mine, self.read(EMBEDDING, start, stop)):
+        for start in range(0, size[0], rows):
+            stop = min(start + rows, size[0])
+            if not torch.equal(self._rows(theirs, start, stop), self.read(EMBEDDING, start, stop)):
                 raise InputError(
                     "HF325",
-                    f"{self._dir / head.file}: {theirs} differs from the embedding, while "
+                    f"{self._file_of[theirs]}: {theirs} differs from the embedding, while "
                     f"{CONFIG_NAME} ties the two: set tie_word_embeddings: false to keep both, or "
                     "remove it from the file",
                 )
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _some(names: list[str]) -> str:

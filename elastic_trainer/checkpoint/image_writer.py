@@ -14,6 +14,7 @@ from elastic_trainer.checkpoint.fault_in import fault_in
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.snapshots.errors import NoRoomError
 from elastic_trainer.snapshots.image import (
+    NUM_SLOTS,
     PAGE,
     Header,
     Image,
@@ -23,8 +24,6 @@ from elastic_trainer.snapshots.image import (
     place,
 )
 from elastic_trainer.snapshots.room import no_room
-
-NUM_SLOTS = 2
 
 
 class ImageWriter:
@@ -154,7 +153,6 @@ class ImageWriter:
             num_ranks=self._num_ranks,
             index_bytes=len(self._index),
             payload_bytes=self._payload_bytes,
-            crc=0,
         )
 
 

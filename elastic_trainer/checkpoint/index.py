@@ -1,7 +1,7 @@
 """DCP's `.metadata`, which names every part of a checkpoint: what may stand in it. Without torch.
 
-It is a pickle. Only what is listed here is resolved: by `restricted` to torch's own classes, and
-by `check_index` to stand-ins, so that whoever verifies a checkpoint without torch finds what a
+It is a pickle. Only what is listed here is resolved: by `reader` to torch's own classes, and
+by `check_index` to placeholders, so that whoever verifies a checkpoint without torch finds what a
 restore would stumble over.
 """
 

@@ -6,23 +6,27 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from elastic_trainer.agent.boards.board import Board, BoardState
 from elastic_trainer.anomalies import Record
+from elastic_trainer.board.state import AGAIN_S, Board, BoardBusyError, BoardState, update
+from elastic_trainer.checkpoint.fault_in import start_idle
 from elastic_trainer.checkpoint.load import State
+from elastic_trainer.checkpoint.manifest import with_origin
 from elastic_trainer.checkpoint.memory import MemoryTier
-from elastic_trainer.checkpoint.memory_restore import restore_from_memory
+from elastic_trainer.checkpoint.memory_restore import Restored, copy_again, restore_from_memory
 from elastic_trainer.checkpoint.overdue import unsaved_s
 from elastic_trainer.checkpoint.restore import agreed_board, restore, restore_from
 from elastic_trainer.checkpoint.save import WritePoint
-from elastic_trainer.checkpoint.saver import Keeping, Saver
+from elastic_trainer.checkpoint.saver import CheckpointPolicy, Saver
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.event_log import EventLog
+from elastic_trainer.lineage import Origin
+from elastic_trainer.rank_grid import RankGrid
 
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage has to do."""
@@ -31,18 +35,19 @@ _MEMORY_WAIT_S = 10.0
 class CheckpointManager:
     """Keeps and restores the state, in memory and in `checkpoint.dir`; one per worker.
 
-    Every rank makes one at the same place, since it makes a process group: saves
-    run on that group in a thread, beside the training's own collectives. Methods
+    Every rank makes one at the same place, since it makes process groups: saves
+    run on those in a thread, beside the training's own collectives. Methods
     named collective are called by all ranks at the same step.
 
-    A failed save is an event, never an exception: training goes on and the newest
+    A failed save is an event, never an exception: training continues and the newest
     good checkpoint stays.
 
     Args:
-        keeping: the job and the epoch.
+        policy: the job and the epoch.
         board: where commits count; only rank 0 touches it.
         events: record of this worker; only rank 0 writes about checkpoints.
-        device: of the model, on which ranks agree through the default group.
+        device: of the model.
+        ranks: of the thread that trains.
         state: what is kept.
         memory: the memory tier; None for storage only.
         since_mono: when this node's agent started; None: unknown.
@@ -54,28 +59,31 @@ class CheckpointManager:
 
     def __init__(
         self,
-        keeping: Keeping,
+        policy: CheckpointPolicy,
         board: Board,
         events: EventLog,
         device: torch.device,
         *,
+        ranks: RankGrid,
         state: State,
         memory: MemoryTier | None = None,
         at: WritePoint = lambda _: None,
         since_mono: float | None = None,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keeping, self._board, self._events = keeping, board, events.apart("checkpoints")
-        self._device, self._mono = device, mono
-        self._storage = CheckpointStorage(Path(keeping.section.dir))
-        self._rank = dist.get_rank()
+        self._policy, self._board, self._events = policy, board, events.apart("checkpoints")
+        self._ranks, self._mono = ranks, mono
+        self._storage = CheckpointStorage(Path(policy.section.dir))
+        self._rank = ranks.rank
         self._storage.check_writable(probe=self._rank == 0)
         self._state, self._closed = state, False
+        self._begun, self._closing = threading.Event(), threading.Event()
         self._saver = Saver(
-            keeping,
+            policy,
             self._storage,
             board,
             device,
+            ranks=ranks,
             state=state,
             emit=self._emit,
             at=at,
@@ -85,6 +93,7 @@ class CheckpointManager:
         self._last_due_mono: float | None = None
         self._since_mono = since_mono
         self.memory = memory
+        self._allows: Callable[[int, int], bool] = BoardState().allows
         self.record = Record()
         """What `restore` found on the board: steps to pass over, states not to use."""
         self._unusable = 0
@@ -106,7 +115,9 @@ class CheckpointManager:
             BoardAwayError: the board does not answer.
         """
         self._unusable = 0
-        step = self._restore_newest()
+        origin = self._restore_newest()
+        step = None if origin is None else origin.step
+        self._begin(origin or Origin(self._policy.epoch, 0, 0))
         if self._unusable > (step or 0) and self.restored_from != "memory":
             source = self.restored_from or "initial values"
             self._emit(
@@ -114,40 +125,62 @@ class CheckpointManager:
             )
         return step
 
-    def _restore_newest(self) -> int | None:
+    def _begin(self, origin: Origin) -> None:
+        """Have it put on the board where the epoch began: before that, no state of it counts."""
+        self._saver.origin = origin
+        if self._rank == 0:
+            if self.memory is not None:
+                self.memory.wait_for(self._begun.is_set)
+            threading.Thread(
+                target=self._put_on_board, args=(origin,), name="epoch-origin", daemon=True
+            ).start()
+
+    def _put_on_board(self, origin: Origin) -> None:
+        """Body of the thread. Nothing counts any more once a newer epoch is published."""
+        change = partial(with_origin, origin=origin)
+        while not self._closing.is_set():
+            with contextlib.suppress(OSError, BoardBusyError):
+                if update(self._board, change) is not None:
+                    self._begun.set()
+                return
+            self._closing.wait(AGAIN_S)
+
+    def _restore_newest(self) -> Origin | None:
+        epoch = self._policy.epoch
         started = self._mono()
-        state = agreed_board(self._board, self._group)
-        self.record = state.numbers
+        state = agreed_board(self._board, self._group, epoch=epoch)
+        self.record, self._allows = state.numbers, state.allows
         newest = max((commit.step for commit in state.commits), default=-1)
-        if (step := self._restore_from_memory(newest)) is not None:
-            return step
+        if (memory := self._restore_from_memory(newest)) is not None:
+            return Origin(epoch, memory.epoch, memory.step)
         found = restore(
             self._state,
             self._storage,
             state.commits,
             self._group,
-            global_batch=self._keeping.global_batch,
+            global_batch=self._policy.global_batch,
             on_skip=lambda commit, reason: self._emit(
                 "checkpoint.skipped", commit.step, dir=commit.dir, reason=reason
             ),
         )
         if found is not None:
-            self.restored_from, place = "storage", found.dir
-        elif (start := self._keeping.start_from) is not None:
+            self.restored_from, place, parent = "storage", found.dir, found.epoch
+        elif (start := self._policy.start_from) is not None:
             found = restore_from(
                 self._state,
                 start,
                 self._group,
-                global_batch=self._keeping.global_batch,
+                global_batch=self._policy.global_batch,
             )
-            self.restored_from, place = start.name, str(Path(start.checkpoints) / start.dir)
+            self.restored_from, parent = start.name, 0
+            place = str(Path(start.checkpoints) / start.dir)
         else:
             return None
         seconds = round(self._mono() - started, 4)
         self._emit("checkpoint.restored", found.step, dir=place, seconds=seconds)
-        return found.step
+        return Origin(epoch, parent, found.step)
 
-    def _restore_from_memory(self, at_least: int) -> int | None:
+    def _restore_from_memory(self, at_least: int) -> Restored | None:
         if self.memory is None:
             return None
         started = self._mono()
@@ -156,16 +189,19 @@ class CheckpointManager:
             self.memory.place,
             self._group,
             at_least=at_least,
-            allows=self.record.allows,
+            allows=self._allows,
             on_skip=self._cannot_use,
         )
         if found is None:
             return None
-        step, epoch = found
         self.restored_from = "memory"
         seconds = round(self._mono() - started, 4)
-        self._emit("snapshot.restored", step, written_in_epoch=epoch, seconds=seconds)
-        return step
+        self._emit("snapshot.restored", found.step, written_in_epoch=found.epoch, seconds=seconds)
+        if found.singles:
+            start_idle(
+                partial(copy_again, found.singles, self.memory.place), "snapshot-copies-again"
+            )
+        return found
 
     def _cannot_use(self, step: int, reason: str) -> None:
         self._unusable = max(step, self._unusable)
@@ -214,8 +250,8 @@ class CheckpointManager:
             if not memory.under_way:
                 memory.take(self._state.live(step, speaks=memory.shard[0] == 0), step)
             memory.wait(_MEMORY_WAIT_S)
-            votes = torch.tensor(memory.votes(), device=self._device)
-            dist.all_reduce(votes)
+            votes = torch.tensor(memory.votes())
+            self._ranks.all_reduce(votes)
             self.agreed(*votes.tolist())
         return memory.committed_step == step
 
@@ -224,9 +260,9 @@ class CheckpointManager:
     def due(self, step: int, now_mono: float) -> bool:
         """Return whether a save is due after `step`. Rank 0 asks and tells the others.
 
-        The clock of `every_s` goes on from the epochs before (`overdue.py`).
+        The clock of `every_s` continues from the epochs before (`overdue.py`).
         """
-        section = self._keeping.section
+        section = self._policy.section
         if self._last_due_mono is None:
             self._last_due_mono = now_mono - self._unsaved_s(now_mono)
         by_steps = section.every_steps is not None and step % section.every_steps == 0
@@ -278,6 +314,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Give what is under way a few seconds, then leave it behind. Never blocks for long."""
+        self._closing.set()
         if self.memory is not None:
             self.memory.close()
         self._saver.close()
@@ -286,4 +323,4 @@ class CheckpointManager:
 
     def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:
-            self._events.emit(event, step=step, epoch=self._keeping.epoch, **fields)
+            self._events.emit(event, step=step, epoch=self._policy.epoch, **fields)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
+from elastic_trainer.lineage import Origin
 from elastic_trainer.models import ModelShape
 
 MANIFEST_VERSION = 1
@@ -71,7 +72,7 @@ class Manifest:
             )
         files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
         if bad := [name for name in files if "/" in name or name in ("", ".", "..")]:
-            raise ValueError(f"manifest names {bad[0]!r}, which is no plain file name")
+            raise ValueError(f"manifest names {bad[0]!r}, which is not a plain file name")
         model = ModelShape(**value["model"]) if value.get("model") else None
         return cls(**{**value, "files": files, "model": model})
 
@@ -99,8 +100,13 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
     return mine
 
 
-def with_commit(state: BoardState, commit: Commit, keep: int) -> BoardState:
+def with_commit(
+    state: BoardState, commit: Commit, keep: int, origin: Origin | None = None
+) -> BoardState:
     """Return the board's state with `commit` as the newest of at most `keep`.
+
+    Where the epoch began (`origin`) goes with it: a state of an epoch of which that is not known
+    would not count.
 
     Commits at or after its step are dropped: whoever trains that step again had
     found them unusable. Idempotent, as `board.update` asks.
@@ -114,7 +120,15 @@ def with_commit(state: BoardState, commit: Commit, keep: int) -> BoardState:
     if not state.numbers.allows(commit.epoch, commit.step):
         raise FencedError(f"step {commit.step} was rolled back")
     older = [c for c in state.commits if c.step < commit.step]
-    return dataclasses.replace(state, commits=(*older, commit)[-keep:])
+    lineage = state.lineage if origin is None else state.lineage.began(origin)
+    return dataclasses.replace(state, commits=(*older, commit)[-keep:], lineage=lineage)
+
+
+def with_origin(state: BoardState, origin: Origin) -> BoardState | None:
+    """Return the board's state with where an epoch began; None: the board is at another epoch."""
+    if state.epoch != origin.epoch:
+        return None
+    return dataclasses.replace(state, lineage=state.lineage.began(origin))
 
 
 def superseded(

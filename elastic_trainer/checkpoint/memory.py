@@ -17,13 +17,14 @@ from typing import Final
 
 from elastic_trainer.agent.wire.secret import authenticate, load_secret
 from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, start_idle
-from elastic_trainer.checkpoint.image_writer import NUM_SLOTS, ImageWriter
+from elastic_trainer.checkpoint.image_writer import ImageWriter
+from elastic_trainer.checkpoint.placement import copy_node, kept_apart, on_one_machine, shard_of
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.snapshots.buddies import copy_node, on_one_machine, shard_of
 from elastic_trainer.snapshots.errors import NoRoomError, PeerError
-from elastic_trainer.snapshots.image import PAGE, Header, Image
-from elastic_trainer.snapshots.peer import KEEPER_LABEL, Authenticate, Peer, PeerLink, read_peers
+from elastic_trainer.snapshots.image import NUM_SLOTS, PAGE, Header, Image
+from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL, Peer, PeerLink, read_peers
+from elastic_trainer.snapshots.wire import Authenticate
 
 AUTHENTICATE_S: Final = 5.0
 READY_POLL_S: Final = 0.02
@@ -48,28 +49,40 @@ class Place:
     spares: tuple[Peer, ...]
     authenticate: Authenticate
     """Proves this worker and a keeper to each other."""
+    image_key: bytes
+    """Of the run's images."""
+    left: tuple[Peer, ...] = ()
+    """Nodes that have left the job, and serve what they hold until this epoch has committed."""
+
+    @property
+    def apart(self) -> list[str]:
+        """What each member's and spare's copies must not share with it: see `kept_apart`."""
+        keepers = (*self.members, *self.spares)
+        machines = [keeper.machine or keeper.node for keeper in keepers]
+        return kept_apart(machines, [keeper.domain for keeper in keepers], len(self.members))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Place | None:
         """Read what the agent has set; None when it keeps no snapshots."""
         if not (directory := env.get("HOLDFAST_SNAPSHOTS")):
             return None
-        members, spares = read_peers(Path(env["HOLDFAST_PEERS"]))
+        secret = load_secret(Path(env["HOLDFAST_SECRET_DIR"]))
+        run_id = env["TORCHELASTIC_RUN_ID"]
         return cls(
             directory=Path(directory),
             node=env["HOLDFAST_NODE"],
             local_rank=int(env["LOCAL_RANK"]),
             workers=int(env["LOCAL_WORLD_SIZE"]),
-            members=tuple(members),
-            spares=tuple(spares),
+            **read_peers(Path(env["HOLDFAST_PEERS"])),
             authenticate=partial(
                 authenticate,
-                secret=load_secret(Path(env["HOLDFAST_SECRET_DIR"])),
+                secret=secret,
                 server=False,
                 label=KEEPER_LABEL,
-                context=env["TORCHELASTIC_RUN_ID"],
+                context=run_id,
                 timeout_s=AUTHENTICATE_S,
             ),
+            image_key=secret.sign(IMAGES, run_id.encode()),
         )
 
 
@@ -125,8 +138,8 @@ class MemoryTier:
         )
         keepers = (*place.members, *place.spares)
         machines = [keeper.machine or keeper.node for keeper in keepers]
-        buddy = copy_node(layout, rank, place.workers, machines)
-        self._buddy = None if buddy is None else keepers[buddy]
+        keeper = copy_node(layout, rank, place.workers, place.apart)
+        self._keeper = None if keeper is None else keepers[keeper]
         if rank == 0 and every_steps and on_one_machine(machines):
             emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
@@ -139,6 +152,11 @@ class MemoryTier:
         self._stop = threading.Event()
         self._failures = 0
         self._skipped = 0
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        """Have snapshots of this rank count only once `ready` is true too."""
+        before = self._ready
+        self._ready = lambda: before() and ready()
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot is to be taken after `step`."""
@@ -178,7 +196,7 @@ class MemoryTier:
             return False
         pending = self._pending = _Pending(step, 1 - self._committed_slot)
         if self._thread is not None and self._thread.is_alive():
-            # Another rank's failure ended the last snapshot; this rank's part goes on writing.
+            # Another rank's failure ended the last snapshot; this rank's part continues writing.
             self._end(pending, "the snapshot before is still being copied")
             return False
         if not self._warmed and self._writer.plan(live) >= WORTH_BYTES:
@@ -243,7 +261,7 @@ class MemoryTier:
 
     def free_spares(self) -> None:
         """Tell nodes that run no workers that older epochs' images are no longer needed."""
-        for spare in self.place.spares:
+        for spare in (*self.place.spares, *self.place.left):
             if spare.port:
                 try:
                     with PeerLink(spare, self.place.authenticate) as link:
@@ -273,7 +291,7 @@ class MemoryTier:
         """Body of the thread: digest, then copy.
 
         An image that can be taken says that this rank has completed the step, ledger and all:
-        a restore may go on from a step that was not committed yet.
+        a restore may continue from a step that was not committed yet.
         """
         error: str | None = None
         try:
@@ -281,8 +299,8 @@ class MemoryTier:
                 if self._stop.wait(READY_POLL_S):
                     self._end(pending, "the ledger of the step could not be written")
                     return
-            whole = image.seal(header)
-            if self._buddy is not None:
+            whole = image.seal(header, self.place.image_key)
+            if self._keeper is not None:
                 self._copy(image, whole, pending.slot)
         except PeerError as problem:
             error = f"no copy: {problem}"
@@ -292,11 +310,11 @@ class MemoryTier:
         self._end(pending, error)
 
     def _copy(self, image: Image, header: Header, slot: int) -> None:
-        assert self._buddy is not None
-        if self._buddy.port == 0:
-            raise PeerError(f"{self._buddy.node} keeps no snapshots")
+        assert self._keeper is not None
+        if self._keeper.port == 0:
+            raise PeerError(f"{self._keeper.node} keeps no snapshots")
         if self._link is None:
-            self._link = PeerLink(self._buddy, self.place.authenticate)
+            self._link = PeerLink(self._keeper, self.place.authenticate)
         with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
             self._link.put(header, slot, body)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +17,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.load import LocatingReader
-from elastic_trainer.checkpoint.memory import Place
-from elastic_trainer.checkpoint.spans import Span, span_of
-from elastic_trainer.snapshots.choice import Holding
-from elastic_trainer.snapshots.image import Image
-from elastic_trainer.snapshots.lookup import (
+from elastic_trainer.checkpoint.lookup import (
     Box,
     Found,
     Owned,
@@ -37,10 +35,13 @@ from elastic_trainer.snapshots.lookup import (
     read_wholes,
     rows_for_owners,
 )
+from elastic_trainer.checkpoint.memory import Place
+from elastic_trainer.snapshots.choice import Holding
+from elastic_trainer.snapshots.image import Image
 from elastic_trainer.snapshots.peer import Peer, PeerLink
 
 ALL_KNOW = 64
-"""Up to so many ranks all are told all rows, some 100 kB of each: every collective takes time."""
+"""Up to so many ranks, all get all rows, some 100 kB of each: every collective takes time."""
 
 
 class MemoryReader(LocatingReader):
@@ -63,8 +64,8 @@ class MemoryReader(LocatingReader):
         self._num_owners = 1 if group.world_size <= ALL_KNOW else group.world_size
         rows = rows_for_owners(found, self._num_owners)
         if self._num_owners == 1:
-            told = group.gather_bytes(rows.get(0, b""))
-            self._owned = Owned(raw for raw in told if raw)
+            received = group.gather_bytes(rows.get(0, b""))
+            self._owned = Owned(raw for raw in received if raw)
             self._tensors = read_wholes([self._owned.wholes()])
         else:
             self._owned = Owned(group.exchange(rows).values())
@@ -122,12 +123,12 @@ class MemoryReader(LocatingReader):
             asked = self._group.exchange(questions)
             answers = {rank: self._owned.answer(raw) for rank, raw in asked.items()}
             answers = self._group.exchange(answers)
-        told: dict[str, dict[tuple[int, ...], Source]] = defaultdict(dict)
+        known: dict[str, dict[tuple[int, ...], Source]] = defaultdict(dict)
         for raw in answers.values():
             for holding, part in read_answer(raw):
-                told[part.name][part.offsets] = holding, part
+                known[part.name][part.offsets] = holding, part
         for box in boxes:
-            held = self._known(box) or list(told[box.name].values())
+            held = self._known(box) or list(known[box.name].values())
             if not covers(box, (part for _, part in held)):
                 raise DamagedError(f"nobody holds all of {box.name} from {box.offsets} on")
             self._where.update({(box.name, part.offsets): (h, part) for h, part in held})
@@ -203,10 +204,45 @@ class MemoryReader(LocatingReader):
         if holding.node != self._place.node:
             peer = Peer(node=holding.node, address=holding.address, port=holding.port)
             with PeerLink(peer, self._place.authenticate) as link:
-                return link.read(holding.file, [(span.at, span.num_bytes) for span in spans])
+                wanted = [(span.at, span.num_bytes) for span in spans]
+                return link.read(holding.file, wanted, self._place.image_key)
         image = self._images.get(holding.file)
         if image is None:
             image = self._images[holding.file] = Image(self._place.directory / holding.file)
         at = holding.header.payload_at
         whole = memoryview(image.map)
         return [whole[at + span.at : at + span.at + span.num_bytes] for span in spans]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes from the first to the last element of a box in a contiguous tensor."""
+
+    item: ReadItem
+    dtype: torch.dtype
+    at: int
+    """Where they begin, bytes."""
+    num_bytes: int
+    strides: tuple[int, ...]
+    """Of the box in them, elements."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether they are the box's elements in their order, and nothing else."""
+        return self.num_bytes == math.prod(self.item.lengths) * self.dtype.itemsize
+
+    def tensor(self, raw: Any) -> Tensor:
+        """Return the item's tensor in `raw`, a writable buffer of `num_bytes`."""
+        if not self.num_bytes:
+            return torch.empty(tuple(self.item.lengths), dtype=self.dtype)
+        flat = torch.frombuffer(raw, dtype=self.dtype)
+        return flat.as_strided(tuple(self.item.lengths), self.strides)
+
+
+def span_of(item: ReadItem, sizes: Sequence[int], dtype: torch.dtype, at: int) -> Span:
+    """Return what `item` needs of the contiguous tensor of `sizes` whose bytes begin at `at`."""
+    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    begin = sum(o * s for o, s in zip(item.storage_offsets, strides, strict=True))
+    last = begin + sum((n - 1) * s for n, s in zip(item.lengths, strides, strict=True))
+    count = 0 if 0 in item.lengths else last + 1 - begin
+    return Span(item, dtype, at + begin * dtype.itemsize, count * dtype.itemsize, strides)

@@ -1,19 +1,22 @@
 """Restore from memory: all ranks agree on the newest snapshot that is whole, and read it.
 
-They agree by flags, a few bytes a rank; nobody is told what all others hold.
+They agree by flags, a few bytes a rank; no rank knows what all others hold.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Final, NamedTuple
 
 from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.memory import Place
 from elastic_trainer.checkpoint.memory_reader import MemoryReader
+from elastic_trainer.checkpoint.placement import sightings, single_machine
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
@@ -26,13 +29,30 @@ from elastic_trainer.snapshots.choice import (
     unpacked,
 )
 from elastic_trainer.snapshots.errors import PeerError, TornImageError
-from elastic_trainer.snapshots.image import Image, Part, parse_name
+from elastic_trainer.snapshots.image import PAGE, Image, Part, encode_index, parse_name
 from elastic_trainer.snapshots.peer import Peer, PeerLink
+
+ROOM_FOR: Final = 5
+"""Images that must fit where one is copied again: the new epoch's two and two copies come yet."""
 
 Skip = Callable[[int, str], None]
 """`skip(step, reason)`: why a newer snapshot is not used."""
 Found = list[tuple[Holding, tuple[Part, ...]]]
 """Verified images and what they hold."""
+
+
+Single = tuple[Holding, tuple[Part, ...], Peer]
+"""An image whose shard no other machine holds, what is in it, and the node to copy it to."""
+
+
+class Restored(NamedTuple):
+    """What was loaded."""
+
+    step: int
+    epoch: int
+    """Which wrote it."""
+    singles: tuple[Single, ...]
+    """Images that this rank is to copy again: `copy_again`."""
 
 
 def restore_from_memory(
@@ -43,7 +63,7 @@ def restore_from_memory(
     at_least: int,
     allows: Callable[[int, int], bool],
     on_skip: Skip,
-) -> tuple[int, int] | None:
+) -> Restored | None:
     """Load the newest whole snapshot in place; collective.
 
     Args:
@@ -55,7 +75,7 @@ def restore_from_memory(
         on_skip: hears of snapshots that are not whole or cannot be read.
 
     Returns:
-        (step, epoch that wrote it); None when memory has nothing.
+        None when memory has nothing.
     """
     holdings: list[Holding] = []
     group.together(lambda: holdings.extend(_survey(place, group)))
@@ -83,7 +103,7 @@ def restore_from_memory(
             on_skip(step, str(error))
             continue
         _drop_others(place, key)
-        return step, epoch
+        return Restored(step, epoch, tuple(_singles(found, num_shards, place, group)))
     return None
 
 
@@ -96,15 +116,12 @@ def _agreed_keys(
     """
     mine = newest_first(holdings)
     while True:
-        key = mine[0] if mine else None
-        own = [packed(key), *extent(holdings, key)] if key else [-1, 0, 0, 0]
-        rows = group.gather_numbers(own)
-        newest = max(row[0] for row in rows)
+        own = packed(mine[0]) if mine else -1
+        (newest,) = group.maxima([own])
         if newest < 0:
             return
-        shards, ranks, committed = (
-            max(row[i] for row in rows if row[0] == newest) for i in (1, 2, 3)
-        )
+        known = extent(holdings, mine[0]) if own == newest else (0, 0, 0)
+        shards, ranks, committed = group.maxima(known)
         yield unpacked(newest), (shards, ranks, committed)
         mine = [key for key in mine if packed(key) < newest]
 
@@ -127,6 +144,74 @@ def _drop_others(place: Place, key: tuple[int, int]) -> None:
                 path.unlink()
 
 
+def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> Iterator[Single]:
+    """Yield those of `found` that are on one machine only, and where to copy them; collective.
+
+    Until the new epoch has committed a snapshot, the loss of that machine would lose the state.
+    It also waits for all ranks to have dropped other snapshots, torn ones among them.
+    """
+    keepers = (*place.members, *place.spares)
+    first: dict[str, int] = {}
+    """Machine, or failure domain -> its first node, by which it is called here."""
+    at = {
+        peer.node: first.setdefault(where, i)
+        for i, (peer, where) in enumerate(zip(keepers, place.apart, strict=True))
+    }
+    held = [(h.header.shard, at[h.node]) for h, _ in found if h.node in at]
+    seen = group.maxima(sightings(held, num_shards, len(keepers)))
+    only = single_machine(seen, len(keepers))
+    me = group.rank // place.workers
+    done: set[int] = set()
+    for holding, parts in found:
+        shard = holding.header.shard
+        machine = only[shard]
+        if machine is None or shard in done:
+            continue
+        done.add(shard)
+        if holding.node not in at:
+            yield holding, parts, place.members[me]  # of one that has left
+            continue
+        others = (*place.members[me + 1 :], *place.members[:me])
+        if to := next((peer for peer in others if at[peer.node] != machine), None):
+            yield holding, parts, to
+
+
+def copy_again(singles: Iterable[Single], place: Place) -> int:
+    """Copy images that one machine holds to another; return how many it did.
+
+    Those that nobody has room or an answer for stay as they are: the next commit replaces them.
+    """
+    copied = 0
+    for holding, parts, to in singles:
+        parsed = parse_name(holding.file)
+        assert parsed is not None, holding.file
+        try:
+            with _body(holding, parts, place) as body, PeerLink(to, place.authenticate) as link:
+                link.put(holding.header, parsed[3], body, times=ROOM_FOR)
+            copied += 1
+        except (OSError, TornImageError, PeerError) as error:
+            os.write(2, f"no second copy of {holding.file} of {holding.node}: {error}\n".encode())
+    return copied
+
+
+@contextlib.contextmanager
+def _body(holding: Holding, parts: tuple[Part, ...], place: Place) -> Iterator[memoryview]:
+    """Give all of an image that follows its header's page."""
+    header = holding.header
+    if holding.node == place.node:
+        with (
+            _opened(place, holding.file) as image,
+            memoryview(image.map) as whole,
+            whole[PAGE : header.total_bytes] as body,
+        ):
+            yield body
+        return
+    with PeerLink(_peer(holding), place.authenticate) as link:
+        (payload,) = link.read(holding.file, [(0, header.payload_bytes)])
+    index = encode_index(parts)
+    yield memoryview(index + bytes(header.payload_at - PAGE - len(index)) + payload)
+
+
 def _load(reader: MemoryReader, state: State, step: int) -> None:
     with contextlib.closing(reader):
         loaded = state.load(reader)
@@ -144,7 +229,7 @@ def _survey(place: Place, group: Collective) -> list[Holding]:
             continue
         with contextlib.suppress(OSError, TornImageError), _opened(place, path.name) as image:
             found.append(_holding(me, path.name, image))
-    for spare in place.spares[group.rank :: group.world_size]:
+    for spare in (*place.spares, *place.left)[group.rank :: group.world_size]:
         if spare.port:
             # One that is gone holds nothing: the agents see to it.
             with contextlib.suppress(PeerError), PeerLink(spare, place.authenticate) as link:
@@ -177,7 +262,7 @@ def _verify(holding: Holding, place: Place) -> Iterator[tuple[Holding, tuple[Par
     try:
         if holding.node == place.node:
             with _opened(place, holding.file) as image:
-                if image.verify() != holding.header:
+                if image.verify(place.image_key) != holding.header:
                     return
                 yield holding, image.index(holding.header)
         else:

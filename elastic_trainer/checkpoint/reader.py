@@ -1,35 +1,34 @@
-"""DCP's reader of one directory of ours: nothing is unpickled or loaded but what was digested."""
+"""DCP's reader of one directory of ours: nothing is unpickled but what was digested."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import importlib
 import io
-from collections import defaultdict
+import mmap
 from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 
-from elastic_trainer.checkpoint.archive import UnusualError
 from elastic_trainer.checkpoint.errors import DamagedError
+from elastic_trainer.checkpoint.index import IndexUnpickler
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, FileEntry
-from elastic_trainer.checkpoint.raw_read import RawFile
-from elastic_trainer.checkpoint.restricted import read_index
 
 
 class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not followed by mypy
     """DCP's reader of one directory, for a `.metadata` with a known digest.
 
-    Whoever calls `read_data` has had the digests of the data files checked.
+    Whoever calls `read_data` has had the digests of the data files checked. DCP reads those
+    by `torch.load(weights_only=True)`; `.metadata` it would unpickle without any restriction.
     """
 
     def __init__(self, path: Path, metadata: FileEntry) -> None:
         super().__init__(path)
         self._expected = metadata
+        self._mapped: tuple[IO[bytes], mmap.mmap] | None = None
+        """The data file being read."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the index of the data files.
@@ -39,6 +38,7 @@ class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not 
 
         Raises:
             DamagedError: the bytes are not those that were saved.
+            pickle.UnpicklingError: it asks for a class that has no place there.
         """
         raw = Path(self.path, METADATA_NAME).read_bytes()
         if hashlib.sha256(raw).hexdigest() != self._expected.sha256:
@@ -47,36 +47,55 @@ class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not 
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for: plain tensors straight from the files, the rest by torch.
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> io.RawIOBase:
+        """Return one entry as torch.load reads it."""
+        if self._mapped is None or self._mapped[0] is not file:
+            self._mapped = file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        whole = memoryview(self._mapped[1])
+        return _MappedEntry(whole[sinfo.offset : sinfo.offset + sinfo.length])
 
-        Raises:
-            DamagedError: a file has become shorter.
-        """
-        by_file: dict[str, list[ReadItem]] = defaultdict(list)
-        rest: list[ReadItem] = []
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            packed = item.type == LoadItemType.BYTE_IO or info.transform_descriptors
-            (rest if packed else by_file[info.relative_path]).append(item)
-        for relative_path, items in by_file.items():
-            with RawFile(Path(self.path, relative_path)) as file:
-                for item in items:
-                    info = self.storage_data[item.storage_index]
-                    target = planner.resolve_tensor(item).detach()
-                    try:
-                        file.fill(target, item, info.offset, info.length)
-                    except UnusualError:
-                        rest.append(item)
-                        continue
-                    planner.commit_tensor(item, target)
-        if rest:
-            return super().read_data(dataclasses.replace(plan, items=rest), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
-    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Return one entry's bytes; torch.load is several times faster on them than on a view."""
-        file.seek(sinfo.offset)
-        return io.BytesIO(file.read(sinfo.length))
+class _MappedEntry(io.RawIOBase):
+    """One entry of a mapped data file; DCP's own view of a file makes a system call a read."""
+
+    def __init__(self, raw: memoryview) -> None:
+        self._raw, self._at = raw, 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Copy the next bytes into `buffer`; return how many."""
+        target = memoryview(buffer).cast("B")
+        part = self._raw[self._at : self._at + len(target)]
+        target[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place in the entry and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._raw)}[whence]
+        self._at = base + offset
+        return self._at
+
+    def seekable(self) -> bool:
+        """Return that it is."""
+        return True
+
+    def readable(self) -> bool:
+        """Return that it is."""
+        return True
+
+
+def read_index(raw: bytes) -> Metadata:
+    """Read DCP's `.metadata`, whose digest has been found right.
+
+    Raises:
+        DamagedError: it holds something else.
+        pickle.UnpicklingError: it asks for a class that has no place there.
+    """
+    metadata = IndexUnpickler(raw, _of_torch).load()
+    if not isinstance(metadata, Metadata):
+        raise DamagedError(f"{METADATA_NAME} holds a {type(metadata).__name__}, not Metadata")
+    return metadata
+
+
+def _of_torch(module_name: str, global_name: str) -> Any:
+    return getattr(importlib.import_module(module_name), global_name)

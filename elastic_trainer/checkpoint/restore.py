@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.boards.board import (
+from elastic_trainer.board.state import (
     BOARD_WAIT_S,
     Board,
     BoardState,
@@ -60,29 +61,32 @@ def agreed_board(
     board: Board,
     group: Collective,
     *,
+    epoch: int,
     mono: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> BoardState:
     """Return the board as rank 0 reads it, with the commits that may be used; collective.
 
-    An API server that restarts, or storage that fails over, is waited for: `BOARD_WAIT_S`.
+    An API server that restarts, or storage that fails over, is waited for: `BOARD_WAIT_S`. So is
+    a file system that shows an older board. This epoch was on the board before any worker of it
+    was started, and epochs before it commit no more: what shows `epoch` shows all they committed.
 
     Raises:
         CheckpointError: HF302, the board cannot be read, nor will it be.
         BoardAwayError: it does not answer.
     """
     try:
-        state, reason = group.by_first(partial(_read_patiently, board, mono, sleep))
+        content, reason = group.by_first(partial(_read_patiently, board, epoch, mono, sleep))
     except StepFailedError as error:
         raise CheckpointError(
             "HF302",
             f"the board cannot be read ({error}), so nobody knows which checkpoint counts: make "
             "the run directory readable and start again",
         ) from error
-    if state is None:
+    if content is None:
         # The same words on every rank: it is no node's own failure.
         raise BoardAwayError(f"the board did not answer for {BOARD_WAIT_S:.0f} s: {reason}")
-    return state
+    return BoardState.decode(content.encode())
 
 
 def restore_from(
@@ -131,32 +135,39 @@ def _load_commit(
 
 
 def _read_patiently(
-    board: Board, mono: Callable[[], float], sleep: Callable[[float], None]
-) -> tuple[BoardState | None, str]:
-    """Return the board; None and why, when it does not answer for long.
+    board: Board, epoch: int, mono: Callable[[], float], sleep: Callable[[float], None]
+) -> tuple[str | None, str]:
+    """Return the board's content; None and why, when it does not answer for long.
 
     Raises:
         OSError: it may not be read, or is not there: asking again is of no use.
         ValueError: it was written by another version.
     """
     try:
-        return ask_patiently(partial(_read, board), mono=mono, wait=sleep, for_s=BOARD_WAIT_S), ""
+        state = ask_patiently(
+            partial(_read, board, epoch), mono=mono, wait=sleep, for_s=BOARD_WAIT_S
+        )
+        return state.encode().decode(), ""
     except (PermissionError, FileNotFoundError):
         raise
     except OSError as error:
         return None, describe(error)
 
 
-def _read(board: Board) -> BoardState:
+def _read(board: Board, epoch: int) -> BoardState:
     current = board.get_state()
     state = BoardState.decode(current[0]) if current else BoardState()
-    usable = tuple(c for c in state.commits if state.numbers.allows(c.epoch, c.step))
+    if state.epoch < epoch:
+        reason = f"it still shows epoch {state.epoch} to a worker of epoch {epoch}"
+        raise OSError(errno.ESTALE, f"{reason}: the file system's cache is stale")
+    usable = tuple(c for c in state.commits if state.allows(c.epoch, c.step))
     return dataclasses.replace(state, commits=usable)
 
 
 def _verified(commit: Commit, storage: CheckpointStorage, group: Collective) -> Manifest:
     """Return the manifest once every file has been read and found right, each by one rank."""
-    manifest = group.by_first(lambda: storage.read_manifest(commit))
+    content = group.by_first(lambda: storage.read_manifest(commit).encode().decode())
+    manifest = Manifest.decode(content.encode())
     mine = share_of(manifest.files, group.rank, group.world_size)
     group.together(lambda: storage.verify(commit.dir, manifest, mine))
     return manifest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from elastic_trainer.agent.boards.board import Board, Commit
+from elastic_trainer.board.state import Board, Commit
 from elastic_trainer.checkpoint.collective import FAILURES, Collective, describe
 from elastic_trainer.checkpoint.errors import SaveFailedError
 from elastic_trainer.checkpoint.load import State
@@ -21,14 +21,16 @@ from elastic_trainer.checkpoint.state import Stager
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import CheckpointSection, StartFrom, TrainConfig
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.lineage import Origin
 from elastic_trainer.models import ModelShape
+from elastic_trainer.rank_grid import RankGrid
 
 _FREE, _PENDING, _BROKEN = 0, 1, 2
 _CLOSE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class CheckpointPolicy:
     """What keeping a state needs to know of its job and epoch."""
 
     run_id: str
@@ -45,7 +47,7 @@ class Keeping:
     start_from: StartFrom | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> Keeping:
+    def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> CheckpointPolicy:
         """Take it from job.json."""
         return cls(
             run_id=config.run_id,
@@ -85,14 +87,15 @@ class _Save:
 class Saver:
     """The saves of one worker in one epoch. `save` is collective.
 
-    Every rank makes one at the same place, since it makes a process group: saves
-    run on that group in a thread, beside the training's own collectives.
+    Every rank makes one at the same place, since it makes process groups: saves
+    run on those in a thread, beside the training's own collectives.
 
     Args:
-        keeping: the job and the epoch.
+        policy: the job and the epoch.
         storage: where to.
         board: where commits count; only rank 0 touches it.
-        device: of the model, on which ranks agree through the default group.
+        device: of the model.
+        ranks: of the thread that trains.
         state: what is saved.
         emit: writes an event; of rank 0.
         at: write points for fault injection.
@@ -101,23 +104,24 @@ class Saver:
 
     def __init__(
         self,
-        keeping: Keeping,
+        policy: CheckpointPolicy,
         storage: CheckpointStorage,
         board: Board,
         device: torch.device,
         *,
+        ranks: RankGrid,
         state: State,
         emit: Callable[..., None],
         at: WritePoint,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keeping, self._storage, self._board = keeping, storage, board
-        self._device, self._state, self._emit = device, state, emit
+        self._policy, self._storage, self._board = policy, storage, board
+        self._device, self._ranks, self._state, self._emit = device, ranks, state, emit
         self._at, self._mono = at, mono
-        self.group = Collective(
-            dist.new_group(backend="gloo", timeout=dt.timedelta(seconds=keeping.ceiling_s))
-        )
-        """Of all ranks, for saves and restores."""
+        self.group = Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
+        """For saves and restores."""
+        self.origin: Origin | None = None
+        """Where the epoch began, once something was restored."""
         self._stager = Stager()
         self._warmed = False
         self._pending: _Save | None = None
@@ -129,7 +133,7 @@ class Saver:
         Not collective. The first save of an epoch would otherwise wait for their pages, which
         takes longer than all of its copying.
         """
-        section = self._keeping.section
+        section = self._policy.section
         if not self._warmed and (section.every_s is not None or section.every_steps is not None):
             self._stager.warm(self._state.live(step, speaks=self.group.rank == 0))
         self._warmed = True
@@ -149,7 +153,7 @@ class Saver:
         """
         started = self._mono()
         if wait:
-            self._join(self._keeping.ceiling_s)
+            self._join(self._policy.ceiling_s)
         self.poll()
         if (state := self._agreed_state()) != _FREE:
             self._emit("checkpoint.failed", step, reason=_WHY_NOT[state])
@@ -159,9 +163,10 @@ class Saver:
         live = self._state.live(step, speaks=self.group.rank == 0)
         request = SaveRequest(
             staged=self._stager.stage(live),
-            manifest=self._keeping.manifest(step),
-            keep=self._keeping.section.keep,
-            keep_every_steps=self._keeping.section.keep_every_steps,
+            manifest=self._policy.manifest(step),
+            keep=self._policy.section.keep,
+            keep_every_steps=self._policy.section.keep_every_steps,
+            origin=self.origin,
         )
         save = _Save(step)
         save.thread = threading.Thread(
@@ -174,7 +179,7 @@ class Saver:
         save.thread.start()
         if not wait:
             return True
-        self._join(self._keeping.ceiling_s)
+        self._join(self._policy.ceiling_s)
         self.poll()
         return save.commit is not None
 
@@ -185,7 +190,7 @@ class Saver:
 
     def wait(self) -> int | None:
         """Wait for the save under way; then as `poll`."""
-        self._join(self._keeping.ceiling_s)
+        self._join(self._policy.ceiling_s)
         return self.poll()
 
     def poll(self) -> int | None:
@@ -216,8 +221,8 @@ class Saver:
     def _agreed_state(self) -> int:
         """Return the worst state of all ranks: threads of one save do not end at once."""
         mine = _BROKEN if self._broken else _PENDING if self._pending else _FREE
-        state = torch.tensor([mine], dtype=torch.int32, device=self._device)
-        dist.all_reduce(state, op=dist.ReduceOp.MAX)
+        state = torch.tensor([mine], dtype=torch.int32)
+        self._ranks.all_reduce(state, dist.ReduceOp.MAX)
         return int(state.item())
 
     def _run(self, save: _Save, request: SaveRequest, stage_s: float) -> None:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from elastic_trainer.agent.boards.board import Commit
+from elastic_trainer.board.state import Commit
 from elastic_trainer.checkpoint.errors import CheckpointError, DamagedError
 from elastic_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -20,7 +20,7 @@ from elastic_trainer.checkpoint.manifest import (
     directory_name,
     superseded,
 )
-from elastic_trainer.checkpoint.staging import fsync
+from elastic_trainer.fresh_look import look_afresh
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""
@@ -40,7 +40,7 @@ class CheckpointStorage:
                 the permission only.
 
         Raises:
-            CheckpointError: HF204, naming the directory and the way out.
+            CheckpointError: HF204, naming the directory and how to fix it.
         """
         reason = None
         try:
@@ -76,15 +76,18 @@ class CheckpointStorage:
             return name
         raise OSError(errno.EEXIST, "999 attempts to save this step are there", str(self.root))
 
-    def digest(self, name: str, rank: int) -> dict[str, FileEntry]:
+    def digest(
+        self, name: str, rank: int, on_read: Callable[[int], None] = lambda _: None
+    ) -> dict[str, FileEntry]:
         """Return the entries of what `rank` wrote into directory `name`; rank 0 also the index.
 
-        DCP names data files after the rank and has fsynced them.
+        DCP names data files after the rank and has fsynced them. `on_read` hears of the bytes
+        just read.
         """
         paths = list((self.root / name).glob(f"__{rank}_*"))
         if rank == 0:
             paths.append(self.root / name / METADATA_NAME)
-        return {path.name: _entry(path) for path in sorted(paths)}
+        return {path.name: _entry(path, on_read) for path in sorted(paths)}
 
     def write_manifest(self, name: str, manifest: Manifest) -> str:
         """Write the manifest durably, directory entries included; return its sha256."""
@@ -105,6 +108,7 @@ class CheckpointStorage:
             DamagedError: it is missing, or not the one that was committed.
         """
         path = self.root / commit.dir / MANIFEST_NAME
+        self._look_afresh(commit.dir)
         try:
             raw = path.read_bytes()
         except OSError as error:
@@ -134,6 +138,7 @@ class CheckpointStorage:
         Raises:
             DamagedError: naming the first file that differs, and how.
         """
+        self._look_afresh(name)
         for file in files:
             expected = manifest.files[file]
             path = self.root / name / file
@@ -148,6 +153,11 @@ class CheckpointStorage:
                 raise DamagedError(f"{file}: {error.strerror}") from error
             if actual != expected:
                 raise DamagedError(f"{file} has another sha256 than was saved")
+
+    def _look_afresh(self, name: str) -> None:
+        """Let no file of a commit pass for missing because it was looked for too early."""
+        look_afresh(self.root)
+        look_afresh(self.root / name)
 
     def remove(self, name: str) -> None:
         """Remove one directory and what is in it; none is fine."""
@@ -185,3 +195,12 @@ def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileE
             size_bytes += num_read
             on_read(num_read)
     return FileEntry(size_bytes=size_bytes, sha256=digest.hexdigest())
+
+
+def fsync(path: Path) -> None:
+    """Bring a file's or directory's content to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from elastic_trainer.config import DataSection
 from elastic_trainer.data.errors import DataError, UnreadableError
+from elastic_trainer.data.index import window_of
 from elastic_trainer.data.megatron import read_megatron
 from elastic_trainer.data.nanogpt import read_nanogpt
 from elastic_trainer.data.pin import pin
 from elastic_trainer.data.source import Source, Tokens
 from elastic_trainer.data.text import read_text
-from elastic_trainer.data_index import window_of
 
 
 class Corpus:

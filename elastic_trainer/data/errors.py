@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class DataError(Exception):
-    """The corpus cannot be used: the user's mistake, not to be retried."""
+    """The corpus cannot be used: a user error, not to be retried."""
 
 
 class UnreadableError(Exception):

@@ -7,12 +7,11 @@ and what was trained on no longer follows from (seed, sample index).
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.atomic_file import publish
 from elastic_trainer.data.errors import DataError
 
 _VERSION = 1
@@ -39,9 +38,10 @@ def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
         found = file.read_bytes()
     except FileNotFoundError:
         ours = {"v": _VERSION, "path": where, **identity}
-        if _publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if publish(file, json.dumps(ours, indent=1).encode() + b"\n"):
             return
-        found = file.read_bytes()
+        found = file.read_bytes()  # maybe our own, after a lost reply of NFS
     was = _decoded(found, file)
     now = {"v": _VERSION, **identity}
     keys = [key for key in (*now, *was) if key != "path"]
@@ -53,27 +53,9 @@ def pin(file: Path, identity: Mapping[str, int | str], *, where: str) -> None:
     if differences:
         raise DataError(
             f"HF706 data.path: {where} is not the corpus this run began with: "
-            f"{'; '.join(differences)}: put the former one back, or start a new run; to go on "
+            f"{'; '.join(differences)}: restore the original, or start a new run; to continue "
             f"with other samples on purpose, delete {file}"
         )
-
-
-def _publish(file: Path, content: bytes) -> bool:
-    """Make `file` with `content`, complete or not at all; return False when it exists."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temp = file.parent / f".{file.name}-{uuid.uuid4().hex}"
-    try:
-        with temp.open("xb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        try:
-            os.link(temp, file)
-        except FileExistsError:
-            return False  # also after a lost reply of NFS: the caller then reads its own
-        return True
-    finally:
-        temp.unlink(missing_ok=True)
 
 
 def _decoded(content: bytes, file: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _publish(files: Sequence[Path], encoder: Any | None, target: Path) -> None:
     temp = target.parent / f".{target.stem}-{uuid.uuid4().hex}"
     digest = hashlib.sha256()
     try:
-        with temp.open("wb") as out:
+        with temp.open("xb") as out:
             for file in files:
                 with reading():
                     raw = file.read_bytes()

@@ -106,7 +106,7 @@ def everybody_got_there(found: Sequence[int], num_shards: int, *, committed: boo
     """Return whether every rank is known to have completed the step, of everybody's marks.
 
     A replica of HSDP may hold the whole state of a step that a rank of another has not
-    completed: its ledger has no line of that step, so nobody may go on from it. Known it is by
+    completed: its ledger has no line of that step, so nobody may continue from it. Known it is by
     the commit, or by an image of every rank, its own or the copy.
     """
     return committed or all(found[num_shards:])

@@ -1,7 +1,8 @@
 """The image of one worker's state in memory: a file in /dev/shm that says when it is whole.
 
 A header of one page, an index (JSON: which part of which tensor lies where), and the bytes of
-the tensors. The header has the CRC-32 of all that follows it, and one of itself. It is marked
+the tensors. The header has a MAC of all that follows it, which also tells a copy that was changed
+on its way, and a CRC-32 of itself. It is marked
 torn before anything else is written and whole after everything is, so that a worker killed at
 any moment leaves an image that is not taken. The last bytes of the header's page say whether its
 writer knew the step to be committed.
@@ -9,6 +10,7 @@ writer knew the step to be committed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -17,19 +19,23 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.snapshots import mac
 from elastic_trainer.snapshots.errors import TornImageError
+from elastic_trainer.typed import check_types
 
 PAGE: Final = 4096
 """Bytes of the header, and the alignment of the payload."""
+NUM_SLOTS: Final = 2
+"""Images of one writer: the one that counts, and the next."""
 ALIGNMENT: Final = 64
 """Of each tensor in the payload, bytes: a cache line."""
 
-_MAGIC: Final = b"HFSNAP2\n"
-_HEADER: Final = struct.Struct("<8sIIQQQQQQQQ")
+_MAGIC: Final = b"HFSNAP3\n"
+_HEADER: Final = struct.Struct(f"<8sI{mac.MAC_BYTES}sQQQQQQQQ")
 _NUMBERS: Final = (
     "epoch",
     "step",
@@ -41,6 +47,8 @@ _NUMBERS: Final = (
     "payload_bytes",
 )
 """Of the header, in its order."""
+_MOST, _MOST_RANKS = 10**12, 10**9
+"""Numbers of a header are below; names of files have room for as many digits."""
 _CRC: Final = struct.Struct("<I")
 _COMMITTED: Final = b"COMMITTD"
 _TORN, _WHOLE = 0, 1
@@ -49,7 +57,7 @@ _NAME: Final = re.compile(r"(own|copy)-e([0-9]{1,12})-r([0-9]{1,9})-s([01])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What an image is of. `crc` is that of index and payload."""
+    """What an image is of."""
 
     epoch: int
     step: int
@@ -64,7 +72,8 @@ class Header:
     """Of that epoch; more than shards where replicas hold the same."""
     index_bytes: int
     payload_bytes: int
-    crc: int
+    mac: str = ""
+    """Of index and payload, hex; see `snapshots/mac.py`."""
 
     @property
     def payload_at(self) -> int:
@@ -81,7 +90,7 @@ class Header:
         raw = _HEADER.pack(
             _MAGIC,
             _WHOLE if whole else _TORN,
-            self.crc,
+            bytes.fromhex(self.mac),
             self.epoch,
             self.step,
             self.rank,
@@ -105,14 +114,33 @@ class Header:
             raise TornImageError("shorter than a header")
         if zlib.crc32(raw[:size]) != _CRC.unpack_from(raw, size)[0]:
             raise TornImageError("its header is damaged")
-        magic, state, crc, *numbers = _HEADER.unpack_from(raw)
+        magic, state, sealed, *numbers = _HEADER.unpack_from(raw)
         if magic != _MAGIC:
             raise TornImageError("no snapshot of this version")
         if state != _WHOLE:
             raise TornImageError("its writer did not finish")
-        return cls(crc=crc, **dict(zip(_NUMBERS, numbers, strict=True)))
+        return cls(mac=sealed.hex(), **dict(zip(_NUMBERS, numbers, strict=True)))
 
-    def to_dict(self) -> dict[str, int]:
+    @classmethod
+    def from_message(cls, raw: Any) -> Header:
+        """Read what `to_dict` gave, as it came out of JSON.
+
+        Raises:
+            ValueError: it is no header of a sealed image.
+        """
+        try:
+            header = cls(**raw)
+        except TypeError as error:
+            raise ValueError(f"not a header: {raw!r:.80}") from error
+        check_types(header)
+        numbers = (getattr(header, name) for name in _NUMBERS)
+        if any(not 0 <= value < _MOST for value in numbers) or header.rank >= _MOST_RANKS:
+            raise ValueError(f"a number out of range in {header!r:.200}")
+        if len(bytes.fromhex(header.mac)) != mac.MAC_BYTES:
+            raise ValueError(f"Header.mac is {header.mac!r:.80}")
+        return header
+
+    def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for messages."""
         return asdict(self)
 
@@ -147,7 +175,7 @@ def encode_index(parts: Sequence[Part]) -> bytes:
 
 
 def decode_index(raw: bytes) -> tuple[Part, ...]:
-    """Read the index of an image whose CRC has been found right."""
+    """Read the index of an image whose MAC has been found right."""
     return tuple(
         Part(**{**row, **{key: tuple(row[key]) for key in ("shape", "offsets", "sizes")}})
         for row in json.loads(raw)
@@ -212,9 +240,30 @@ class Image:
         self.map[: len(_MAGIC)] = bytes(len(_MAGIC))
         self.map[PAGE - len(_COMMITTED) : PAGE] = bytes(len(_COMMITTED))
 
-    def seal(self, header: Header) -> Header:
-        """Mark the image as whole; return the header, now with the CRC of what was written."""
-        whole = Header(**{**header.to_dict(), "crc": self._crc(header.total_bytes)})
+    def seal(self, header: Header, key: bytes) -> Header:
+        """Mark the image as whole; return the header, now with the MAC of what was written.
+
+        Args:
+            header: what the image is of.
+            key: of the run's images, 32 bytes.
+        """
+        with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
+            sealed = mac.seal(_key_of(header, key), body)
+        return self._mark(replace(header, mac=sealed.hex()))
+
+    def take(self, header: Header, key: bytes) -> bool:
+        """Mark a copy as whole if its bytes are those that `header` was sealed with.
+
+        Args:
+            header: sealed.
+            key: see `seal`.
+        """
+        good = self._is_sealed(header, key)
+        if good:
+            self._mark(header)
+        return good
+
+    def _mark(self, whole: Header) -> Header:
         raw = whole.encode(whole=True)
         # The magic goes in last: it alone makes the header readable.
         self.map[len(_MAGIC) : len(raw)] = raw[len(_MAGIC) :]
@@ -241,15 +290,18 @@ class Image:
             raise TornImageError("it is cut off")
         return header
 
-    def verify(self) -> Header:
+    def verify(self, key: bytes) -> Header:
         """Read everything and return the header.
+
+        Args:
+            key: see `seal`.
 
         Raises:
             TornImageError: what is there is not what was written.
         """
         header = self.header()
-        if self._crc(header.total_bytes) != header.crc:
-            raise TornImageError("its bytes have another CRC than was written")
+        if not self._is_sealed(header, key):
+            raise TornImageError("its bytes have another MAC than was written")
         return header
 
     def index(self, header: Header) -> tuple[Part, ...]:
@@ -260,9 +312,15 @@ class Image:
         """Unmap it."""
         self.map.close()
 
-    def _crc(self, total_bytes: int) -> int:
-        with memoryview(self.map) as everything, everything[PAGE:total_bytes] as body:
-            return zlib.crc32(body)
+    def _is_sealed(self, header: Header, key: bytes) -> bool:
+        with memoryview(self.map) as everything, everything[PAGE : header.total_bytes] as body:
+            return mac.matches(_key_of(header, key), body, bytes.fromhex(header.mac))
+
+
+def _key_of(header: Header, key: bytes) -> bytes:
+    """Return the key of one image: a MAC counts for what its header says, and nonces last."""
+    said = repr(replace(header, mac="")).encode()
+    return hashlib.blake2b(said, digest_size=32, key=key).digest()
 
 
 def _map(fd: int) -> mmap.mmap:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from elastic_trainer.snapshots import mac
 from elastic_trainer.snapshots.choice import Holding
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import Header, Part, decode_index
-from elastic_trainer.snapshots.wire import receive_into, receive_message, send_message
+from elastic_trainer.snapshots.wire import Authenticate, Channel
 
 KEEPER_LABEL: Final = "snapshots"
 """Of the handshake: a proof for a keeper opens no other port."""
+IMAGES: Final = b"images"
+"""What the run's secret signs, with the run's id, for the key of its images."""
 CONNECT_S: Final = 5.0
 ANSWER_S: Final = 60.0
 """Silence after which a keeper is given up; bytes that flow start it anew."""
-
-
-Authenticate = Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +36,32 @@ class Peer:
     port: int
     machine: str = ""
     """On which it runs; empty: called as the node."""
+    domain: str = ""
+    """Its failure domain; empty: unknown."""
 
 
-def write_peers(path: Path, peers: Sequence[Peer], num_members: int) -> None:
-    """Write the peers of an epoch for its workers: members in rank order, then spares."""
-    rows = [[peer.node, peer.address, peer.port, peer.machine] for peer in peers]
-    path.write_text(json.dumps({"members": num_members, "peers": rows}), encoding="utf-8")
+_GROUPS: Final = ("members", "spares", "left")
 
 
-def read_peers(path: Path) -> tuple[list[Peer], list[Peer]]:
-    """Return (members in rank order, spares)."""
+def write_peers(path: Path, *groups: Sequence[Peer]) -> None:
+    """Write the peers of an epoch for its workers: members by rank, spares, those that left."""
+    rows = {
+        name: [dataclasses.astuple(peer) for peer in peers]
+        for name, peers in zip(_GROUPS, groups, strict=True)
+    }
+    path.write_text(json.dumps(rows), encoding="utf-8")
+
+
+def read_peers(path: Path) -> dict[str, tuple[Peer, ...]]:
+    """Return members in rank order, spares, and those that have left, by these names."""
     raw = json.loads(path.read_text(encoding="utf-8"))
-    peers = [
-        Peer(node=node, address=address, port=port, machine=machine)
-        for node, address, port, machine in raw["peers"]
-    ]
-    return peers[: raw["members"]], peers[raw["members"] :]
+    return {
+        name: tuple(
+            Peer(node=node, address=address, port=port, machine=machine, domain=domain)
+            for node, address, port, machine, domain in raw[name]
+        )
+        for name in _GROUPS
+    }
 
 
 class PeerLink:
@@ -73,7 +83,7 @@ class PeerLink:
             raise PeerError(f"{peer.node} cannot be reached: {error}") from error
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            authenticate(self._sock)
+            self._channel = Channel(self._sock, authenticate)
             self._sock.settimeout(ANSWER_S)
         except Exception as error:
             self._sock.close()
@@ -93,30 +103,31 @@ class PeerLink:
         """Close the connection."""
         self._sock.close()
 
-    def put(self, header: Header, slot: int, body: memoryview) -> None:
+    def put(self, header: Header, slot: int, body: memoryview, *, times: int = 1) -> None:
         """Leave a copy of an image; returns once the keeper has it and found it right.
 
         Args:
-            header: of the image, with its CRC.
+            header: of the image, sealed.
             slot: which of the writer's two.
             body: all that follows the header's page.
+            times: refused where there is no room for so many of it.
         """
-        self._ask({"op": "put", "header": header.to_dict(), "slot": slot}, body)
+        self._ask({"op": "put", "header": header.to_dict(), "slot": slot, "times": times}, body)
 
     def held(self) -> list[Holding]:
         """Return what the node holds; only headers have been looked at."""
-        rows = self._ask({"op": "list"})["images"]
-        return [
-            Holding(
-                header=Header(**row["header"]),
-                file=row["file"],
-                node=self.peer.node,
-                address=self.peer.address,
-                port=self.peer.port,
-                committed=bool(row["committed"]),
-            )
-            for row in rows
-        ]
+        with self._telling_errors():
+            return [
+                Holding(
+                    header=Header.from_message(row["header"]),
+                    file=str(row["file"]),
+                    node=self.peer.node,
+                    address=self.peer.address,
+                    port=self.peer.port,
+                    committed=bool(row["committed"]),
+                )
+                for row in self._ask({"op": "list"})["images"]
+            ]
 
     def verified_index(self, file: str) -> tuple[Part, ...]:
         """Have the keeper read all of an image, and return its index.
@@ -124,18 +135,25 @@ class PeerLink:
         Raises:
             PeerError: also when the image is damaged.
         """
-        answer = self._ask({"op": "verify", "file": file})
-        return decode_index(json.dumps(answer["index"]).encode())
+        with self._telling_errors():
+            answer = self._ask({"op": "verify", "file": file})
+            return decode_index(json.dumps(answer["index"]).encode())
 
-    def read(self, file: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Return the bytes of `spans`, each (offset in the payload, length)."""
-        answer = self._ask({"op": "get", "file": file, "spans": [list(span) for span in spans]})
+    def read(self, file: str, spans: Sequence[tuple[int, int]], key: bytes) -> list[memoryview]:
+        """Return the bytes of `spans`, each (offset in the payload, length).
+
+        Args:
+            file: image.
+            spans: of it.
+            key: of the run's images.
+        """
         out = []
         with self._telling_errors():
-            for (_, length), crc in zip(spans, answer["crcs"], strict=True):
+            answer = self._ask({"op": "get", "file": file, "spans": [list(s) for s in spans]})
+            for (_, length), sealed in zip(spans, answer["macs"], strict=True):
                 buffer = memoryview(bytearray(length))
-                receive_into(self._sock, buffer)
-                if zlib.crc32(buffer) != crc:
+                self._channel.receive_into(buffer)
+                if not mac.matches(key, buffer, bytes.fromhex(sealed)):
                     raise PeerError(f"{self.peer.node}: bytes of {file} came damaged")
                 out.append(buffer)
         return out
@@ -146,10 +164,10 @@ class PeerLink:
 
     def _ask(self, message: dict[str, Any], body: memoryview | None = None) -> dict[str, Any]:
         with self._telling_errors():
-            send_message(self._sock, message)
+            self._channel.send(message)
             if body is not None:
                 self._sock.sendall(body)
-            answer = receive_message(self._sock)
+            answer = self._channel.receive()
         if "error" in answer:
             raise PeerError(f"{self.peer.node}: {answer['error']}")
         return answer
@@ -160,3 +178,5 @@ class PeerLink:
             yield
         except (OSError, EOFError) as error:
             raise PeerError(f"{self.peer.node}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise PeerError(f"{self.peer.node}: an answer that is none: {error!r}") from error

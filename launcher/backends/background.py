@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+from launcher.atomic_file import read_json
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
-from launcher.backends.code_words import state_of
+from launcher.backends.exit_codes import state_of
 from launcher.backends.processes import start_ticks
 from launcher.errors import PermanentError, UserError
-from launcher.whole_file import read_json
+from launcher.retries import polled
+
+_Seen = TypeVar("_Seen")
 
 MARK: Final = "launcher.json"
 """Of a launcher that lives: its job, process and machine."""
@@ -111,17 +114,19 @@ class BackgroundBackend:
         log.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-P", "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
         pid = _spawn(argv, {**os.environ, "PYTHONPATH": _python_path()}, log)
-        deadline = self._mono() + _START_S
-        while (mark := read_mark(run_dir)) is None or mark.pid != pid:
+
+        def has_begun() -> bool:
+            mark = read_mark(run_dir)
+            if mark is not None and mark.pid == pid:
+                return True
             code = _ended(pid)
-            if code == 0:
-                break  # it had nothing to do
-            if code is not None:
+            if code:
                 said = log.read_text(encoding="utf-8", errors="replace").strip()[-500:]
                 raise PermanentError(f"the launcher ended at once: {said}")
-            if self._mono() >= deadline:
-                break  # a slow machine; status will tell
-            self._sleep(_POLL_S)
+            return code == 0  # it had nothing to do
+
+        # Not in time: a slow machine, of which status will tell.
+        self._polled(has_begun, bool, for_s=_START_S)
         return JobRef(id=JobId(f"local-{pid}"), submit_time=self._wall(), run_dir=str(run_dir))
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
@@ -156,12 +161,19 @@ class BackgroundBackend:
             if not _interrupt(run_dir):
                 return
             self._sleep(0.2)  # two at once would be one
-        deadline = self._mono() + _END_S
-        while (mark := read_mark(run_dir)) is not None and mark.lives:
-            if self._mono() >= deadline:
-                os.kill(mark.pid, signal.SIGKILL)
-                return
-            self._sleep(_POLL_S)
+
+        def living() -> Mark | None:
+            mark = read_mark(run_dir)
+            return mark if mark is not None and mark.lives else None
+
+        mark = self._polled(living, lambda mark: mark is None, for_s=_END_S)
+        if mark is not None:
+            os.kill(mark.pid, signal.SIGKILL)
+
+    def _polled(
+        self, look: Callable[[], _Seen], until: Callable[[_Seen], bool], *, for_s: float
+    ) -> _Seen:
+        return polled(look, until, for_s=for_s, every_s=_POLL_S, sleep=self._sleep, mono=self._mono)
 
     def output_files(self, job: JobRef) -> list[Path]:
         """Return the log of launchers in the background."""

@@ -35,6 +35,8 @@ class JobState(enum.StrEnum):
     FAILED = "failed"
     SAVED = "saved"
     """Ended on a signal with its state saved (exit code 91): requeue or resume it."""
+    STOPPED = "stopped"
+    """The same, but by the run's record nothing was saved; no platform says so by itself."""
     CANCELLED = "cancelled"
     UNKNOWN = "unknown"
     """The platform does not answer, or does not know the job (any more)."""
@@ -68,7 +70,7 @@ class JobStatus:
     reason: str = ""
     """The platform's own words: a pending reason, how it ended, why nobody knows."""
     words: str = ""
-    """The same for people, with the way out where there is one; empty: nothing to say."""
+    """The same for people, with how to fix it where that is known; empty: nothing to say."""
     expected_start: float | None = None
     """Of a pending job, where the scheduler has planned it."""
     submitted: float | None = None
@@ -81,7 +83,7 @@ class JobStatus:
     nodes_lost: tuple[str, ...] = ()
     """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
     suspended: bool = False
-    """Its processes are stopped where they are; the platform can let them go on."""
+    """Its processes are stopped where they are; the platform can let them continue."""
     batch_host: str = ""
     """Of its nodes the one that runs the batch script, lost or not; empty: there is none."""
     restarts: int | None = None
@@ -177,10 +179,10 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class Reach(Protocol):
-    """What a platform offers besides, whose nodes are reached through it."""
+class RemoteExec(Protocol):
+    """What a platform offers besides: commands on its nodes, where ssh and srun do not reach."""
 
-    def inside(self, job: JobRef) -> tuple[str, str]:
+    def remote_paths(self, job: JobRef) -> tuple[str, str]:
         """Return the interpreter with holdfast and the run directory, as the nodes have them."""
 
     def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
@@ -192,7 +194,7 @@ class Reach(Protocol):
 
 @runtime_checkable
 class Notices(Protocol):
-    """What a platform offers besides that tells when there is something new."""
+    """What a platform offers besides that notifies of changes."""
 
     def noticing(self, job: JobRef) -> AbstractContextManager[threading.Event]:
         """Set the event, until the end of the context, whenever something of `job` has changed."""

@@ -2,7 +2,7 @@
 
 Every call has a time-out, gets nothing on stdin but what it is given, and takes its whole
 process group with it when it is killed. What failed is a type: a program that is not there
-is the user's to mend, one that does not answer is temporary.
+is the user's to fix, one that does not answer is temporary.
 """
 
 from __future__ import annotations
@@ -12,16 +12,11 @@ import os
 import shlex
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-import tenacity
+from typing import Protocol
 
 from launcher.errors import TemporaryError, UserError
-
-_Result = TypeVar("_Result")
 
 MAX_SAID = 2000
 """Characters of a command's complaint that a message repeats."""
@@ -66,17 +61,17 @@ class SystemCommands:
 
     Args:
         env: the environment of every command; it decides the PATH too.
-        way_out: program -> what a user without it can do.
+        fix: program -> what a user without it can do.
     """
 
     def __init__(
         self,
         env: Mapping[str, str] | None = None,
         *,
-        way_out: Mapping[str, str] | None = None,
+        fix: Mapping[str, str] | None = None,
     ) -> None:
         self._env = dict(os.environ if env is None else env)
-        self._way_out = way_out or {}
+        self._fix = fix or {}
 
     def run(self, argv: Sequence[str], *, timeout_s: float, stdin: str = "") -> Answer:
         """Run one command to its end; see `Commands`."""
@@ -113,41 +108,8 @@ class SystemCommands:
         )
 
     def _missing(self, program: str, what: str) -> UserError:
-        way_out = self._way_out.get(program, f"install {program}, or add its folder to PATH")
-        return UserError("HF650", f"{program} {what}; {way_out}")
-
-
-def retried(
-    call: Callable[[], _Result],
-    *,
-    for_s: float,
-    first_wait_s: float = 0.5,
-    longest_wait_s: float = 10.0,
-    only: type[TemporaryError] = TemporaryError,
-    sleep: Callable[[float], None] = time.sleep,
-) -> _Result:
-    """Return what `call` returns; after a TemporaryError it is called again.
-
-    Args:
-        call: may raise anything; only a TemporaryError is tried again.
-        for_s: no new try begins this many seconds after the first one began.
-        first_wait_s: the longest first wait between two tries; it doubles.
-        longest_wait_s: it doubles up to here. Waits are random up to their length, so that
-            many users of one busy controller do not come back together.
-        only: which TemporaryError is tried again.
-        sleep: how to wait.
-
-    Raises:
-        TemporaryError: the last one, when time was up.
-    """
-    retrying = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(only),
-        stop=tenacity.stop_after_delay(for_s),
-        wait=tenacity.wait_random_exponential(multiplier=first_wait_s, max=longest_wait_s),
-        sleep=sleep,
-        reraise=True,
-    )
-    return retrying(call)
+        fix = self._fix.get(program, f"install {program}, or add its folder to PATH")
+        return UserError("HF650", f"{program} {what}; {fix}")
 
 
 def _shown(argv: Sequence[str]) -> str:

@@ -27,20 +27,21 @@ from launcher.backends.base import JobId
 from launcher.backends.processes import (
     MARKER,
     catches,
-    child_running,
+    child_named,
     die_with_parent,
     node_pids,
     signal_all,
 )
 from launcher.errors import PermanentError
+from launcher.retries import polled
 
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agent/workers/workers.py
 """A killed agent leaves `holdfast-<run id>-<node>-<random>` here, in which it has held the lock
 of a file (agent/workers/scratch.py). Its power loss is ours to tidy."""
 _LOCK = "owner"
 
-ZYGOTE = "elastic_trainer.zygote"
-"""The module that an agent's zygote runs."""
+ZYGOTE = "holdfast-zygote"
+"""What an agent's zygote calls itself."""
 
 AgentCommand = Callable[["LocalNode"], Sequence[str]]
 """Returns the command line of a node's agent."""
@@ -166,15 +167,16 @@ class LocalCluster:
             os.killpg(node.process.pid, signal.SIGKILL)
         signal_all(strays, signal.SIGKILL)
         node.killed_at, node.paused = self._mono(), False
-        deadline = self._mono() + timeout_s
-        left = strays
-        while left and self._mono() < deadline:
-            node.process.poll()
+        process = node.process
+
+        def kill() -> set[int]:
+            process.poll()
             left = self.pids(name)
             signal_all(left, signal.SIGKILL)
-            if left:
-                time.sleep(0.005)
-        node.process.wait(timeout_s)
+            return left
+
+        left = polled(kill, lambda left: not left, for_s=timeout_s, every_s=0.005, mono=self._mono)
+        process.wait(timeout_s)
         if left:
             raise PermanentError(f"{name} was killed, but these processes stay: {sorted(left)}")
 
@@ -193,7 +195,7 @@ class LocalCluster:
             PermanentError: it has none now.
         """
         process = self.nodes[name].process
-        found = None if process is None else child_running(process.pid, ZYGOTE)
+        found = None if process is None else child_named(process.pid, ZYGOTE)
         if found is None:
             raise PermanentError(f"{name} has no zygote now")
         signal_all({found}, signal.SIGKILL)
@@ -221,12 +223,12 @@ class LocalCluster:
             PermanentError: it does not listen, as scripts and workers that just start.
         """
         if not catches(pid, number):
-            raise PermanentError(f"process {pid} takes no such fault: it is no trainer, or starts")
+            raise PermanentError(f"process {pid} takes no such fault: not a trainer, or starting")
         self._signal_worker(pid, number)
 
     def _signal_worker(self, pid: int, number: int) -> None:
         if not any(pid in self.pids(name) for name in self.nodes):
-            raise PermanentError(f"process {pid} is no live worker of this run")
+            raise PermanentError(f"process {pid} is not a live worker of this run")
         signal_all({pid}, number)
 
     def return_node(self, name: str) -> None:

@@ -7,6 +7,7 @@ nets, since a power loss must leave nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -60,20 +61,17 @@ def node_pids(marker: str, session: int, proc: Path = Path("/proc")) -> set[int]
         mine = grown
 
 
-def child_running(parent: int, module: str, proc: Path = Path("/proc")) -> int | None:
-    """Return the child of process `parent` that was started with `-m module`; None: there is none.
+def child_named(parent: int, name: str, proc: Path = Path("/proc")) -> int | None:
+    """Return the child of process `parent` that calls itself `name`; None: there is none.
 
-    What a child forks has the same command line, but another parent.
+    What a child forks may have the same name, but has another parent.
     """
     for row in process_table(proc):
         if row.ppid != parent or row.state in ("Z", "X"):
             continue
-        try:
-            words = (proc / str(row.pid) / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile
-            continue
-        if module.encode() in words:
-            return row.pid
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if (proc / str(row.pid) / "comm").read_text(encoding="utf-8") == f"{name}\n":
+                return row.pid
     return None
 
 
@@ -96,7 +94,7 @@ def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when process `pid` started, in clock ticks since boot; None: there is none.
+    """Return when process `pid` started, in clock ticks since boot; None: it is gone, or a zombie.
 
     A pid alone may have been given to another process since.
     """
@@ -104,7 +102,8 @@ def start_ticks(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(text[text.rindex(")") + 2 :].split()[19])
+    state, *words = text[text.rindex(")") + 2 :].split()
+    return None if state == "Z" else int(words[18])
 
 
 def signal_all(pids: set[int], number: int) -> None:

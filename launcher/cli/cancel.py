@@ -25,18 +25,18 @@ Examples:
 
 @click.command("cancel", epilog=EPILOG)
 @run_argument
-@click.option("--save", is_flag=True, help="Let the workers save and end; wait for it.")
+@click.option("--save", is_flag=True, help="Let the workers save first, and wait for it.")
 @json_option
 def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
-    """End RUN; no requeue brings it back, `holdfast submit --resume` does.
+    """Cancel RUN for good; only `holdfast submit --resume` starts it again.
 
-    With --save the agents are asked to save and to end. When they have not within the time that
-    the job was planned to need, it is cancelled as without: the newest checkpoint counts. Exits
-    with 1 when --save was asked for and there is no newer state on storage than before.
+    With --save the workers save first. If that takes longer than planned for the job, it is
+    cancelled anyway, and the newest checkpoint counts. Exit code 1: --save left no newer state
+    on storage.
     """
     from launcher.ops.runs import find_run
     from launcher.ops.submitting.cancelling import Canceller, save_time_s
-    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.watching.run_status import make_backends, target_of
 
     try:
         found = find_run(run, runs)
@@ -76,5 +76,5 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     if not result.status.state.is_final and result.status.words:
         click.echo(f"{target}: {result.status.words}")
     if not result.was_over and result.code != 0:
-        click.echo(f"go on with it by: holdfast submit --resume {found.shown}")
+        click.echo(f"resume it with: holdfast submit --resume {found.shown}")
     return EXIT_DONE if good else EXIT_FAILED

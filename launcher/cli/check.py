@@ -1,4 +1,4 @@
-"""`holdfast check`: every mistake of a job file at once, or a short summary."""
+"""`holdfast check`: every problem of a job file at once, or a short summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.common import (
-    EXIT_DONE,
     exit_with_problems,
     folder_of,
     job_argument,
@@ -19,7 +18,6 @@ from launcher.cli.common import (
     set_option,
 )
 from launcher.errors import UserError
-from launcher.ops.manifest_file import check_manifests, is_manifest_file
 
 if TYPE_CHECKING:
     from launcher.jobspec.spec import JobSpec
@@ -41,8 +39,7 @@ if TYPE_CHECKING:
 @click.option(
     "--live",
     is_flag=True,
-    help="Also ask the platform whether it would take the job: sbatch --test-only, or a dry run "
-    "on Kubernetes.",
+    help="Also ask the platform: sbatch --test-only, or a dry run on Kubernetes.",
 )
 @json_option
 @click.pass_context
@@ -55,13 +52,10 @@ def check(
     live: bool,
     as_json: bool,
 ) -> None:
-    """Check a job file, or Kubernetes manifests; report every mistake at once.
+    """Check a job file; report every problem at once.
 
-    Exits with 0 when the job can be planned, or the manifests have no mistakes that a server
-    would take; else with 2.
+    Exit codes: 0 the job can be planned, 2 it has problems.
     """
-    if is_manifest_file(job):
-        ctx.exit(_manifests(job, as_json=as_json))
     from launcher.jobspec.reading import load_spec
     from launcher.planning.search import plan
     from launcher.planning.summary import plan_dict, summary_lines
@@ -81,12 +75,11 @@ def check(
                 raise UserError.many(found)
         planned = plan(spec)
         said = _ask(spec, planned, name or "slurm", folder_of(job)) if live else []
-        shown = name or ("slurm" if "slurm" in spec.source.data else "local")
-        if shown != "local":
-            # What only the script shows: times that do not fit, paths it cannot carry.
-            renderer = target_named(shown).load_renderer()
-            run_dir = folder_of(job) / "runs" / spec.name
-            renderer(spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=folder_of(job))
+        # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
+        shown = name or ("slurm" if spec.slurm_section is not None else "local")
+        run_dir = folder_of(job) / "runs" / spec.name
+        places = {"run_id": spec.name, "run_dir": run_dir, "base_dir": folder_of(job)}
+        target_named(shown).check(spec, planned, **places)
     except UserError as error:
         ctx.exit(exit_with_problems(error, as_json=as_json))
     if as_json:
@@ -98,23 +91,6 @@ def check(
     click.echo(f"{job}: " + click.style("ok", fg="green"))
     for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
-
-
-def _manifests(path: str, *, as_json: bool) -> int:
-    """Lint manifests and say what came of it; return the exit code."""
-    try:
-        warnings, names = check_manifests(path)
-    except UserError as error:
-        return exit_with_problems(error, as_json=as_json)
-    if as_json:
-        listed = [warning.to_dict() for warning in warnings]
-        print_json({"ok": True, "problems": [], "warnings": listed, "objects": names})
-        return EXIT_DONE
-    print_problems(warnings)
-    click.echo(f"{path}: " + click.style("ok", fg="green"))
-    for name in names:
-        click.echo(f"  {name}")
-    return EXIT_DONE
 
 
 def _ask(spec: JobSpec, planned: Plan, target: str, base_dir: Path) -> list[str]:

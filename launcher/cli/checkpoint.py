@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from elastic_trainer.layout import layout_label
 from elastic_trainer.quantities import sized
 from launcher.cli.common import (
     EXIT_DONE,
@@ -27,7 +28,7 @@ from launcher.cli.common import (
 )
 from launcher.errors import UserError
 from launcher.ops.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
-from launcher.ops.checkpoints.convert import export_options, missing_tokenizer, run_converter
+from launcher.ops.checkpoints.convert import export_request, missing_tokenizer, run_converter
 
 EPILOG = """\b
 Examples:
@@ -125,15 +126,14 @@ def verify(*, reference: str, every: bool, as_json: bool) -> int:
 def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bool) -> int:
     """Write a checkpoint's parameters as safetensors with a config.json.
 
-    `transformers` loads the folder. Files are at most 5 GB; no more is held in memory.
+    `transformers` loads the folder. Files are at most 5 GB; twice that is held in memory.
     """
     assert target == "hf", target
     try:
         wanted = Reference.parse(reference)
         found = RunCheckpoints.of(wanted.run)
         commit = found.choose(wanted.step)
-        options = export_options(found, commit, output, dtype)
-        result = _convert("export", options)
+        result = _convert("export", export_request(found, commit, output, dtype))
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -156,8 +156,7 @@ def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
     RUN is new or empty. A Llama in float32, bfloat16 or float16, in one file or many.
     """
     try:
-        options = ["--hf", str(source), "--run", str(run_dir)]
-        result = _convert("import", options)
+        result = _convert("import", {"hf": str(source), "run": str(run_dir)})
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -206,9 +205,9 @@ def _verified(found: RunCheckpoints, commits: Sequence[Commit]) -> list[dict[str
     return results
 
 
-def _convert(what: str, options: Sequence[str]) -> dict[str, Any]:
+def _convert(what: str, request: Mapping[str, Any]) -> dict[str, Any]:
     with _progress(what) as report:
-        return run_converter([what, *options], on_progress=report)
+        return run_converter(what, request, on_progress=report)
 
 
 @contextmanager
@@ -266,7 +265,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         *numbers,
         saved.strftime("%Y-%m-%d %H:%M"),
-        row["layout"],
+        layout_label(row["layout"]),
         f"{row['world_size']:,}",
         f"{row['consumed_samples']:,}",
         sized(row["size_bytes"]),

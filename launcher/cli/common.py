@@ -34,7 +34,7 @@ def set_option(function: _Function) -> _Function:
         "sets",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Override a value, as train.steps=50. May be given again.",
+        help="Override a value, as train.steps=50. Repeatable.",
     )(function)
 
 
@@ -72,7 +72,7 @@ def _run_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 def runs_option(function: _Function) -> _Function:
     """Add `--runs DIR`, where runs are looked for."""
     return path_option(
-        "--runs", default=Path("runs"), show_default="./runs", help="Where runs lie."
+        "--runs", default=Path("runs"), show_default="./runs", help="Folder of the runs."
     )(function)
 
 

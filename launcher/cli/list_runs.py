@@ -17,9 +17,9 @@ from launcher.cli.table import print_runs
 def command(*, runs: Path, as_json: bool) -> int:
     """List all runs of a folder, sweeps' tasks included; each platform is asked once."""
     from launcher.ops.runs import find_runs
-    from launcher.ops.watching.standing import standings
+    from launcher.ops.watching.run_status import run_statuses
 
-    found = standings(list(find_runs(runs)))
+    found = run_statuses(list(find_runs(runs)))
     now = time.time()
     if as_json:
         print_json([each.to_json(now) for each in found])

@@ -24,16 +24,18 @@ Examples:
 
 @click.command("logs", epilog=EPILOG)
 @run_argument
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the run has ended.")
 @click.option("--rank", "ranks", multiple=True, metavar="R", help="Only this rank; or all.")
 @click.option("--node", "nodes", multiple=True, metavar="N", help="Only this node.")
-@click.option("-t", "--timestamps", is_flag=True, help="Begin lines with their time.")
+@click.option("-t", "--timestamps", is_flag=True, help="Prefix lines with their time.")
 @click.option(
     "--since",
     metavar="TIME",
-    help="Leave out what is older: 10min, 2h, 1d, or 2026-01-31 12:00 in local time.",
+    help="Omit what is older: 10min, 2h, 1d, or 2026-01-31 12:00 in local time.",
 )
-@click.option("--grep", "pattern", metavar="PATTERN", help="Only lines with this in them: a regex.")
+@click.option(
+    "--grep", "pattern", metavar="PATTERN", help="Only lines that match this regular expression."
+)
 def logs(
     *,
     run: str,
@@ -45,16 +47,16 @@ def logs(
     since: str | None,
     pattern: str | None,
 ) -> int:
-    """Show the logs of RUN over all its attempts, each line with its node and rank.
+    """Show the logs of RUN across its attempts, each line with its node and rank.
 
-    Without --rank and --node: the job's own output, rank 0, and what happened (lines with --).
-    With -f it waits for a pending job, goes on over restarts and requeues, and ends with the job.
-    What happened has its time. A line of a log has the time that it begins with; else, with -f,
-    that of its arrival, or that of the line before. --since leaves out what is surely older.
+    Without --rank and --node: the job's own output, rank 0, and events (lines with --).
+    With -f it waits for a pending job, follows it across restarts and requeues, and ends with it.
+    An event has its own time. A log line has the time it begins with, else the time of its
+    arrival (with -f) or that of the line before. --since omits what is certainly older.
     """
     from launcher.ops.runs import current_job, find_run
     from launcher.ops.watching.follow_logs import Line, LineFilter, LogReader, Selection
-    from launcher.ops.watching.standing import make_backends, standings, target_of
+    from launcher.ops.watching.run_status import make_backends, run_statuses, target_of
     from launcher.ops.watching.watch import Watch
 
     def show(lines: list[Line]) -> None:
@@ -84,12 +86,12 @@ def logs(
             watch.logs(reader, show)
         else:
             # The platform is asked, and the files are fetched: what is wrong comes last.
-            [standing] = standings([found], {target_of(found): backend})
-            if standing.problem:
-                click.echo(standing.problem, err=True)
+            [status] = run_statuses([found], {target_of(found): backend})
+            if status.problem:
+                click.echo(status.problem, err=True)
             reader.look()
             show(reader.poll(last=True))
-            for finding in standing.findings(time.time()):
+            for finding in status.findings(time.time()):
                 click.echo(f"-- warning: {finding}", err=True)
     except UserError as error:
         return exit_with_problems(error, as_json=False)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "check": ("launcher.cli.check", "Check a job file; report every mistake at once."),
+    "check": ("launcher.cli.check", "Check a job file; report every problem at once."),
     "plan": ("launcher.cli.plan", "Show layout, placement and ladder of a job."),
     "render": ("launcher.cli.render", "Show what would be submitted: the script, and job.json."),
     "run": ("launcher.cli.run", "Run a job on an emulated cluster of this machine."),
-    "submit": ("launcher.cli.submit", "Submit a job to a cluster, or go on with a run."),
+    "submit": ("launcher.cli.submit", "Submit a job to a cluster, or resume a run."),
     "status": ("launcher.cli.status", "Show where runs stand."),
     "list": ("launcher.cli.list_runs", "List all runs of a folder."),
     "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
@@ -41,7 +41,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 COMPLETE: Final = "_HOLDFAST_COMPLETE"
 """Set by a shell that completes a command line, or wants the script that does."""
-
 MANY_OBJECTS: Final = 200_000
 """More than a short command makes; Python's own figure is 700."""
 
@@ -66,7 +65,7 @@ class LazyGroup(click.Group):
             raise click.ClickException(f"{cmd_name} needs {error.name}: not installed") from error
         name = "command" if hasattr(module, "command") else cmd_name
         command = getattr(module, name)
-        assert isinstance(command, click.Command), f"{module.__name__}.{name} is no command"
+        assert isinstance(command, click.Command), f"{module.__name__}.{name} is not a command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -170,7 +169,6 @@ def main() -> None:
         # The reader went away, as in `holdfast plan ... | head`: no mistake of anybody's.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    gc.freeze()  # nor when all of it is let go
     sys.exit(code)
 
 

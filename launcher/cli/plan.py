@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +14,10 @@ from launcher.cli.common import (
     print_problems,
     set_option,
 )
-from launcher.errors import Problem, UserError, Where
+from launcher.errors import UserError, Where
+
+if TYPE_CHECKING:
+    from elastic_trainer.ladder import Ladder, Rung
 
 
 @click.command(
@@ -23,7 +26,7 @@ from launcher.errors import Problem, UserError, Where
 @job_argument
 @set_option
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes left.")
-@click.option("--all", "show_all", is_flag=True, help="Show every rung and every node.")
+@click.option("--all", "show_all", is_flag=True, help="Show every fallback layout and every node.")
 @json_option
 @click.pass_context
 def plan(
@@ -37,9 +40,8 @@ def plan(
 ) -> None:
     """Show layout, placement and ladder of a job.
 
-    With --nodes, the rung the job would use when that many nodes are left.
+    With --nodes, the layout the job would use when that many nodes are left.
     """
-    from elastic_trainer.ladder import TooFewNodes
     from launcher.jobspec.reading import load_spec
     from launcher.planning.search import plan as make_plan
     from launcher.planning.summary import (
@@ -54,11 +56,7 @@ def plan(
         spec = load_spec(job, sets)
         planned = make_plan(spec)
         left = spec.cluster.nodes if nodes is None else nodes
-        try:
-            rung = planned.ladder.rung_for(left)
-        except TooFewNodes as error:
-            where = Where(job, None, "--nodes")
-            raise UserError.many([Problem("HF125", where, str(error))]) from error
+        rung = _rung(planned.ladder, left, job)
     except UserError as error:
         ctx.exit(exit_with_problems(error, as_json=as_json))
     spares = left - rung.num_nodes
@@ -68,10 +66,10 @@ def plan(
         print_json(answer)
         return
     print_problems(planned.warnings)
-    for line in summary_lines(spec, replace(planned, layout=rung.layout), rung):
+    for line in summary_lines(spec, planned, rung):
         click.echo(line)
     if nodes is not None:
-        click.echo(f"nodes    {left:,} left: rung of {rung.num_nodes:,}, {spares:,} spare")
+        click.echo(f"nodes    {left:,} left: layout of {rung.num_nodes:,}, {spares:,} spare")
     click.echo("\nPlacement (rank order: " + ", ".join(rung.layout.order) + ", innermost first)")
     for line in placement_lines(rung, spec.cluster.gpus_per_node, show_all=show_all):
         click.echo(f"  {line}")
@@ -79,3 +77,18 @@ def plan(
     batches = spec.facts.num_micro_batches if spec.command is None else None
     for line in ladder_lines(planned.ladder, batches, show_all=show_all):
         click.echo(f"  {line}")
+
+
+def _rung(ladder: Ladder, num_nodes: int, job: str) -> Rung:
+    """Return the rung of `num_nodes` nodes.
+
+    Raises:
+        UserError: HF125, they are too few.
+    """
+    from elastic_trainer.quantities import counted
+
+    if (rung := ladder.rung_for(num_nodes)) is None:
+        message = f"{counted(num_nodes, 'node')} left, the last rung needs {ladder.min_nodes}"
+        where = Where(job, None, "--nodes")
+        raise UserError("HF125", f"{message}: waiting for replacements", where=where)
+    return rung

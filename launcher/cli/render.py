@@ -56,11 +56,11 @@ def render(
 ) -> None:
     """Show or write what would be submitted: the script, and job.json.
 
-    The same job file, options and folder give the same text. Exits with 2 when there are
-    mistakes in it; nothing is written then.
+    The same job file, options and folder give the same text. Exit code 2: it has problems,
+    nothing was written.
     """
     from launcher.jobspec.reading import load_spec
-    from launcher.ops.submitting.bundles import write_bundle
+    from launcher.ops.run_dir import write_bundle
     from launcher.planning.search import plan
     from launcher.targets import target_named
 

@@ -16,8 +16,10 @@ from launcher.cli.common import (
 )
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
-from launcher.ops.reports.files import current_summary, write_report
+from launcher.ops.reports.data import report_data
+from launcher.ops.reports.report import write_report
 from launcher.ops.runs import current_job, find_run
+from launcher.ops.summary_file import current_summary
 from launcher.targets import target_named
 
 EPILOG = """\b
@@ -36,7 +38,7 @@ Examples:
 def report(*, run: str, runs: Path, output: Path | None, as_json: bool) -> int:
     """Draw RUN, live or finished: loss with failures and layouts, recovery phases.
 
-    HTML is one self-contained page; PNG needs matplotlib. With --json the
+    HTML is one self-contained page, PNG its charts. With --json the
     summary is printed and nothing is drawn but what -o asks for.
     """
     try:
@@ -45,10 +47,12 @@ def report(*, run: str, runs: Path, output: Path | None, as_json: bool) -> int:
             backend = target_named(found.submission.target).load_backend()
             if trouble := fetched(backend, current_job(found)):
                 click.echo(trouble, err=True)
-        summary, data = current_summary(found.path)
+        summary, events = current_summary(found.path)
         path = output or (None if as_json else found.path / "report.html")
         if path is not None:
-            write_report(data, path)
+            write_report(
+                report_data(events, summary, title=f"Holdfast run {summary['run_id']}"), path
+            )
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:

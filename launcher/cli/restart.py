@@ -29,19 +29,19 @@ Examples:
 def restart(*, run: str, runs: Path, as_json: bool) -> int:
     """Let RUN save and start again, on as many nodes as it was submitted with.
 
-    For a Slurm job that has lost nodes: they cannot rejoin it, a requeue gives it all of them. It
-    then waits in the queue until so many are free. On Slurm the same job is put back (with
-    `slurm.restart: requeue`); elsewhere the job is cancelled with a save and submitted again. Exits
-    with 1, and leaves the job running, when it has not saved within the time planned.
+    For a Slurm job that has lost nodes: they cannot rejoin it, but a requeued job gets its full
+    number. It waits in the queue until they are free. On Slurm the same job is requeued (with
+    `slurm.restart: requeue`); elsewhere the job is cancelled with a save and submitted again.
+    Exit code 1: it did not save within the time planned, and still runs.
     """
     from launcher.ops.runs import find_run
-    from launcher.ops.submitting import restarting
-    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.submitting.resume import restart as restart_run
+    from launcher.ops.watching.run_status import make_backends, target_of
 
     try:
         found = find_run(run, runs)
         target = target_of(found)
-        result = restarting.restart(
+        result = restart_run(
             found, make_backends([target])[target], say=lambda text: click.echo(text, err=True)
         )
     except UserError as error:

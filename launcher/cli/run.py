@@ -13,7 +13,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from launcher.backends.background import SUMMARY
 from launcher.cli.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER,
     exit_with_problems,
     json_option,
     path_option,
@@ -23,8 +28,7 @@ from launcher.cli.common import (
 from launcher.errors import UserError
 from launcher.ops.local import job as local_job
 from launcher.ops.local.run import Interrupts
-from launcher.ops.record.progress import LiveView, PlainView, QuietView, View
-from launcher.ops.record.verdict import CLI_DONE
+from launcher.ops.views import LiveView, PlainView, View
 
 EPILOG = """\b
 Examples:
@@ -58,7 +62,7 @@ Examples:
 )
 @set_option
 @path_option("--run-dir", help="Run directory  [default: ./runs/<name>-<time>]")
-@path_option("--resume", metavar="RUN", help="Go on with an earlier run.")
+@path_option("--resume", metavar="RUN", help="Resume an earlier run.")
 @click.option(
     "--from",
     "start",
@@ -101,21 +105,24 @@ def run(
             assert resume is not None
             click.echo(f"{resume} has done its last step already: nothing to do", err=as_json)
             if as_json:
-                click.echo((resume / local_job.SUMMARY).read_text(encoding="utf-8"), nl=False)
-            return CLI_DONE
+                click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
+            return EXIT_DONE
         interrupts = Interrupts()
         with _counting_signals(interrupts):
             view = _view(as_json=as_json, quiet=quiet)
-            outcome = local_job.execute(prepared, interrupts=interrupts, view=view)
+            result = local_job.execute(prepared, interrupts=interrupts, view=view)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
-        print_json(outcome.summary)
-    elif outcome.verdict.cli_code == CLI_DONE and not quiet:
-        click.echo(local_job.closing_lines(outcome))
-    if outcome.verdict.cli_code != CLI_DONE:
-        click.echo(outcome.verdict.text, err=True)
-    return outcome.verdict.cli_code
+        print_json(result.summary)
+    if result.code == EXIT_DONE:
+        if not (as_json or quiet):
+            click.echo(local_job.closing_lines(result))
+        return EXIT_DONE
+    click.echo("\n".join(result.why.lines()), err=True)
+    if result.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_USER if result.is_user_error else EXIT_FAILED
 
 
 def _prepare(
@@ -129,14 +136,14 @@ def _prepare(
     resume: Path | None,
     start: str | None,
 ) -> local_job.Prepared | None:
-    """Return what is to be run; None: the run to go on with is finished."""
+    """Return what is to be run; None: the run to resume is finished."""
     if resume is not None:
         options = (("JOB", job), ("--set", sets), ("--run-dir", run_dir), ("--from", start))
         given = [name for name, value in options if value]
         if given:
             raise UserError(
                 "HF610",
-                f"{', '.join(given)} cannot be combined with --resume: a run goes on with the job "
+                f"{', '.join(given)} cannot be combined with --resume: a run resumes with the job "
                 "it was started with; for another job leave --resume out",
             )
         return local_job.prepare_resume(resume, nodes=nodes, faults=faults, chaos=chaos)
@@ -169,6 +176,6 @@ def _counting_signals(interrupts: Interrupts) -> Iterator[None]:
 def _view(*, as_json: bool, quiet: bool) -> View:
     """Return where progress goes: redrawn on a terminal, lines elsewhere."""
     if quiet:
-        return QuietView()
+        return View()
     out = sys.stderr if as_json else sys.stdout
     return LiveView(Console(file=out)) if out.isatty() else PlainView(out)

@@ -16,7 +16,8 @@ from launcher.cli.common import exit_with_problems, run_argument
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
-    from launcher.ops.watching.inside import Place
+    from launcher.backends.base import RemoteExec
+    from launcher.ops.watching.remote_exec import RunningJob
 
 EPILOG = """\b
 Examples:
@@ -39,9 +40,9 @@ def shell(
     worker's process id is HOLDFAST_WORKER_PID. The exit code is the shell's.
     """
     try:
-        found = _inside(run, runs, rank, node)
-        if found.place.reach is not None:
-            return _through(found, command)
+        found = _wanted(run, runs, rank, node)
+        if found.running.remote is not None:
+            return _through(found, found.running.remote, command)
         argv, env = _terminal(found, command)
     except UserError as error:
         return exit_with_problems(error, as_json=False)
@@ -51,52 +52,49 @@ def shell(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inside:
+class _Wanted:
     """Where a shell is wanted, and what it is to know."""
 
-    place: Place
+    running: RunningJob
     node: str
     variables: dict[str, str]
 
 
-def _inside(run: str, runs: Path, rank: int | None, node: str | None) -> _Inside:
+def _wanted(run: str, runs: Path, rank: int | None, node: str | None) -> _Wanted:
     from launcher.ops.runs import find_run
-    from launcher.ops.watching.inside import place_of, worker_of
+    from launcher.ops.watching.remote_exec import running_job, worker_of
 
     if (rank is None) == (node is None):
         raise UserError("HF610", "where? Give --rank R or --node N, one of the two")
-    place = place_of(find_run(run, runs))
-    variables = {"HOLDFAST_RUN_DIR": place.run_dir or str(place.run.path)}
+    running = running_job(find_run(run, runs))
+    variables = {"HOLDFAST_RUN_DIR": running.run_dir}
     if rank is not None:
-        worker = worker_of(place.run.path, rank)
+        worker = worker_of(running.run.path, rank)
         node, variables["HOLDFAST_WORKER_PID"] = worker.node, str(worker.pid)
     assert node is not None
-    if place.target != "local" and node not in place.nodes:
-        listed = ", ".join(place.nodes[:8])
-        raise UserError("HF662", f"{node} is no node of the job now; it has {listed}")
-    return _Inside(place=place, node=node, variables=variables)
+    if running.target != "local" and node not in running.nodes:
+        listed = ", ".join(running.nodes[:8])
+        raise UserError("HF662", f"{node} is not a node of the job now; it has {listed}")
+    return _Wanted(running=running, node=node, variables=variables)
 
 
-def _through(found: _Inside, command: Sequence[str]) -> int:
+def _through(found: _Wanted, remote: RemoteExec, command: Sequence[str]) -> int:
     """Open the shell through the platform; return its exit code."""
-    place = found.place
-    assert place.reach is not None
-    assert place.job is not None
     given = [f"{name}={value}" for name, value in found.variables.items()]
     # Images need not have bash.
     shell = ["sh", "-c", "command -v bash >/dev/null && exec bash -i; exec sh -i"]
     argv = ["env", *given, *(command or shell)]
-    return place.reach.terminal_on(place.job, found.node, argv)
+    return remote.terminal_on(found.running.job, found.node, argv)
 
 
-def _terminal(found: _Inside, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def _terminal(found: _Wanted, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the command line, its program as a whole path, and the environment."""
-    from launcher.ops.watching.inside import step
+    from launcher.ops.watching.remote_exec import step
 
-    place = found.place
-    env = {**place.env, **found.variables}
-    if place.target == "slurm":
-        argv = step(place, [found.node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
+    running = found.running
+    env = {**running.env, **found.variables}
+    if running.target == "slurm":
+        argv = step(running, [found.node], command or ["bash", "-i"], terminal=sys.stdin.isatty())
     else:
         argv = list(command) or [os.environ.get("SHELL", "sh")]
     program = shutil.which(argv[0])

@@ -27,20 +27,27 @@ Examples:
 
 @click.command("stacks", epilog=EPILOG)
 @run_argument
-@click.option("--rank", "ranks", multiple=True, type=click.IntRange(min=0), metavar="R")
+@click.option(
+    "--rank",
+    "ranks",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="R",
+    help="Only this rank; repeatable.",
+)
 @json_option
 def stacks(*, run: str, runs: Path, ranks: Sequence[int], as_json: bool) -> int:
     """Show the Python stacks of RUN's workers, and where the kernel has their threads.
 
-    Nothing is stopped. By py-spy where it is installed on the nodes, and by the workers' own
-    faulthandler. Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
+    Nothing is stopped. Uses py-spy where the nodes have it, and the workers' faulthandler.
+    Exit codes: 0 all answered, 1 some did not, 2 the input is wrong.
     """
     from launcher.ops.runs import find_run
-    from launcher.ops.watching.inside import place_of
+    from launcher.ops.watching.remote_exec import running_job
     from launcher.ops.watching.stacks import take_stacks
 
     try:
-        taken = take_stacks(place_of(find_run(run, runs)), ranks=ranks)
+        taken = take_stacks(running_job(find_run(run, runs)), ranks=ranks)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:

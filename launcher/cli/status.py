@@ -30,19 +30,20 @@ Examples:
 @runs_option
 @json_option
 def status(*, run: str | None, runs: Path, as_json: bool) -> int:
-    """Show where RUN stands, or all runs that have not ended.
+    """Show the state of RUN, or of all runs that have not ended.
 
-    RUN is a path, the name of a run, the beginning of one, or a job's id. The platform is
-    asked once for all; one that does not answer leaves a run unknown, never failed.
+    RUN is a path, the name of a run, the beginning of one, or a job's id. A platform that does
+    not answer leaves a run unknown, never failed.
     """
     from launcher.ops.runs import find_run, find_runs
-    from launcher.ops.watching.standing import detail_lines, standings
+    from launcher.ops.watching.run_status import detail_lines, run_statuses
 
     try:
         if run is None:
-            found = [each for each in standings(list(find_runs(runs))) if not each.state.is_final]
+            every = run_statuses(list(find_runs(runs)))
+            found = [each for each in every if not each.state.is_final]
         else:
-            found = standings([find_run(run, runs)])
+            found = run_statuses([find_run(run, runs)])
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     now = time.time()

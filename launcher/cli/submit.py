@@ -25,9 +25,9 @@ from launcher.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.backends.base import Backend
-    from launcher.ops.record.put_out import PutOut
     from launcher.ops.runs import Run
     from launcher.ops.submitting.submit import Prepared
+    from launcher.record.excluded import ExcludedMachine
 
 EPILOG = """\b
 Examples:
@@ -48,7 +48,7 @@ Examples:
     help="slurm, pytorchjob, jobset, trainjob or local  [default: slurm]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; contact nothing.")
-@click.option("--watch", is_flag=True, help="Show its progress until it has ended.")
+@click.option("--watch", is_flag=True, help="Follow the job until it ends.")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
@@ -60,20 +60,22 @@ Examples:
     "--sweep",
     multiple=True,
     metavar="KEY=V1,V2",
-    help="One run for each value, as tasks of an array. May be given again: all combinations.",
+    help="One run for each value, as tasks of an array. Repeatable: all combinations.",
 )
-@click.option("--unseen", is_flag=True, help="The job's paths need not be there on this machine.")
+@click.option(
+    "--unseen", is_flag=True, help="Do not check that the job's paths exist on this machine."
+)
 @click.option(
     "--resume",
     metavar="RUN",
-    help="Submit a run again, or what is not done of a sweep: it goes on where it has saved. "
+    help="Resume a run, or the unfinished runs of a sweep, from the newest checkpoint. "
     "--set may change what it asks of its platform, as kubernetes.image or slurm.time.",
 )
 @click.option("--upgrade", is_flag=True, help="With --resume: freeze code and environment anew.")
 @click.option(
     "--all-nodes",
     is_flag=True,
-    help="With --resume: use nodes again that were put out since the last submission.",
+    help="With --resume: use nodes again that were excluded since the last submission.",
 )
 @json_option
 def submit(  # noqa: PLR0917  click passes options by name
@@ -92,7 +94,7 @@ def submit(  # noqa: PLR0917  click passes options by name
 ) -> int:
     """Render JOB, freeze its code, make the run directory and submit. All or nothing.
 
-    What the platform refuses is told in its own words, and nothing is left behind. With --watch,
+    A refusal is shown in the platform's own words, and nothing is left behind. With --watch,
     Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
     --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
     """
@@ -143,7 +145,7 @@ def _submit(
     as_json: bool,
 ) -> int:
     from launcher.ops.submitting import submit as ops
-    from launcher.ops.watching.standing import make_backends
+    from launcher.ops.watching.run_status import make_backends
 
     prepared = ops.prepare(
         job,
@@ -187,7 +189,7 @@ def _resume(
 ) -> int:
     from launcher.ops.runs import find_run, find_sweep
     from launcher.ops.submitting import resume as ops
-    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.watching.run_status import make_backends, target_of
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
@@ -205,31 +207,33 @@ def _resume(
     elif done.job is None:
         click.echo(f"{name} has done its last step already: nothing to do")
     else:
-        click.echo(f"{target} job {done.job.id}: {run.path} goes on")
+        click.echo(f"{target} job {done.job.id}: {run.path} resumes")
         for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
             click.echo(line)
         _say_without(done.without, target)
     return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
 
 
-def _say_without(nodes: Sequence[PutOut], target: str) -> None:
-    """Say which nodes a submission keeps off, why, and how they come back."""
+def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
+    """Say which nodes a submission does without, why, and how they come back."""
+    from launcher.record.event import named
     from launcher.targets import target_named
 
     for each in nodes:
-        who = "" if each.member == each.host else f" ({each.member})"
-        click.echo(f"keeps off {each.host}, which the run has put out{who}: {each.reason}")
+        click.echo(
+            f"without {named(each.host, each.member)}, which the run excluded: {each.reason}"
+        )
     if nodes:
         click.echo(
             "to use all nodes again: holdfast cancel RUN --save, submit --resume RUN --all-nodes; "
-            f"to keep off a node for good: {target_named(target).exclude} of the job file"
+            f"to exclude a node for good: {target_named(target).exclude} of the job file"
         )
 
 
 def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool) -> int:
     from launcher.ops.runs import runs_of_sweep
     from launcher.ops.submitting.resume import resume_sweep
-    from launcher.ops.watching.standing import make_backends, target_of
+    from launcher.ops.watching.run_status import make_backends, target_of
 
     runs = runs_of_sweep(folder)
     if not runs:
@@ -252,7 +256,7 @@ def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool
         )
         return EXIT_DONE
     for what, tasks in (
-        (f"{target} job {found.job.id}: goes on" if found.job else "", found.again),
+        (f"{target} job {found.job.id}: resumes" if found.job else "", found.again),
         ("waiting or running, left alone", found.live),
         ("done already", found.done),
     ):
@@ -276,12 +280,12 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
                 "target": prepared.target,
                 "run_dir": str(prepared.run_dir),
                 "files": prepared.files,
-                "code_files": None if prepared.kept.code is None else len(prepared.kept.code.names),
+                "code_files": None if prepared.code is None else len(prepared.code.names),
             }
         )
         return EXIT_DONE
     click.echo(next(iter(prepared.files.values())), nl=False)
-    code = prepared.kept.code
+    code = prepared.code
     frozen = "" if code is None else f", and {counted(len(code.names), 'file')} of code"
     click.echo(
         f"nothing was submitted; {prepared.run_dir} would hold {', '.join(prepared.files)}{frozen}",
@@ -295,8 +299,8 @@ def _watch(run: Run, backend: Backend) -> int:
     from rich.console import Console
 
     from launcher.backends.base import JobState
-    from launcher.ops.record.progress import LiveView, PlainView
-    from launcher.ops.watching.standing import standings, target_of
+    from launcher.ops.views import LiveView, PlainView
+    from launcher.ops.watching.run_status import run_statuses, target_of
     from launcher.ops.watching.watch import Watch
     from launcher.ops.watching.why import explain
 
@@ -304,12 +308,12 @@ def _watch(run: Run, backend: Backend) -> int:
     try:
         Watch(run=run, backend=backend, say=view.note).progress(view)
     except KeyboardInterrupt:
-        click.echo(f"the job goes on; see holdfast status {run.path}", err=True)
+        click.echo(f"the job continues; see holdfast status {run.path}", err=True)
         raise
-    [standing] = standings([run], {target_of(run): backend})
-    answer = explain(standing, backend.output_files(standing.job), now_unix=time.time())
+    [status] = run_statuses([run], {target_of(run): backend})
+    answer = explain(status, backend.output_files(status.job), now_unix=time.time())
     click.echo("\n".join(answer.lines()), err=True)
-    return EXIT_DONE if standing.state is JobState.DONE else EXIT_FAILED
+    return EXIT_DONE if status.state is JobState.DONE else EXIT_FAILED
 
 
 def _needed(job: str | None) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.backends.base import JobState
-from launcher.ops.watching.standing import Standing
+from launcher.ops.watching.run_status import RunStatus
 from launcher.ops.watching.texts import when
 
 _COLOURS = {
@@ -22,7 +22,7 @@ _COLOURS = {
 }
 
 
-def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> None:
+def print_runs(found: Sequence[RunStatus], now_unix: float, *, empty: str) -> None:
     """Print a row for each run; what is wrong is said below.
 
     What keeps a platform from answering is said once for all of its runs.
@@ -44,24 +44,23 @@ def print_runs(found: Sequence[Standing], now_unix: float, *, empty: str) -> Non
         for finding in each.findings(now_unix):
             click.echo(f"{_name(each.run.path)}: {finding.text}")
     notes = [
-        each.problem or f"{each.target}: {each.status.reason}"
+        each.problem or f"{each.target}: {each.platform.reason}"
         for each in found
         if each.state is not JobState.RUNNING
-        and (each.problem or (each.state is JobState.UNKNOWN and each.status.reason))
+        and (each.problem or (each.state is JobState.UNKNOWN and each.platform.reason))
     ]
     for note in dict.fromkeys(notes):
         click.echo(note, err=True)
 
 
-def _cells(each: Standing, now_unix: float) -> list[str]:
-    state, news = each.state, each.news
+def _cells(each: RunStatus, now_unix: float) -> list[str]:
+    state, now = each.state, each.training
     colour = _COLOURS.get(state)
     shown = f"[{colour}]{state}[/]" if colour else str(state)
     row = [_name(each.run.path), each.job.id or "-", shown]
-    if news is None or news.last_unix is None:
-        start = each.status.expected_start
+    if now is None or now.last_unix is None:
+        start = each.platform.expected_start
         return [*row, "", "", "", "", "" if start is None else f"starts {when(start, now_unix)}"]
-    now = news.progress
     total = f"/{now.total_steps}" if now.total_steps else ""
     return [
         *row,
@@ -69,7 +68,7 @@ def _cells(each: Standing, now_unix: float) -> list[str]:
         "" if now.loss is None else f"{now.loss:.4f}",
         str(len(now.members)),
         "" if now.saved_step is None else str(now.saved_step),
-        when(news.last_unix, now_unix),
+        when(now.last_unix, now_unix),
     ]
 
 

@@ -21,20 +21,20 @@ from launcher.errors import UserError
 @run_argument
 @json_option
 def why(*, run: str, runs: Path, as_json: bool) -> int:
-    """Say why RUN is not training: why it waits, with the expected start, or what failed first.
+    """Explain why RUN is not training: why it waits, with the expected start, or what failed first.
 
-    Of a failure: the first rank that failed by itself, the evidence in its log, the way out.
+    For a failure: the first rank that failed by itself, the evidence in its log, how to fix it.
     """
     from launcher.ops.runs import find_run
-    from launcher.ops.watching.standing import make_backends, standings, target_of
+    from launcher.ops.watching.run_status import make_backends, run_statuses, target_of
     from launcher.ops.watching.why import explain
 
     try:
         found = find_run(run, runs)
         backends = make_backends([target_of(found)])
-        [standing] = standings([found], backends)
-        output = backends[standing.target].output_files(standing.job)
-        answer = explain(standing, output, now_unix=time.time())
+        [status] = run_statuses([found], backends)
+        output = backends[status.target].output_files(status.job)
+        answer = explain(status, output, now_unix=time.time())
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:

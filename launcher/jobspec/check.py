@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
@@ -10,44 +11,51 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
-from launcher.jobspec.kubernetes_rules import kubernetes_findings
 from launcher.jobspec.rules import (
     Finding,
     auto_finding,
     choices,
     crosses_nodes,
     divisors,
+    finding,
     layout_findings,
     replicate_finding,
     world_finding,
 )
 from launcher.jobspec.spec import JobSpec
 
+if TYPE_CHECKING:
+    from launcher.jobspec.kubernetes import Kubernetes
+    from launcher.jobspec.slurm import Slurm
+
 BYTES_VOCABULARY = 256
 SEGMENT_SINCE = "24.05"
 """sbatch --segment: topology/block of that version (man sbatch)."""
+_TAKEN: Final = ("/dev/shm", "/etc/holdfast")  # noqa: S108  of the pods, not of this machine
 
 
 def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     """Return every broken rule and every warning of `spec`.
 
     `bad` are keys whose value was wrong and has been replaced to get this far:
-    what depends on them is left out, since it would blame values nobody wrote.
+    what depends on them is left out, since it would name values nobody wrote.
     """
-    findings: list[Finding] = [
+    found: list[Finding] = [
         *_layout(spec, bad),
         *_sections(spec),
         *_numbers(spec),
         *_env(spec),
-        *_slurm(spec),
-        *kubernetes_findings(spec),
     ]
+    if spec.slurm_section is not None:
+        found += _slurm(spec)
+    if spec.kubernetes_section is not None:
+        found += _kubernetes(spec)
     if not _touches(bad, {"model"}):
-        findings += _model(spec)
+        found += _model(spec)
     return [
-        Problem(finding.code, spec.source.where_key(finding.key), finding.message)
-        for finding in findings
-        if not _touches(bad, finding.needs)
+        Problem(each.code, spec.source.where_key(each.key), each.message)
+        for each in found
+        if not _touches(bad, each.needs)
     ]
 
 
@@ -62,26 +70,20 @@ def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:
 
 def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
     facts, want = spec.facts, spec.layout
-    replica = want.tp * want.cp * want.pp
-    if want.dp == "auto":
-        finding = auto_finding(facts, want.tp, want.cp, want.pp)
-        dp = facts.num_gpus // replica
-        if finding:
-            yield finding
-            bad = bad | {"layout.dp"}  # what follows from dp would only repeat it
-            dp = max(1, dp)
-    else:
-        dp = want.dp
+    dp = max(1, spec.dp)
+    if want.dp == "auto" and (unsolved := auto_finding(facts, want.tp, want.cp, want.pp)):
+        yield unsolved
+        bad = bad | {"layout.dp"}  # what follows from dp would only repeat it
     layout = ParallelLayout(dp=dp, tp=want.tp, pp=want.pp, cp=want.cp, order=want.order)
     candidates = [replicate_finding(dp, want.dp_replicate), *layout_findings(facts, layout)]
     if want.dp != "auto":
         candidates.append(world_finding(facts, layout))
-    for finding in candidates:
-        if finding and not _touches(bad, finding.needs):
-            yield finding
+    for each in candidates:
+        if each and not _touches(bad, each.needs):
+            yield each
     if want.allow_tp_across_nodes and crosses_nodes(facts, layout):
         message = f"groups of {want.tp} reach beyond {facts.domain} GPUs, as allowed: slow"
-        yield Finding("HF150", "layout.tp", message, frozenset({"layout", "cluster"}))
+        yield finding("HF150", "layout.tp", message, "layout", "cluster")
     batches = facts.num_micro_batches
     if batches > dp and batches % dp:
         idle = -batches % dp
@@ -89,13 +91,10 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
             f"dp {dp} does not divide the {batches} micro-batches: {idle} of "
             f"{batches + idle} places of a step idle"
         )
-        yield Finding("HF152", "train.global_batch", message, frozenset({"layout", "train"}))
+        yield finding("HF152", "train.global_batch", message, "layout", "train")
 
 
 def _sections(spec: JobSpec) -> Iterator[Finding]:
-    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
-        return Finding(code, key, message, frozenset({key, *needs}))
-
     layout, cluster, elastic = spec.layout, spec.cluster, spec.elastic
     if layout.schedule == "interleaved" and layout.interleave < 2:
         message = "interleaved needs interleave: 2 or more; for one stage per rank use 1f1b"
@@ -143,13 +142,13 @@ def _numbers(spec: JobSpec) -> Iterator[Finding]:
     key, replicas = "numbers.replica_check_steps", spec.layout.dp_replicate
     if spec.numbers.replica_check_steps is None or replicas >= 3:
         return
-    way_out = "layout.dp_replicate: 3 or more lets a majority name the node that computes wrong"
+    how_to_fix = "layout.dp_replicate: 3 or more lets a majority name the node that computes wrong"
     if replicas == 2:
-        message = f"of two replicas that differ nobody can say which is wrong; {way_out}"
+        message = f"of two replicas that differ nobody can say which is wrong; {how_to_fix}"
     else:
         held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
-        message = f"FSDP shards every parameter, so {held} replicas to compare; {way_out}"
-    yield Finding("HF157", key, message, frozenset({key, "layout"}))
+        message = f"FSDP shards every parameter, so {held} replicas to compare; {how_to_fix}"
+    yield finding("HF157", key, message, "layout")
 
 
 def _env(spec: JobSpec) -> Iterator[Finding]:
@@ -160,52 +159,95 @@ def _env(spec: JobSpec) -> Iterator[Finding]:
                 "is named like a secret, and job files and scripts are kept and shown; use "
                 f"env.secrets.{name}: {{file: PATH}} or {{env: {name}}}"
             )
-            yield Finding("HF163", key, message, frozenset({key}))
+            yield finding("HF163", key, message)
         elif name in spec.env.secrets:
             message = f"{name} is in env.secrets too; keep one"
-            yield Finding("HF016", key, message, frozenset({key, "env.secrets"}))
+            yield finding("HF016", key, message, "env.secrets")
 
 
 def _slurm(spec: JobSpec) -> Iterator[Finding]:
     """What contradicts itself in `slurm:`, whatever the job is run on."""
     slurm = spec.slurm
-
-    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
-        keys = {f"slurm.{name}" for name in (key, *needs)}
-        return Finding(code, f"slurm.{key}", message, frozenset(keys))
-
     if slurm.gres is not None and slurm.gpu_type is not None:
-        yield finding("HF016", "gres", "gres and gpu_type exclude each other; keep one", "gpu_type")
+        yield finding(
+            "HF016",
+            "slurm.gres",
+            "gres and gpu_type exclude each other; keep one",
+            "slurm.gpu_type",
+        )
     if slurm.switches is not None and slurm.segment is not None:
         message = "switches are for topology/tree, segment for topology/block; keep one"
-        yield finding("HF016", "segment", message, "switches")
+        yield finding("HF016", "slurm.segment", message, "slurm.switches")
     if slurm.array is not None and slurm.restart == "chain":
         message = "tasks of an array have one name, a successor would wait for all; use requeue"
-        yield finding("HF016", "restart", message, "array")
-    if slurm.fabric_devices is not None and slurm.fabric not in ("infiniband", "roce"):
-        message = f"fabric: {slurm.fabric} has no such devices; use infiniband or roce"
-        yield finding("HF016", "fabric_devices", message, "fabric")
+        yield finding("HF016", "slurm.restart", message, "slurm.array")
+    yield from _fabric("slurm", slurm)
     if slurm.segment is not None and (slurm.version or "0") < SEGMENT_SINCE:
         stated = f"says {slurm.version}" if slurm.version else "is not given"
         message = (
             f"sbatch has --segment since {SEGMENT_SINCE}, and slurm.version {stated}: state the "
             "cluster's (sbatch --version), or leave segment out"
         )
-        yield finding("HF161", "segment", message, "version")
+        yield finding("HF161", "slurm.segment", message, "slurm.version")
     if slurm.container is not None and spec.env.image is None:
         message = f"{slurm.container} runs an image, and env.image has none; name one"
-        keys = frozenset({"slurm.container", "env.image"})
-        yield Finding("HF164", "slurm.container", message, keys)
+        yield finding("HF164", "slurm.container", message, "env.image")
     for index, mount in enumerate(slurm.container_mounts):
         if "," in mount or not mount.startswith("/") or mount.count(":") > 2:
             message = f"expected /path, /path:/there or /path:/there:ro, found {mount}"
-            yield finding("HF015", f"container_mounts.{index}", message, "container_mounts")
+            yield finding(
+                "HF015", f"slurm.container_mounts.{index}", message, "slurm.container_mounts"
+            )
+
+
+def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[Finding]:
+    if wish.fabric_devices is not None and wish.fabric not in ("infiniband", "roce"):
+        message = f"fabric: {wish.fabric} has no such devices; use infiniband or roce"
+        yield finding("HF016", f"{section}.fabric_devices", message, f"{section}.fabric")
+
+
+def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
+    """What contradicts itself in `kubernetes:`, whatever the job is run on."""
+    wish, pods = spec.kubernetes, spec.cluster.nodes + spec.cluster.spares
+    if wish.restart_limit is not None and wish.restart_limit < pods:
+        message = (
+            f"{wish.restart_limit} is less than the {pods} pods: one restart of each, as by an "
+            f"upgrade of the nodes, would end the job; use {pods} or more, or leave it out"
+        )
+        needs = ("cluster.nodes", "cluster.spares")
+        yield finding("HF736", "kubernetes.restart_limit", message, *needs)
+    if wish.gang and wish.queue is not None:
+        message = "Kueue's queue starts all pods or none already; leave gang out"
+        yield _pod_finding("gang", message, "queue")
+    yield from _fabric("kubernetes", wish)
+    if wish.gpu_resource in wish.rdma:
+        yield _pod_finding("rdma", f"{wish.gpu_resource} is gpu_resource already", "gpu_resource")
+    yield from _mounts(wish)
+
+
+def _mounts(wish: Kubernetes) -> Iterator[Finding]:
+    """Yield two things at one place of the pods, and names that are taken."""
+    mounts = {wish.mount: "mount", **dict.fromkeys(_TAKEN, "holdfast's own")}
+    if wish.security.read_only_root:
+        mounts["/tmp"] = "holdfast's own"  # noqa: S108  of the pods
+    for name, volume in wish.volumes.items():
+        key = f"volumes.{name}"
+        if name.startswith("holdfast-"):
+            yield _pod_finding(key, "names with holdfast- are holdfast's own; use another")
+        if volume.mount in mounts:
+            message = f"{volume.mount} is {mounts[volume.mount]} already; mount it elsewhere"
+            yield _pod_finding(f"{key}.mount", message, "mount", "security")
+        mounts[volume.mount] = f"volume {name}'s"
+    if wish.mount in _TAKEN:
+        yield _pod_finding("mount", f"{wish.mount} is holdfast's own; mount the claim elsewhere")
+
+
+def _pod_finding(key: str, message: str, *needs: str) -> Finding:
+    keys = {f"kubernetes.{name}" for name in (key.partition(".")[0], *needs)}
+    return Finding("HF016", f"kubernetes.{key}", message, frozenset(keys))
 
 
 def _model(spec: JobSpec) -> Iterator[Finding]:
-    def finding(code: str, key: str, message: str, *needs: str) -> Finding:
-        return Finding(code, key, message, frozenset({key, *needs}))
-
     shape = spec.shape
     for field, message in dimension_mistakes(shape):
         yield finding("HF023", f"model.{field}", message)

@@ -40,7 +40,7 @@ def variable_name(value: str) -> str:
         PydanticCustomError: HF165, it is none, or one that is not the user's to set.
     """
     if not re.fullmatch(_NAME, value):
-        raise refuse("HF165", f"{value!r} is no name of a variable: letters, digits and _ only")
+        raise refuse("HF165", f"{value!r} is not a variable name: letters, digits and _ only")
     if re.fullmatch(_OURS, value):
         message = f"{value} is set by the platform, the shell or the agents; leave it out"
         raise refuse("HF165", message)
@@ -93,12 +93,6 @@ Value = Annotated[
 ]
 
 
-def _absolute(value: str) -> str:
-    if not value.startswith("/"):
-        raise refuse("HF015", f"expected an absolute path, the same on every node, found {value}")
-    return value
-
-
 def _secret_ref(value: str) -> str:
     if not _SECRET_REF.fullmatch(value):
         raise refuse("HF015", f"expected NAME/KEY of a Secret, as wandb/api-key, found {value}")
@@ -133,11 +127,6 @@ class Env(Section):
 
     venv: Text | None = Field(None, description="A virtual environment on shared storage.")
     image: Text | None = Field(None, description="A container image.")
-    stage: Annotated[Text, AfterValidator(_absolute)] | None = Field(
-        None,
-        description="Folder on each node's own disk, to which venv is copied once per node; "
-        "null: workers read the shared one.",
-    )
     variables: dict[VariableName, Value] = Field(
         default_factory=dict, description="Environment variables: name -> value."
     )
@@ -152,9 +141,3 @@ class Env(Section):
         description="Further variables of the submitting shell that a Slurm job keeps, as "
         "[WANDB_PROJECT, HF_*]. A local run has them all, pods have none.",
     )
-
-    @model_validator(mode="after")
-    def _staged(self) -> Self:
-        if self.stage and not self.venv:
-            raise refuse("HF016", "stage is for env.venv alone; name one, or leave stage out")
-        return self

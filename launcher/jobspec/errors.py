@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from launcher.errors import Problem
@@ -33,18 +34,23 @@ _BOUNDS: Final[dict[str, tuple[str, str]]] = {
     "less_than_equal": ("at most", "le"),
 }
 _TOO_BIG: Final = ("int_parsing_size", "string_too_long")
+_REMOVED: Final[dict[str, str]] = {
+    "env.stage": "environments are not copied to nodes; use an image (env.image), or let env.venv "
+    "name a squashfs mount or a copy that the nodes have already (docs/submitted.md)",
+}
+"""Key that job files had once -> what to use instead."""
 
 
-def problems_of(
-    error: ValidationError, source: Source, sections: Mapping[str, type[BaseModel]]
-) -> list[Problem]:
-    """Return one problem for each error, at its line; `sections` maps path -> model."""
+Keys = Mapping[str, Mapping[str, FieldInfo]]
+"""Dotted path of a section -> key -> field."""
+
+
+def problems_of(error: ValidationError, source: Source, sections: Keys) -> list[Problem]:
+    """Return one problem for each error, at its line."""
     return [_problem(detail, source, sections) for detail in error.errors(include_url=False)]
 
 
-def _problem(
-    detail: ErrorDetails, source: Source, sections: Mapping[str, type[BaseModel]]
-) -> Problem:
+def _problem(detail: ErrorDetails, source: Source, sections: Keys) -> Problem:
     path: Path = tuple(detail["loc"])
     if len(path) > 1 and path[0] == "model" and path[1] in MODEL_TAGS:
         path = (path[0], *path[2:])
@@ -100,25 +106,26 @@ def _number(bound: Any) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
-def _missing(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
-    model = sections.get(".".join(str(part) for part in path[:-1]))
-    info = model.model_fields.get(str(path[-1])) if model else None
+def _missing(path: Path, sections: Keys) -> str:
+    info = sections.get(".".join(str(part) for part in path[:-1]), {}).get(str(path[-1]))
     meaning = f": {info.description}" if info and info.description else ""
     return f"is missing{meaning}"
 
 
-def _unknown(path: Path, sections: Mapping[str, type[BaseModel]]) -> str:
+def _unknown(path: Path, sections: Keys) -> str:
     """Return a message that names the nearest known key, here or in another section."""
     *outer, last = [str(part) for part in path]
     section = ".".join(outer)
-    known = list(sections[section].model_fields) if section in sections else []
+    if (removed := _REMOVED.get(f"{section}.{last}")) is not None:
+        return f"unknown key: {removed}"
+    known = list(sections.get(section, ()))
     import difflib
 
     near = difflib.get_close_matches(last.lower(), known, n=1, cutoff=0.6)
     elsewhere = [
         f"{name}.{key}".lstrip(".")
-        for name, model in sections.items()
-        for key in model.model_fields
+        for name, keys in sections.items()
+        for key in keys
         if key == last and name != section
     ]
     if near:

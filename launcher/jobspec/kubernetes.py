@@ -163,7 +163,7 @@ class Topology(Section):
 
 
 class Toleration(Section):
-    """A taint of nodes that pods put up with."""
+    """A taint of nodes that pods tolerate."""
 
     key: LabelKey | None = Field(None, description="The taint's key; null: every taint.")
     operator: Literal["Exists", "Equal"] | None = Field(
@@ -206,7 +206,7 @@ class Volume(Section):
 
 
 class Security(Section):
-    """As whom pods run; what is null is left to the image and the namespace."""
+    """User and capabilities of pods; what is null is left to the image and the namespace."""
 
     run_as_user: Id | None = Field(None, description="Numeric user id.")
     run_as_group: Id | None = Field(None, description="Numeric group id.")
@@ -264,7 +264,7 @@ class Kubernetes(Section):
         default_factory=dict, description="Labels that nodes must have."
     )
     tolerations: Annotated[tuple[Toleration, ...], Field(strict=False)] = Field(
-        (), description="Taints that pods put up with; that of gpu_resource is always there."
+        (), description="Taints that pods tolerate; that of gpu_resource is always there."
     )
     exclude: Annotated[tuple[HostName, ...], Field(strict=False)] = Field(
         (), description="Nodes not to use, by kubernetes.io/hostname."
@@ -298,7 +298,9 @@ class Kubernetes(Section):
     board: Literal["file", "kubernetes"] = Field(
         "file", description="Membership: on the claim, or in a ConfigMap (needs a Role)."
     )
-    security: Security = Field(default_factory=Security, description="As whom pods run.")
+    security: Security = Field(
+        default_factory=Security, description="User and capabilities of pods."
+    )
     labels: dict[OwnKey, LabelValue] = Field(
         default_factory=dict, description="Further labels of all objects and pods."
     )
@@ -306,7 +308,9 @@ class Kubernetes(Section):
         default_factory=dict, description="Further annotations of the job and its pods."
     )
     restart_limit: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = Field(
-        None, description="Pods the controller may replace; null: elastic.max_restarts per node."
+        None,
+        description="Pods the controller may replace, at least as many as there are; null: "
+        "elastic.max_restarts per node.",
     )
     deadline_s: WholeSeconds | None = Field(
         None, description="Seconds the job may be active; starts anew after a suspension."

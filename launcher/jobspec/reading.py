@@ -1,4 +1,4 @@
-"""YAML text -> JobSpec; every mistake in one go, with file, line and way out.
+"""YAML text -> JobSpec; every problem in one go, with file, line and how to fix it.
 
 `parse_spec` is pure. `load_spec` is the one place that reads files: the
 job file, and the config.json that `model` may name.
@@ -17,11 +17,10 @@ from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import PRESETS, ModelShape
 from launcher.errors import Problem, UserError, Where
-from launcher.jobspec import values
 from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
 from launcher.jobspec.source import Source, read_source
-from launcher.jobspec.spec import SECTIONS, JobSpec
+from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
@@ -33,7 +32,7 @@ _PLACEHOLDERS: Final[dict[str, Any]] = {
     "train": {"seq_len": 1, "global_batch": 1, "steps": 1},
     "data": {"path": "."},
 }
-"""Stand in for what is missing or wrong, so that the rest can be checked in the same go."""
+"""In place of what is missing or wrong, so that the rest can be checked in the same go."""
 
 
 _DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
@@ -68,7 +67,7 @@ def parse_spec(
             model is refused.
 
     Raises:
-        UserError: every mistake found, in the order of the file.
+        UserError: every problem found, in the order of the file.
     """
     source = read_source(text, file, sets)
     problems = list(source.problems)
@@ -80,9 +79,9 @@ def parse_spec(
     if spec is not None:
         spec.remember(source, text, sets)
         problems += _complete(spec, bad | left_out, read)
-    mistakes = [problem for problem in problems if not problem.is_warning]
-    if mistakes:
-        raise UserError.many(mistakes)
+    errors = [problem for problem in problems if not problem.is_warning]
+    if errors:
+        raise UserError.many(errors)
     assert spec is not None, "a spec without problems is valid"
     return spec
 
@@ -131,7 +130,7 @@ def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None
 
 
 def _fill_for_command(source: Source) -> set[str]:
-    """Put stand-ins for what a job with `command` leaves out into `source`; return their keys."""
+    """Fill in what a job with `command` leaves out of `source`; return the keys."""
     if source.data.get("command") is None:
         return set()
     left_out = set()
@@ -152,13 +151,13 @@ def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
     data = {
         key: value
         for key, value in source.data.items()
-        if value is not None or key not in SECTIONS  # an empty section is one with defaults
+        if value is not None or key not in OPTIONAL  # an empty section is one with defaults
     }
-    values.build(JobSpec)
     try:
         return JobSpec.model_validate(data), []
     except ValidationError as error:
-        problems = problems_of(error, source, SECTIONS)
+        known = {path: keys_of(model) for path, model in all_sections().items()}
+        problems = problems_of(error, source, known)
         bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
     data = copy.deepcopy(data)
     for path in bad:
@@ -173,7 +172,7 @@ def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
     try:
         return JobSpec.model_validate(data), problems
     except ValidationError:
-        return None, problems  # mistakes of mistakes: what was found must do
+        return None, problems  # problems that follow from problems: what was found must do
 
 
 def _drop(data: Any, path: Sequence[str | int]) -> None:
@@ -189,7 +188,7 @@ def _drop(data: Any, path: Sequence[str | int]) -> None:
 
 
 def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:
-    """Return the model's dimensions, or a stand-in and the problem with `model`."""
+    """Return the model's dimensions, or a placeholder and the problem with `model`."""
     model, where = spec.model, spec.source.where_key("model")
     stand_in = PRESETS["tiny"]
     if not isinstance(model, str):

@@ -1,6 +1,6 @@
 """What makes a layout legal for a model, a cluster and a batch. Pure.
 
-One small function per rule; each yields findings with the values and a way out.
+One small function per rule; each yields findings with the values and how to fix it.
 The spec asks for all of them at once, the ladder for each rung it considers.
 """
 
@@ -60,7 +60,8 @@ class Finding:
 Rule = Callable[[Facts, ParallelLayout], Iterator[Finding]]
 
 
-def _finding(code: str, key: str, message: str, *needs: str) -> Finding:
+def finding(code: str, key: str, message: str, *needs: str) -> Finding:
+    """Return a finding at `key`, which was computed from the keys `needs` too."""
     return Finding(code, key, message, frozenset({key, *needs}))
 
 
@@ -79,13 +80,13 @@ def choices(values: Sequence[object]) -> str:
 def tp_divides_heads(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     """Every tp rank holds whole query heads and whole KV heads."""
     shape, tp = facts.shape, layout.tp
-    usable = choices(divisors(math.gcd(shape.num_heads, shape.num_kv_heads))[:6])
     for code, count, kind in (
         ("HF102", shape.num_heads, "attention heads"),
         ("HF103", shape.num_kv_heads, "KV heads"),
     ):
         if count % tp:
-            yield _finding(
+            usable = choices(divisors(math.gcd(shape.num_heads, shape.num_kv_heads))[:6])
+            yield finding(
                 code,
                 "layout.tp",
                 f"{tp} does not divide the {count} {kind} of {facts.model_name}; use {usable}",
@@ -98,7 +99,7 @@ def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     if facts.allow_tp_across_nodes or not crosses_nodes(facts, layout):
         return
     inside = [d for d in divisors(facts.domain) if facts.shape.num_kv_heads % d == 0]
-    yield _finding(
+    yield finding(
         "HF104",
         "layout.tp",
         f"tensor-parallel groups of {layout.tp} reach beyond {facts.domain} GPUs that share a "
@@ -125,7 +126,7 @@ def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     unit = math.lcm(tp * cp, 2 * cp if cp > 1 else 1)
     near = max(unit, round(seq_len / unit) * unit)
     if cp > 1 and seq_len % (2 * cp):
-        yield _finding(
+        yield finding(
             "HF105",
             "layout.cp",
             f"seq_len {seq_len} does not divide into 2*cp = {2 * cp} zigzag halves; "
@@ -134,7 +135,7 @@ def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
         )
     elif tp > 1 and (seq_len // cp) % tp:
         share = f"the {seq_len // cp} tokens of each cp rank" if cp > 1 else f"seq_len {seq_len}"
-        yield _finding(
+        yield finding(
             "HF106",
             "layout.tp",
             f"{tp} does not divide {share} (sequence parallel); "
@@ -158,7 +159,7 @@ def tables_divide(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     ):
         if size % tp:
             smaller = [d for d in divisors(size) if d < tp and shape.num_kv_heads % d == 0] or [1]
-            yield _finding(
+            yield finding(
                 code,
                 "layout.tp",
                 f"{tp} does not divide the {what} {size} of {facts.model_name}; "
@@ -172,7 +173,7 @@ def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding
     stages, layers = layout.pp * facts.interleave, facts.shape.num_layers
     if layout.pp > 1 and stages > layers:
         times = f" x interleave {facts.interleave} = {stages} stages" if stages > layout.pp else ""
-        yield _finding(
+        yield finding(
             "HF109",
             "layout.pp",
             f"{layout.pp}{times} is more than the {layers} layers of {facts.model_name}; "
@@ -185,7 +186,7 @@ def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding
 def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     """Tied embedding and head are one parameter: both on one stage."""
     if layout.pp > 1 and facts.shape.tie_embeddings:
-        yield _finding(
+        yield finding(
             "HF119",
             "layout.pp",
             f"{layout.pp} stages would part the embedding and the head of {facts.model_name}, "
@@ -199,15 +200,15 @@ def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     batch, micro = facts.global_batch, facts.micro_batch
     if batch % micro:
         near = max(micro, round(batch / micro) * micro)
-        yield _finding(
+        yield finding(
             "HF112",
             "train.global_batch",
-            f"{batch} sequences are no whole number of micro-batches of {micro}; "
+            f"{batch} sequences are not a whole number of micro-batches of {micro}; "
             f"use {near}, or micro_batch {choices([d for d in divisors(batch) if d <= micro][:4])}",
             "train.micro_batch",
         )
     elif batch // micro < layout.dp:
-        yield _finding(
+        yield finding(
             "HF113",
             "train.global_batch",
             f"{batch} sequences are {batch // micro} micro-batches of {micro}, fewer than dp "
@@ -228,7 +229,7 @@ def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     if facts.num_micro_batches < dp:
         return  # HF113 says it
     if rounds < pp:
-        yield _finding(
+        yield finding(
             "HF110",
             "train.global_batch",
             f"{facts.global_batch} sequences are {rounds} micro-batches per dp rank, fewer than "
@@ -237,7 +238,7 @@ def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
         )
     elif not schedule_runs(facts.schedule, pp, rounds):
         below, above = rounds // pp * pp, math.ceil(rounds / pp) * pp
-        yield _finding(
+        yield finding(
             "HF111",
             "train.global_batch",
             f"the interleaved schedule runs a multiple of pp {pp} micro-batches per dp rank, "
@@ -270,7 +271,7 @@ RULES: Final[tuple[Rule, ...]] = (
 
 def layout_findings(facts: Facts, layout: ParallelLayout) -> list[Finding]:
     """Return every rule that `layout` breaks, the number of GPUs aside."""
-    return [finding for rule in RULES for finding in rule(facts, layout)]
+    return [found for rule in RULES for found in rule(facts, layout)]
 
 
 def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
@@ -286,7 +287,7 @@ def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
         outs.append(f"cluster.nodes: {product // per_node}")
     if not outs:
         outs = [f"cluster.nodes: {choices(nearest_nodes(facts, replica))} with dp: auto"]
-    return _finding(
+    return finding(
         "HF101",
         "layout.dp",
         f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
@@ -305,7 +306,7 @@ def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
     replica = tp * cp * pp
     if facts.num_gpus % replica == 0:
         return None
-    return _finding(
+    return finding(
         "HF116",
         "layout.dp",
         f"auto has no solution: one replica of tp {tp} x cp {cp} x pp {pp} = {replica:,} ranks "
@@ -330,7 +331,7 @@ def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:
     """Return a finding unless `dp_replicate` divides dp."""
     if dp % dp_replicate == 0:
         return None
-    return _finding(
+    return finding(
         "HF114",
         "layout.dp_replicate",
         f"{dp_replicate} does not divide dp {dp}; use "

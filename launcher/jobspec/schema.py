@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.jobspec.reading import FOR_COMMANDS
-from launcher.jobspec.spec import SECTIONS, JobSpec
+from launcher.jobspec.spec import OPTIONAL, JobSpec
 
 _HAS_COMMAND = {"required": ["command"], "properties": {"command": {"not": {"type": "null"}}}}
 
@@ -20,7 +20,7 @@ def job_schema() -> dict[str, Any]:
     schema["title"] = "Holdfast job file"
     without = [key for key in schema["required"] if key in FOR_COMMANDS]
     schema["required"] = [key for key in schema["required"] if key not in FOR_COMMANDS]
-    steps = schema["$defs"]["Train"].pop("required")  # each has a stand-in beside a command
+    steps = schema["$defs"]["Train"].pop("required")  # each has a default beside a command
     assert set(steps) <= FOR_COMMANDS["train"].keys(), steps
     schema["if"], schema["then"] = _HAS_COMMAND, {}
     schema["else"] = {
@@ -30,8 +30,8 @@ def job_schema() -> dict[str, Any]:
             "train": {"type": "object", "required": steps},
         },
     }
-    for key in SECTIONS:
-        if key in schema["properties"] and key not in schema["required"]:
+    for key in sorted(OPTIONAL):
+        if key not in schema["required"]:
             schema["properties"][key] = _or_empty(schema["properties"][key])
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -39,5 +39,5 @@ def job_schema() -> dict[str, Any]:
 def _or_empty(field: dict[str, Any]) -> dict[str, Any]:
     """Allow a section to have no content."""
     about = {name: value for name, value in field.items() if name in {"title", "description"}}
-    kinds = field.get("oneOf") or [{"$ref": field["$ref"]}]
+    kinds = field.get("oneOf") or [{k: v for k, v in field.items() if k not in about}]
     return {**about, "anyOf": [*kinds, {"type": "null"}]}

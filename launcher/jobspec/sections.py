@@ -1,4 +1,6 @@
-"""The sections of a job file: every key, its unit, its default. Pure.
+"""The sections of a job file: what every key may be, and what it means. Pure.
+
+Defaults are those of the dataclasses of elastic_trainer/config.py, which the sections become.
 
 Types of single values are in `values.py`; what several values must satisfy
 together is in `rules.py`.
@@ -10,8 +12,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    NetworkSection,
+    NumbersSection,
+    OptimizerConfig,
+    TrainSection,
+)
 from elastic_trainer.layout import AXES
+from elastic_trainer.models import ModelShape
 from launcher.jobspec.values import (
+    Above,
+    Becomes,
     Beta,
     Cidr,
     Count,
@@ -31,28 +45,40 @@ from launcher.jobspec.values import (
     Text,
     Texts,
     optional_section,
+    setting_of,
 )
+
+_shape = setting_of(ModelShape)
+_optimizer = setting_of(OptimizerConfig)
+_train = setting_of(TrainSection)
+_data = setting_of(DataSection)
+_checkpoint = setting_of(CheckpointSection)
+_elastic = setting_of(ElasticSection)
+_network = setting_of(NetworkSection)
+_numbers = setting_of(NumbersSection)
+
+SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
 
 
 class ModelDimensions(Section):
     """A Llama-family model by its dimensions."""
 
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = Field(description="Decoder layers.")
-    dim: Count = Field(description="Model width.")
-    num_heads: Count = Field(description="Query heads.")
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = _shape("num_layers")
+    dim: Count = _shape("dim")
+    num_heads: Count = _shape("num_heads")
     num_kv_heads: Count | None = Field(None, description="KV heads; null: as many as num_heads.")
-    ffn_dim: Count = Field(description="Width of the SwiGLU hidden layer.")
-    vocab_size: Count = Field(description="Rows of the embedding.")
+    ffn_dim: Count = _shape("ffn_dim")
+    vocab_size: Count = _shape("vocab_size")
     head_dim: Count | None = Field(None, description="Size of a head; null: dim / num_heads.")
-    norm_eps: Positive = Field(1e-5, description="Epsilon of RMSNorm.")
-    rope_theta: Positive = Field(500000.0, description="Base of the rotary frequencies.")
-    rope_scaling_factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = Field(
-        1.0, description="Llama 3.1 long-context scaling; 1 turns it off."
+    norm_eps: Positive = _shape("norm_eps")
+    rope_theta: Positive = _shape("rope_theta")
+    rope_scaling_factor: Annotated[float, Field(ge=1, le=1e6, allow_inf_nan=False)] = _shape(
+        "rope_scaling_factor"
     )
-    rope_low_freq_factor: Positive = Field(1.0, description="Llama 3.1 RoPE scaling.")
-    rope_high_freq_factor: Positive = Field(4.0, description="Llama 3.1 RoPE scaling.")
-    rope_original_context: Count = Field(8192, description="Context before scaling, in tokens.")
-    tie_embeddings: bool = Field(False, description="Embedding and head share their weights.")
+    rope_low_freq_factor: Positive = _shape("rope_low_freq_factor")
+    rope_high_freq_factor: Positive = _shape("rope_high_freq_factor")
+    rope_original_context: Count = _shape("rope_original_context")
+    tie_embeddings: bool = _shape("tie_embeddings")
 
 
 class Layout(Section):
@@ -98,49 +124,37 @@ class Cluster(Section):
 class Optimizer(Section):
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: Positive = Field(3e-4, description="Peak learning rate.")
-    warmup_steps: Steps = Field(0, description="Steps of linear warm-up.")
-    min_lr_ratio: Ratio = Field(0.1, description="Final learning rate as a fraction of lr.")
-    weight_decay: NotNegative = Field(0.1, description="Decay of matrices; norms have none.")
-    beta1: Beta = Field(0.9, description="Decay of the first moment.")
-    beta2: Beta = Field(0.95, description="Decay of the second moment.")
-    eps: Positive = Field(1e-8, description="Epsilon of AdamW.")
-    clip_norm: NotNegative = Field(1.0, description="Largest global gradient norm; 0: off.")
+    lr: Positive = _optimizer("lr")
+    warmup_steps: Steps = _optimizer("warmup_steps")
+    min_lr_ratio: Ratio = _optimizer("min_lr_ratio")
+    weight_decay: NotNegative = _optimizer("weight_decay")
+    beta1: Beta = _optimizer("beta1")
+    beta2: Beta = _optimizer("beta2")
+    eps: Positive = _optimizer("eps")
+    clip_norm: NotNegative = _optimizer("clip_norm")
 
 
 class Train(Section):
     """What is trained. Batches count sequences."""
 
-    seq_len: Count = Field(description="Tokens per sequence.")
-    global_batch: Count = Field(description="Sequences per step, on every rung of the ladder.")
-    micro_batch: Count = Field(1, description="Sequences per forward pass of one dp rank.")
-    steps: Annotated[int, Field(ge=1, le=10**12)] = Field(description="Optimizer steps.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="Seed of initialisation and sample order."
-    )
-    precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="bf16 (mixed: fp32 parameters and reductions) or fp32."
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "selective", description="Activation checkpointing."
-    )
-    compile: bool = Field(False, description="Compile each layer with torch.compile.")
-    deterministic: bool = Field(
-        True, description="On GPUs, only algorithms that do the same bit for bit (some are slower)."
-    )
-    optimizer: Optimizer = optional_section("AdamW.")
+    seq_len: Count = _train("seq_len")
+    global_batch: Count = _train("global_batch")
+    micro_batch: Count = _train("micro_batch")
+    steps: Annotated[int, Field(ge=1, le=10**12)] = _train("steps")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _train("seed")
+    precision: Literal["bf16", "fp32"] = _train("precision")
+    recompute: Literal["none", "selective", "full"] = _train("recompute")
+    compile: bool = _train("compile")
+    deterministic: bool = _train("deterministic")
+    optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
 
 
 class Data(Section):
     """Where the tokens come from."""
 
-    path: Text = Field(description="File or folder; relative to the job file's folder.")
-    format: Literal["text", "nanogpt", "megatron"] = Field(
-        "text", description="text files, nanoGPT .bin shards, or Megatron .bin/.idx."
-    )
-    tokenizer: Text = Field(
-        "bytes", description="bytes (vocabulary 256), or the path of a tokenizer.json."
-    )
+    path: Text = _data("path")
+    format: Literal["text", "nanogpt", "megatron"] = _data("format")
+    tokenizer: Text = _data("tokenizer")
 
 
 class Checkpoint(Section):
@@ -149,74 +163,32 @@ class Checkpoint(Section):
     dir: Text | None = Field(
         None, description="Folder, relative to the job file's; null: RUN/checkpoints."
     )
-    every_s: Seconds | None = Field(
-        600.0, description="Seconds between checkpoints; null: only by every_steps and at the end."
-    )
-    every_steps: Count | None = Field(
-        None, description="Also checkpoint after every multiple of this many steps."
-    )
-    keep: Count = Field(3, description="Newest checkpoints kept.")
-    keep_every_steps: Count | None = Field(
-        None, description="Multiples of this many steps are kept for ever (for evaluation)."
-    )
-    memory_every_steps: Annotated[int, Field(ge=0, le=10**9)] = Field(
-        1, description="Steps between snapshots in memory; 0: none."
-    )
+    every_s: Seconds | None = _checkpoint("every_s")
+    every_steps: Count | None = _checkpoint("every_steps")
+    keep: Count = _checkpoint("keep")
+    keep_every_steps: Count | None = _checkpoint("keep_every_steps")
+    memory_every_steps: Annotated[int, Field(ge=0, le=10**9)] = _checkpoint("memory_every_steps")
 
 
 class Elastic(Section):
     """How the job lives with failures."""
 
-    min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = Field(
-        None,
-        description="Fewest nodes to train on; null: the nodes of one dp replica, of a command "
-        "all nodes, for its batch changes with them.",
-    )
-    max_restarts: Annotated[int, Field(ge=0, le=10**9)] = Field(
-        100, description="Job-wide restarts within window_s; then exit code 94."
-    )
-    max_crashes: Annotated[int, Field(ge=0, le=10**9)] = Field(
-        10, description="Of these, restarts after errors of the program."
-    )
-    max_hangs: Annotated[int, Field(ge=0, le=10**9)] = Field(
-        20, description="Of these, restarts after hangs."
-    )
-    no_progress: Count = Field(
-        3,
-        description="Exit code 93 after so many failures of the program, or hangs, "
-        "without a newly committed step between them.",
-    )
-    window_s: Seconds = Field(86400.0, description="Seconds that max_restarts looks back.")
-    node_failures: Count = Field(
-        2,
-        description="A node that fails this many times within window_s leaves the job; a program's "
-        "own errors do not count.",
-    )
-    hang_ceiling_s: Seconds = Field(
-        300.0, description="Seconds without progress after which a worker counts as hung."
-    )
-    hang_floor_s: Seconds = Field(
-        2.0, description="Below it no shorter limit is learned from what is usual in the run."
-    )
-    straggler: Straggler = Field(
-        "report", description="A rank slower than its peers: off, report, or swap for a spare."
-    )
-    start_ceiling_s: Seconds = Field(
-        1800.0, description="The same until the second step of an epoch is done."
-    )
-    join_timeout_s: Seconds = Field(
-        600.0,
-        description="Seconds the first epoch waits for all nodes, and a job with too few for more.",
-    )
-    heartbeat_s: Seconds = Field(1.0, description="Seconds between heartbeats of agents.")
-    dead_after_s: Seconds = Field(5.0, description="Seconds of silence: the agent is dead.")
-    progress_pattern: Pattern | None = Field(
-        None,
-        description="Of a command: where its output says the step; null: the optimizer's steps.",
-    )
-    stop_grace_s: Seconds = Field(
-        30.0, description="Of a command that takes no requests: seconds from SIGTERM to SIGKILL."
-    )
+    min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = _elastic("min_nodes")
+    max_restarts: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_restarts")
+    max_crashes: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_crashes")
+    max_hangs: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_hangs")
+    no_progress: Count = _elastic("no_progress")
+    window_s: Seconds = _elastic("window_s")
+    node_failures: Count = _elastic("node_failures")
+    hang_ceiling_s: Seconds = _elastic("hang_ceiling_s")
+    hang_floor_s: Seconds = _elastic("hang_floor_s")
+    straggler: Straggler = _elastic("straggler")
+    start_ceiling_s: Seconds = _elastic("start_ceiling_s")
+    join_timeout_s: Seconds = _elastic("join_timeout_s")
+    heartbeat_s: Seconds = _elastic("heartbeat_s")
+    dead_after_s: Seconds = _elastic("dead_after_s")
+    progress_pattern: Pattern | None = _elastic("progress_pattern")
+    stop_grace_s: Seconds = _elastic("stop_grace_s")
 
 
 class Code(Section):
@@ -235,8 +207,20 @@ class Code(Section):
 class Network(Section):
     """Which addresses and ports agents and workers use."""
 
-    interface: Text = Field("auto", description="Interface name, or auto.")
-    cidr: Cidr | None = Field(
-        None, description="Network the addresses are taken from, as 10.0.0.0/8."
-    )
-    ports: Ports | None = Field(None, description="low-high; null: the system picks.")
+    interface: Text = _network("interface")
+    cidr: Cidr | None = _network("cidr")
+    ports: Ports | None = _network("ports")
+
+
+class Numbers(Section):
+    """What follows from wrong numbers."""
+
+    non_finite: Literal["skip", "rollback", "stop"] = _numbers("non_finite")
+    loss_spike: SpikeAction = _numbers("loss_spike")
+    grad_spike: SpikeAction = _numbers("grad_spike")
+    loss_ratio: Above = _numbers("loss_ratio")
+    grad_ratio: Above = _numbers("grad_ratio")
+    window: Annotated[int, Field(ge=8, le=256)] = _numbers("window")
+    rollback_steps: Count = _numbers("rollback_steps")
+    max_skips: Steps = _numbers("max_skips")
+    replica_check_steps: Count | None = _numbers("replica_check_steps")

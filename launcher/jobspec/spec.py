@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Final
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
+from pydantic.fields import FieldInfo
 
+from elastic_trainer import config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
 from launcher.errors import Problem
@@ -14,11 +17,12 @@ from launcher.hardware import tight_domain
 from launcher.jobspec import sections, values
 from launcher.jobspec.env import Env
 from launcher.jobspec.errors import MODEL_TAGS
-from launcher.jobspec.kubernetes import Kubernetes, Security, Topology
-from launcher.jobspec.numbers import Numbers
 from launcher.jobspec.rules import Facts
-from launcher.jobspec.slurm import Slurm
 from launcher.jobspec.source import Source
+
+if TYPE_CHECKING:
+    from launcher.jobspec.kubernetes import Kubernetes
+    from launcher.jobspec.slurm import Slurm
 
 Model = Annotated[
     Annotated[values.Text, Tag(MODEL_TAGS[0])]
@@ -36,19 +40,33 @@ class JobSpec(values.Section):
     )
     layout: sections.Layout = values.optional_section("Parallelism.")
     cluster: sections.Cluster = Field(description="The machines.")
-    train: sections.Train = Field(description="What is trained.")
-    data: sections.Data = Field(description="Where the tokens come from.")
+    train: Annotated[config.TrainSection, values.Becomes(sections.Train)] = Field(
+        description="What is trained."
+    )
+    data: Annotated[config.DataSection, values.Becomes(sections.Data)] = Field(
+        description="Where the tokens come from."
+    )
     checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
-    elastic: sections.Elastic = values.optional_section("How the job lives with failures.")
-    numbers: Numbers = values.optional_section("What follows from wrong numbers.")
+    elastic: Annotated[config.ElasticSection, values.Becomes(sections.Elastic)] = (
+        values.optional_section("How the job lives with failures.")
+    )
+    numbers: Annotated[config.NumbersSection, values.Becomes(sections.Numbers)] = (
+        values.optional_section("What follows from wrong numbers.")
+    )
     code: sections.Code = values.optional_section("The code frozen.")
     env: Env = values.optional_section("What workers run in.")
-    network: sections.Network = values.optional_section("Addresses and ports.")
+    network: Annotated[config.NetworkSection, values.Becomes(sections.Network)] = (
+        values.optional_section("Addresses and ports.")
+    )
     command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
-    slurm: Slurm = values.optional_section("sbatch's options.")
-    kubernetes: Kubernetes = values.optional_section("Where and how pods run.")
+    slurm_section: Annotated[Any, values.PlatformSection("launcher.jobspec.slurm", "Slurm")] = (
+        Field(None, alias="slurm", description="sbatch's options.")
+    )
+    kubernetes_section: Annotated[
+        Any, values.PlatformSection("launcher.jobspec.kubernetes", "Kubernetes")
+    ] = Field(None, alias="kubernetes", description="Where and how pods run.")
 
     _source: Source = PrivateAttr()
     _text: str = PrivateAttr(default="")
@@ -72,6 +90,20 @@ class JobSpec(values.Section):
     def warn(self, found: Sequence[Problem]) -> None:
         """Keep what is legal but may not be meant."""
         self._warnings = tuple(problem for problem in found if problem.is_warning)
+
+    @cached_property
+    def slurm(self) -> Slurm:
+        """Sbatch's options: defaults where the job file has none."""
+        from launcher.jobspec.slurm import Slurm
+
+        return Slurm() if self.slurm_section is None else self.slurm_section
+
+    @cached_property
+    def kubernetes(self) -> Kubernetes:
+        """Where and how pods run: defaults where the job file does not say."""
+        from launcher.jobspec.kubernetes import Kubernetes
+
+        return Kubernetes() if self.kubernetes_section is None else self.kubernetes_section
 
     @property
     def source(self) -> Source:
@@ -126,13 +158,22 @@ class JobSpec(values.Section):
         )
 
     @property
+    def dp(self) -> int:
+        """The data-parallel degree on all nodes; of `dp: auto` as many whole replicas as fit.
+
+        0 where not one does, which is a problem of the job file (HF116).
+        """
+        want = self.layout
+        if want.dp != "auto":
+            return want.dp
+        return self.facts.num_gpus // (want.tp * want.cp * want.pp)
+
+    @property
     def full_layout(self) -> ParallelLayout:
         """The layout on all nodes, with `dp: auto` solved."""
         want = self.layout
-        replica = want.tp * want.cp * want.pp
-        dp = self.facts.num_gpus // replica if want.dp == "auto" else want.dp
         return ParallelLayout(
-            dp=dp,
+            dp=self.dp,
             tp=want.tp,
             pp=want.pp,
             cp=want.cp,
@@ -158,23 +199,39 @@ class JobSpec(values.Section):
         return Problem(code, self._source.where_key(key), message)
 
 
-SECTIONS: Final[Mapping[str, type[BaseModel]]] = {
-    "": JobSpec,
-    "model": sections.ModelDimensions,
-    "layout": sections.Layout,
-    "cluster": sections.Cluster,
-    "train": sections.Train,
-    "train.optimizer": sections.Optimizer,
-    "data": sections.Data,
-    "checkpoint": sections.Checkpoint,
-    "elastic": sections.Elastic,
-    "numbers": Numbers,
-    "code": sections.Code,
-    "env": Env,
-    "network": sections.Network,
-    "slurm": Slurm,
-    "kubernetes": Kubernetes,
-    "kubernetes.security": Security,
-    "kubernetes.topology": Topology,
-}
-"""Dotted path -> model of every section."""
+OPTIONAL: Final = frozenset({
+    "layout", "checkpoint", "elastic", "numbers", "code", "env", "network", "slurm", "kubernetes",
+    "train", "data", "cluster", "model",
+})  # fmt: skip
+"""Sections: one without content is one with its defaults."""
+
+
+def all_sections() -> dict[str, type[BaseModel]]:
+    """Return dotted path -> model of every section."""
+    from launcher.jobspec.kubernetes import Kubernetes, Security, Topology
+    from launcher.jobspec.slurm import Slurm
+
+    return {
+        "": JobSpec,
+        "model": sections.ModelDimensions,
+        "layout": sections.Layout,
+        "cluster": sections.Cluster,
+        "train": sections.Train,
+        "train.optimizer": sections.Optimizer,
+        "data": sections.Data,
+        "checkpoint": sections.Checkpoint,
+        "elastic": sections.Elastic,
+        "numbers": sections.Numbers,
+        "code": sections.Code,
+        "env": Env,
+        "network": sections.Network,
+        "slurm": Slurm,
+        "kubernetes": Kubernetes,
+        "kubernetes.security": Security,
+        "kubernetes.topology": Topology,
+    }
+
+
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return key -> field of a section, as job files have them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}

@@ -5,11 +5,12 @@ A validator names its code as the error type; `errors.py` turns that into a Prob
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import ipaddress
 import re
 import shlex
-import sys
-from types import ModuleType
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -20,7 +21,7 @@ from pydantic import (
     Field,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, core_schema
 
 from elastic_trainer.command import split_command
 from elastic_trainer.layout import AXES
@@ -45,7 +46,7 @@ def plain_text(value: str) -> str:
     if any(ord(char) < 32 or ord(char) == 127 for char in value):
         raise refuse("HF015", "line breaks and control characters are not allowed")
     if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
-        raise refuse("HF015", "half a surrogate pair is no character; write it out")
+        raise refuse("HF015", "half of a surrogate pair; write the character out")
     return value
 
 
@@ -160,6 +161,7 @@ Seconds = Annotated[float, Field(gt=0, le=10**9, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+Above = Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
@@ -194,26 +196,59 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
-_PLUGINS: Final = "pydantic.plugin._loader"
+def setting_of(settings: type[Any]) -> Callable[[str], Any]:
+    """Return what makes the fields of a section whose truth is a dataclass of job.json.
 
-
-def build(section: type[BaseModel]) -> None:
-    """Have pydantic build what `section` and all within it need, once.
-
-    Before it builds anything, pydantic looks for plugins through everything that is installed,
-    which takes as long as the building. There are none for job files, so it is told so by a
-    module that stands in for its own meanwhile. Where there is no such module it looks.
+    The function takes the name of the dataclass's field, which has default and description.
     """
-    stands_in = _PLUGINS not in sys.modules
-    if stands_in:
-        module = ModuleType(_PLUGINS)
-        module.__dict__["get_plugins"] = tuple
-        sys.modules[_PLUGINS] = module
-    try:
-        section.model_rebuild()
-    finally:
-        if stands_in:
-            del sys.modules[_PLUGINS]
+    known = {each.name: each for each in dataclasses.fields(settings)}
+
+    def field(name: str) -> Any:
+        default, description = known[name].default, known[name].metadata["description"]
+        return Field(... if default is dataclasses.MISSING else default, description=description)
+
+    return field
+
+
+class Becomes:
+    """Annotation of a dataclass: a field that is checked as `section` and becomes one of it."""
+
+    def __init__(self, section: type[Section]) -> None:
+        self._section = section
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return what validates the section and makes the dataclass `source` of it."""
+        return core_schema.no_info_after_validator_function(
+            lambda found: source(**dict(found)),
+            handler.generate_schema(self._section),
+            serialization=core_schema.plain_serializer_function_ser_schema(dataclasses.asdict),
+        )
+
+
+class PlatformSection:
+    """Annotation of a field that is a section of one platform, imported and built when present."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def load(self) -> type[Section]:
+        """Return the section's model."""
+        model: type[Section] = getattr(importlib.import_module(self._module), self._name)
+        return model
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Return what validates the section: a function, so that the model is not built before."""
+        del source, handler
+        return core_schema.no_info_plain_validator_function(
+            lambda value: self.load().model_validate(value)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        """Return the model's JSON schema."""
+        del schema
+        from pydantic import TypeAdapter
+
+        return handler(TypeAdapter(self.load()).core_schema)
 
 
 def optional_section(description: str) -> Any:

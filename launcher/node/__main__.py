@@ -1,4 +1,7 @@
-"""`python -m launcher.node COMMAND RUN`: what batch scripts and pods call."""
+"""`python -m launcher.node COMMAND RUN`: what batch scripts and pods call.
+
+Each command imports only what it needs: 2,048 nodes read this from one file server.
+"""
 
 from __future__ import annotations
 
@@ -11,96 +14,86 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from launcher.node.attempt import Attempt, NodeError
+from launcher import node
+from launcher.errors import HoldfastError
+from launcher.node.attempt import Attempt
 from launcher.node.say import say
+
+COMMANDS = ("begin", "beat", "steps", "agent", "watchdog", "end", "again", "pod", "save")
+HELD = {
+    "steps": (signal.SIGUSR2,),  # asks to save: it may come early
+    "agent": (signal.SIGUSR2,),
+    # PID 1 never hears of a signal that it neither handles nor holds back.
+    "pod": (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2),
+}
+"""Signals that a command holds back until it takes them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.node")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text in (
-        ("begin", "may this attempt start? 0, or the code the script ends with"),
-        ("beat", "tell the nodes that the batch script lives"),
-        ("steps", "run the srun after -- on the job's nodes, and again where it is lost"),
-        ("agent", "run this node's agent; what comes after -- stands in for python"),
-        ("care", "stand in for the batch script once its host is lost"),
-        ("end", "what came of the attempt: 0, 91, 92, 93, 94"),
-        ("again", "put the job back into the queue"),
-        ("pod", "be PID 1 of a pod: its agent, and the code its controller understands"),
-        ("save", "be its preStop: have the job save and wait for it"),
-    ):
-        sub = commands.add_parser(name, help=help_text)
-        sub.add_argument("run", type=Path, help="the run directory")
-        if name == "end":
-            sub.add_argument("code", type=int, help="exit code of srun")
-        if name == "steps":
-            sub.add_argument("srun", nargs="+", help="as: -- srun --no-kill COMMAND")
-        if name == "agent":
-            sub.add_argument("prefix", nargs="*", help="as: -- apptainer exec image.sif")
-            sub.add_argument("--apart", action="store_true", help="a step of its own runs care")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # By hand: argparse takes every -- away, and an srun may have one of its own.
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.node",
+        description=node.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("run", type=Path, help="the run directory")
+    parser.add_argument("--apart", action="store_true", help="agent: another step is the watchdog")
+    parser.add_argument("code", nargs="?", type=int, help="end: that of srun")
+    parser.epilog = "After --, steps: an srun; agent: what runs another command in a container."
+    given = parser.parse_args(words[:cut])
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD.get(given.command, ()))
     try:
-        if args.command in {"pod", "save"}:
-            return _run_in_pod(args.command, args.run)
-        return _run(args, Attempt.of_env(args.run, os.environ))
-    except NodeError as error:
+        return _run(given, words[cut + 1 :])
+    except HoldfastError as error:
         say(f"error: {error}")
         return EXIT_DO_NOT_RESTART
 
 
-def _run_in_pod(command: str, run: Path) -> int:
-    if command == "pod":
-        # From here on: PID 1 never hears of a signal that it neither handles nor holds back.
-        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-        signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR0911  one for each command
+    if given.command == "pod":
         from launcher.node.pod import pod
 
-        return pod(run, os.environ)
-    from launcher.node.pod_save import save
+        return pod(given.run, os.environ)
+    if given.command == "save":
+        from launcher.node.pod_save import save
 
-    return save(run, os.environ)
+        return save(given.run, os.environ)
+    attempt = Attempt.of_env(given.run, os.environ)
+    this = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    match given.command:
+        case "begin":
+            from launcher.node.begin import begin
 
+            return begin(attempt, os.environ)
+        case "beat":
+            from launcher.node.beat import beat
 
-def _run(args: argparse.Namespace, attempt: Attempt) -> int:
-    # Each imports only what it needs: 2,048 nodes read this from one file server.
-    if args.command == "begin":
-        from launcher.node.begin import begin
+            return beat(attempt, os.environ)
+        case "steps":
+            from launcher.node.steps import serve
 
-        return begin(attempt, os.environ)
-    if args.command == "beat":
-        from launcher.node.beat import beat
+            return serve(attempt, os.environ, more)
+        case "agent":
+            from launcher.node.agent import run_agent
 
-        return beat(attempt, os.environ)
-    if args.command in {"steps", "agent"}:
-        return _run_asked(args, attempt)
-    if args.command == "care":
-        from launcher.node.care import Caretaker
+            return run_agent(attempt, this, os.environ, more, apart=given.apart)
+        case "watchdog":
+            from launcher.node.watchdog import Watchdog
 
-        return Caretaker(attempt, _node(), os.environ).serve()
-    from launcher.node import end
+            return Watchdog(attempt, this, os.environ).serve()
+        case "again":
+            from launcher.node.slurm import again
 
-    if args.command == "again":
-        return end.again(attempt)
-    code = end.end(attempt, os.environ, args.code).code
-    end.put_summary(attempt, os.environ, code)
-    return code
+            return again(attempt)
+    from launcher.node.end import end, put_summary
 
-
-def _run_asked(args: argparse.Namespace, attempt: Attempt) -> int:
-    """Run what may be asked to save before it has begun."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    if args.command == "steps":
-        from launcher.node.steps import serve
-
-        return serve(attempt, os.environ, args.srun)
-    from launcher.node.agent import NodeAgent
-
-    return NodeAgent(attempt, _node(), os.environ, args.prefix, apart=args.apart).run()
-
-
-def _node() -> str:
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    found = end(attempt, os.environ, given.code).code
+    put_summary(attempt, os.environ, found)
+    return found
 
 
 if __name__ == "__main__":

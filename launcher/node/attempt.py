@@ -1,34 +1,28 @@
-"""One start of the batch script: its name, and what is kept of it in RUN/attempts/<name>/.
+"""One start of the batch script, or one generation of pods: its name, and its RUN/attempts/<name>/.
 
-begin.json      written by `begin`: when, the newest step that counted then; of Slurm also
-                the job and the nodes that it was given
+begin.json      when, the newest step that counted then; of Slurm also the job and its nodes
 batch.beat      a number that rises while the batch script lives
 exit/<node>     how that node's agent ended
-end.json        what came of it: by `end`, or by a caretaker
+end.json        what came of it: by the batch script or a watchdog, or by the first pod to know
 caretaker.<n>   which node took the batch script's place; n counts those that were lost too
-next            id of the job that goes on (restart: chain), by the script
+next            id of the job that continues (restart: chain), by the script
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from launcher.whole_file import read_json
+from launcher.atomic_file import read_json, write_json
+from launcher.errors import UserError
 
 _SLURM_NAME = re.compile(r"\d+\.\d+")
 _NAME = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.\d+")
-
-
-class NodeError(Exception):
-    """A mistake that no restart mends: exit code 93."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code} {message}")
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +57,13 @@ class Attempt:
         """Return the attempt that this process belongs to.
 
         Raises:
-            NodeError: HF673, the environment is not that of a Slurm job.
+            UserError: HF673, the environment is not that of a Slurm job.
         """
         job_id, restart = env.get("SLURM_JOB_ID", ""), env.get("SLURM_RESTART_COUNT") or "0"
         if not _SLURM_NAME.fullmatch(f"{job_id}.{restart}"):
-            raise NodeError(
+            raise UserError(
                 "HF673",
-                f"SLURM_JOB_ID={job_id!r} is no job: only the batch script of a Slurm job calls "
+                f"SLURM_JOB_ID={job_id!r} is not a job: only the batch script of a Slurm job calls "
                 "this; submit it (holdfast submit, or sbatch)",
             )
         array, task = env.get("SLURM_ARRAY_JOB_ID", ""), env.get("SLURM_ARRAY_TASK_ID", "")
@@ -78,7 +72,7 @@ class Attempt:
 
     @property
     def slurm_id(self) -> str:
-        """What Slurm's commands must be told to mean this job and no other."""
+        """What Slurm's commands need to mean this job and no other."""
         return self.array_task or self.job_id
 
     @property
@@ -101,6 +95,25 @@ class Attempt:
         """The file of the batch script's beat."""
         return self.dir / "batch.beat"
 
+    def keep(self, name: str, value: Mapping[str, Any], *, first: bool) -> bool:
+        """Write one of its JSON files, complete or not at all; return whether this call did.
+
+        Args:
+            name: of the file.
+            value: what it says.
+            first: one that is there stays, since any number of pods may write it at once.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if first:
+            # Late: it takes the board's modules, and some who read this need none of them.
+            from elastic_trainer.atomic_file import publish
+
+            return publish(self.dir / name, json.dumps(value).encode() + b"\n")
+        write_json(self.dir / name, value)
+        return True
+
     def note_exit(self, node: str, code: int) -> None:
         """Write down how a node's agent ended.
 
@@ -121,7 +134,7 @@ class Attempt:
         return found
 
     def next_job(self) -> str | None:
-        """Return the id of the job that is to go on; None: there is none."""
+        """Return the id of the job that is to continue; None: there is none."""
         with contextlib.suppress(OSError):
             text = (self.dir / "next").read_text(encoding="ascii").strip()
             return text if text.isdigit() else None
@@ -130,12 +143,10 @@ class Attempt:
 
 def lineage(run_dir: Path, job_id: str) -> frozenset[str]:
     """Return the ids of the jobs that led to `job_id`, itself included: each named the next."""
-    named: dict[str, set[str]] = {}
+    named: dict[str | None, set[str]] = {}
     for folder in _folders(run_dir):
-        before = folder.name.partition(".")[0]
-        after = Attempt(run_dir, before, int(folder.name.partition(".")[2])).next_job()
-        if after is not None:
-            named.setdefault(after, set()).add(before)
+        before, _, restart = folder.name.partition(".")
+        named.setdefault(Attempt(run_dir, before, int(restart)).next_job(), set()).add(before)
     found, fresh = {job_id}, {job_id}
     while fresh:
         fresh = set().union(*(named.get(job, set()) for job in fresh)) - found
@@ -146,7 +157,7 @@ def lineage(run_dir: Path, job_id: str) -> frozenset[str]:
 def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
     """Return what is kept of the attempts of `jobs`, oldest first.
 
-    What cannot be read is left out: a damaged note must not keep a run from going on.
+    What cannot be read is left out: a damaged note must not keep a run from continuing.
     """
     found = []
     for folder in _folders(run_dir):

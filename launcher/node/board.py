@@ -1,4 +1,4 @@
-"""The board of a run, as the batch script needs it; read only."""
+"""The board of a run, as the batch script and pods need it; read only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_trainer.agent.boards.board import BOARD_WAIT_S, BoardState, Lease, ask_patiently
-from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE, read_board
+from elastic_trainer.board.open_board import BOARD_VARIABLE, read_board
+from elastic_trainer.board.state import BOARD_WAIT_S, BoardState, Lease, ask_patiently
 from launcher.node.say import say
+from launcher.retries import polled
 
-State = BoardState
-"""What is on a board."""
 LEASE_BEATS_S = 12.0
 """A live coordinator raises its beat within 5 s (agent/membership/effects.py, lease_renew_s)."""
 
@@ -33,25 +32,22 @@ def read(run_dir: Path) -> BoardState:
 def read_patiently(
     run_dir: Path,
     *,
-    mono: Callable[[], float],
+    mono: Callable[[], float] = time.monotonic,
     wait: Callable[[float], object],
     for_s: float = BOARD_WAIT_S,
 ) -> BoardState:
     """Return what `read` does; a board that does not answer is asked again, and that is said.
 
-    Args: see elastic_trainer/agent/boards/board.py.
-
-    Raises:
-        OSError, ValueError: as there.
+    Args and errors: see `ask_patiently`.
     """
     said: list[OSError] = []
 
     def tell(error: OSError) -> None:
         if not said:
-            say(f"the board does not answer and is asked again: {error}")
+            say(f"the board does not answer, retrying: {error}")
         said.append(error)
 
-    return ask_patiently(lambda: read(run_dir), mono=mono, wait=wait, for_s=for_s, told=tell)
+    return ask_patiently(lambda: read(run_dir), mono=mono, wait=wait, for_s=for_s, on_error=tell)
 
 
 def newest_step(state: BoardState) -> int:
@@ -77,16 +73,18 @@ def live_lease(
         sleep: waits.
     """
     first = read(run_dir).lease
-    deadline = mono() + LEASE_BEATS_S
-    while first is not None and not is_ours(first.job):
-        if mono() > deadline:
-            return None
-        sleep(0.5)
-        lease = read(run_dir).lease
-        if lease is not None and (lease.term, lease.beat) != (first.term, first.beat):
-            if not is_ours(lease.job):
-                return lease
-            first = lease
-        elif lease is None:
-            return None
-    return None
+    if first is None or is_ours(first.job):
+        return None
+
+    def moved(lease: Lease | None) -> bool:
+        return lease is None or (lease.term, lease.beat) != (first.term, first.beat)
+
+    lease = polled(
+        lambda: read(run_dir).lease,
+        moved,
+        for_s=LEASE_BEATS_S,
+        every_s=0.5,
+        sleep=sleep,
+        mono=mono,
+    )
+    return None if lease is None or not moved(lease) or is_ours(lease.job) else lease

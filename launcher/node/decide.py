@@ -1,10 +1,12 @@
-"""What the batch script and its stand-ins decide. Pure: facts in, a decision out."""
+"""What the batch script and the watchdog decide. Pure: facts in, a decision out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from elastic_trainer.board.state import BoardState, Ended
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
@@ -15,7 +17,10 @@ from elastic_trainer.failures import (
 )
 from launcher.node.attempt import Past
 
-GOES_ON = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
+if TYPE_CHECKING:
+    from elastic_trainer.config import ElasticSection
+
+REQUEUES = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
 """Codes after which another start of the job may get further."""
 NOTHING_TO_DO = 90
 """`begin`: the run has done its last step; the script ends with 0."""
@@ -27,23 +32,14 @@ LIMIT_SLACK_S = 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """May the script go on, and if not, with which code it ends."""
+    """May the script continue, and if not, with which code it ends."""
 
     code: int
-    """0: go on."""
+    """0: continue."""
     reason: str = ""
 
 
 GO = Decision(code=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """From the job's `elastic:` section."""
-
-    max_restarts: int
-    window_s: float
-    no_progress: int
 
 
 def may_begin(
@@ -54,7 +50,7 @@ def may_begin(
     past: Sequence[Past],
     step: int | None,
     now_unix: float,
-    budget: Budget,
+    budget: ElasticSection,
     before: str | None = None,
 ) -> Decision:
     """Say whether an attempt may start.
@@ -68,14 +64,14 @@ def may_begin(
             none. Then only the budget decides.
         now_unix: the time.
         budget: restarts allowed.
-        before: name of this job's attempt before this one; its 93 or 94 is final. A caretaker
+        before: name of this job's attempt before this one; its 93 or 94 is final. A watchdog
             could only write it down and have the job started again, to end it here.
     """
     if finished:
         return Decision(code=NOTHING_TO_DO, reason="the run has done its last step")
     if stop_asked:
         return Decision(
-            code=EXIT_SAVED, reason="it was cancelled; `holdfast submit --resume` goes on with it"
+            code=EXIT_SAVED, reason="it was cancelled; `holdfast submit --resume` resumes it"
         )
     if live_job is not None:
         return Decision(
@@ -88,7 +84,9 @@ def may_begin(
     return _within(past, step=step, now_unix=now_unix, budget=budget)
 
 
-def _within(past: Sequence[Past], *, step: int | None, now_unix: float, budget: Budget) -> Decision:
+def _within(
+    past: Sequence[Past], *, step: int | None, now_unix: float, budget: ElasticSection
+) -> Decision:
     bad = [
         p
         for p in past
@@ -99,7 +97,7 @@ def _within(past: Sequence[Past], *, step: int | None, now_unix: float, budget: 
             code=EXIT_BUDGET_USED_UP,
             reason=f"HF671 {len(bad)} attempts have failed within {budget.window_s:g} s, "
             f"elastic.max_restarts is {budget.max_restarts}; the last, {bad[-1].name}: "
-            f"{bad[-1].reason or 'no reason is known'}; mend that, then holdfast submit --resume",
+            f"{bad[-1].reason or 'no reason is known'}; fix that, then holdfast submit --resume",
         )
     if step is None:
         return GO
@@ -120,7 +118,7 @@ def _within(past: Sequence[Past], *, step: int | None, now_unix: float, budget: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AttemptResult:
     """What came of an attempt."""
 
     code: int
@@ -130,58 +128,65 @@ class Verdict:
     reason: str
 
 
-def verdict(
+def end_of(state: BoardState, name: str) -> Ended | None:
+    """Return how attempt `name` has ended, as its coordinator left it; None: it did not say."""
+    return state.ended if state.ended is not None and state.ended.job == name else None
+
+
+def attempt_result(
+    state: BoardState,
+    name: str,
     *,
-    finished: bool,
-    ended: tuple[int, str] | None,
     exits: Mapping[str, int],
-    at_limit: bool,
+    at_limit: bool = False,
     step_code: int | None = None,
-) -> Verdict:
-    """Say what came of an attempt. srun's code decides nothing: it lies after a node loss.
+) -> AttemptResult:
+    """Say what came of attempt `name`. srun's code decides nothing: it lies after a node loss.
 
     Args:
-        finished: the board says that the last step is done.
-        ended: code and reason that the coordinator left on the board for this attempt.
+        state: what is on the board; an empty one where that cannot be read.
+        name: of the attempt.
         exits: codes of the agents that could say so, by node.
         at_limit: the time limit was near.
         step_code: srun's, for the message.
     """
-    if finished:
-        return Verdict(code=EXIT_DONE, failed=False, reason="the last step is done")
-    if ended is None:
-        ended = _of_exits(exits, step_code)
-    code, reason = ended
+    if state.finished:
+        return AttemptResult(code=EXIT_DONE, failed=False, reason="the last step is done")
+    ended = end_of(state, name)
+    code, reason = (ended.code, ended.reason) if ended else _of_exits(exits, step_code)
     if code == EXIT_FAILED:
-        return Verdict(code=EXIT_TOO_FEW_NODES, failed=True, reason=f"agents failed: {reason}")
-    return Verdict(code=code, failed=code == EXIT_SAVED and at_limit, reason=reason)
+        return AttemptResult(
+            code=EXIT_TOO_FEW_NODES, failed=True, reason=f"agents failed: {reason}"
+        )
+    return AttemptResult(code=code, failed=code == EXIT_SAVED and at_limit, reason=reason)
 
 
 def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
     """Return what the agents' codes say together, when the board does not."""
     if not exits and step_code == EXIT_SAVED:  # the script says so of what it never started
         return EXIT_SAVED, "asked to end before an agent had begun"
-    codes = set(exits.values())
+    named = {code: [node for node in exits if exits[node] == code] for code in exits.values()}
     for code in (EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP):
-        if code in codes:  # all get these from the coordinator: one is enough
-            return code, f"so say {_nodes(exits, code)}"
-    if codes == {EXIT_DO_NOT_RESTART}:
+        if code in named:  # all get these from the coordinator: one is enough
+            return code, f"so say {a_few(named[code])}"
+    if set(named) == {EXIT_DO_NOT_RESTART}:
         return EXIT_DO_NOT_RESTART, "all agents that ended say so; their logs have the error"
-    listed = ", ".join(f"{code} on {_nodes(exits, code)}" for code in sorted(codes))
-    if codes - {EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES}:
+    listed = ", ".join(f"{code} on {a_few(nodes)}" for code, nodes in sorted(named.items()))
+    if set(named) - {EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES}:
         return EXIT_FAILED, f"exit codes {listed}"
     return EXIT_TOO_FEW_NODES, f"exit codes {listed or f'none; srun says {step_code}'}"
 
 
-def _nodes(exits: Mapping[str, int], code: int) -> str:
-    named = sorted(node for node, found in exits.items() if found == code)
+def a_few(nodes: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    named = sorted(nodes)
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
 
 
 def within_restarts(
-    found: Verdict, *, restart: str, done: int, most: int | None, stop_asked: bool
-) -> Verdict:
-    """Return `found`, or 94 where the job would go on but may not once more.
+    found: AttemptResult, *, restart: str, done: int, most: int | None, stop_asked: bool
+) -> AttemptResult:
+    """Return `found`, or 94 where the job would continue but may not once more.
 
     Args:
         found: what came of the attempt.
@@ -190,8 +195,8 @@ def within_restarts(
         most: `slurm.max_requeues`; None: not known.
         stop_asked: the user wants the run to stay stopped.
     """
-    goes_on = restart != "none" and found.code in GOES_ON and not stop_asked
-    if not goes_on or most is None or done < most:
+    continues = restart != "none" and found.code in REQUEUES and not stop_asked
+    if not continues or most is None or done < most:
         return found
     reason = f"restarted {most} times, the most slurm.max_requeues allows; {found.reason}"
     return replace(found, code=EXIT_BUDGET_USED_UP, reason=reason)
@@ -200,6 +205,17 @@ def within_restarts(
 def near_limit(save_by_unix: float | None, now_unix: float) -> bool:
     """Return whether a job that is asked to save now is so because its time is up."""
     return save_by_unix is not None and now_unix >= save_by_unix - LIMIT_SLACK_S
+
+
+def pause_s(failures: int, *, first_s: float, longest_s: float) -> float:
+    """Return how long to wait before what has failed is started again; it doubles each time.
+
+    Args:
+        failures: how many in a row, this one included; 0: none, so there is no wait.
+        first_s: after the first one, seconds.
+        longest_s: never longer, seconds.
+    """
+    return min(first_s * 2.0 ** min(failures - 1, 16), longest_s) if failures > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,41 +240,33 @@ class BeatWatch:
         return self.still >= STILL_READS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnBoard:
-    """What a caretaker sees of the job."""
-
-    finished: bool
-    ended_job: str | None
-    lease_job: str | None
-    lease_still: bool
-    """The lease's beat has stood still for long."""
-
-
-def is_over(seen: OnBoard, name: str) -> bool | None:
+def is_over(state: BoardState, name: str, *, lease_still: bool) -> bool | None:
     """Say whether attempt `name` has ended as a whole, for a node whose own agent has ended.
 
+    Args:
+        state: what is on the board.
+        name: of the attempt.
+        lease_still: the lease's beat has stood still for long.
+
     Returns:
-        True: somebody must end the job. False: it goes on without this node, or a later job
+        True: somebody must end the job. False: it continues without this node, or a later job
         has taken its place. None: not known yet.
     """
-    if seen.finished or seen.ended_job == name:
+    if state.finished or end_of(state, name) is not None or state.lease is None:
         return True
-    if seen.lease_job is None:
-        return True
-    if seen.lease_job != name:
+    if state.lease.job != name:
         return False
-    return True if seen.lease_still else None
+    return True if lease_still else None
 
 
 def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tuple[str, ...]:
-    """Say what a caretaker does with a job that has lost its batch host, in order.
+    """Say what a watchdog does with a job that has lost its batch host, in order.
 
-    A requeued job runs its script again, and `begin` finds what there is to do: go on, or end
+    A requeued job runs its script again, and `begin` finds what there is to do: continue, or end
     with the code that was written down. So a run that is done also shows as COMPLETED.
 
     Args:
-        code: the verdict.
+        code: of the result.
         restart: `slurm.restart`: requeue, chain or none.
         stop_asked: the user wants the run to stay stopped.
         has_next: a successor waits (chain).
@@ -268,5 +276,5 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
     """
     if restart == "requeue" and not stop_asked:
         return ("requeue",)
-    goes_on = code in GOES_ON and not stop_asked
-    return ("cancel",) if goes_on or not has_next else ("cancel-next", "cancel")
+    continues = code in REQUEUES and not stop_asked
+    return ("cancel",) if continues or not has_next else ("cancel-next", "cancel")

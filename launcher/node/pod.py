@@ -1,7 +1,7 @@
 """`pod`: PID 1 of a pod. Prepares the run, runs the agent, passes signals on, reaps, sums up.
 
-SIGTERM means that this pod goes: its agent leaves the job, which goes on without it; only when
-all are told so at once does the job save and end
+SIGTERM means that this pod goes: its agent leaves the job, which continues without it; only when
+all are asked to stop at once does the job save and end
 (elastic_trainer/agent/membership/departures.py). After `cancel --save` (RUN/stop.json is there) it
 means the whole job.
 """
@@ -9,48 +9,41 @@ means the whole job.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from elastic_trainer.atomic_file import publish
+from elastic_trainer.board.state import BoardState
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.failures import (
     EXIT_DO_NOT_RESTART,
-    EXIT_FAILED,
+    EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
 )
 from launcher import stop_request
+from launcher.atomic_file import read_json
+from launcher.errors import UserError
 from launcher.node import board
-from launcher.node.attempt import Attempt, NodeError
-from launcher.node.begin import decide, newest_step, read_config
-from launcher.node.decide import NOTHING_TO_DO, verdict
-from launcher.node.pod_decide import (
-    AGAIN,
-    LIVED_S,
-    JobEnd,
-    all_refuse,
-    exit_code,
-    generation,
-    not_here,
-    pause_s,
-    place,
-)
-from launcher.node.pod_dir import failures, prepare, publish_json
+from launcher.node.agent_process import STOPS, TAKEN, AgentProcess, agent_command
+from launcher.node.attempt import Attempt
+from launcher.node.begin import decide, note_begin, read_config
+from launcher.node.decide import NOTHING_TO_DO, attempt_result, end_of, pause_s
+from launcher.node.end import note_end
+from launcher.node.pod_decide import AGAIN, all_refuse, exit_code, generation, place
 from launcher.node.pod_env import PodEnv
-from launcher.node.say import note, say
-from launcher.node.taken_signals import TakenSignals
+from launcher.node.say import say
+from launcher.node.taken_signals import Wait, taken_signals
 
-PASSED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-TAKEN: Final = (*PASSED, signal.SIGCHLD)
-TURN_S: Final = 1.0
-LAST_WORDS_S: Final = 5.0
-"""Between the last SIGTERM and SIGKILL, for an agent that has not ended in time."""
+FIRST_PAUSE_S: Final = 10.0
+LONGEST_PAUSE_S: Final = 300.0
+LIVED_S: Final = 600.0
+"""A pod that has lived for so long before it fails begins to count anew."""
+MAX_FILE_BYTES: Final = 4 << 20
+"""Of a file of the ConfigMap."""
 
 
 class Pod:
@@ -60,38 +53,30 @@ class Pod:
         run_dir: on the claim.
         who: this pod.
         env: of this process.
-        mono: monotonic seconds.
-        wait: waits so many seconds for one of TAKEN and returns it, or None.
+        wait: for signals.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        who: PodEnv,
-        env: Mapping[str, str],
-        *,
-        mono: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], signal.Signals | None],
-    ) -> None:
+    def __init__(self, run_dir: Path, who: PodEnv, env: Mapping[str, str], wait: Wait) -> None:
         self._run_dir, self._who, self._env = run_dir.absolute(), who, env
-        self._mono, self._wait = mono, wait
-        self._began = mono()
-        self._told_to_go = False
-        self._repeat = False
-        """The whole job is to stop: SIGUSR2 again and again, until the agent listens."""
-        self._kill_at: float | None = None
+        self._began, self._wait_for_signal = time.monotonic(), wait
+        self._stop_asked = False
 
     def run(self) -> int:
         """Serve until the agent has ended; return the code of the container."""
         try:
-            made = prepare(self._run_dir, self._who.config_dir)
-            if made:
+            if made := prepare(self._run_dir, self._who.config_dir):
                 say(f"{self._run_dir}: made {', '.join(made)} from {self._who.config_dir}")
-            attempt = self._attempt()
-            code = self._begin(attempt)
+            config, state = read_config(self._run_dir), self._board()
+            number = generation(
+                self._who.job,
+                lease_job=None if state.lease is None else state.lease.job,
+                ended_job=None if state.ended is None else state.ended.job,
+            )
+            attempt = self._attempt(number)
+            code = self._begin(attempt, config, state)
             if code is None:
-                code = self._summed_up(attempt, self._agent(attempt))
-        except NodeError as error:
+                code = self._agent(attempt, config)
+        except UserError as error:
             say(f"error: {error}")
             code = AGAIN
         except (OSError, ValueError) as error:
@@ -102,208 +87,164 @@ class Pod:
         say(f"{self._who.pod} ends with {code}")
         return code
 
-    def _board(self) -> board.State:
-        return board.read_patiently(self._run_dir, mono=self._mono, wait=self._told)
+    def _wait(self, seconds: float) -> signal.Signals | None:
+        taken = self._wait_for_signal(seconds)
+        self._stop_asked |= taken in STOPS
+        return taken
 
-    def _told(self, seconds: float) -> bool:
-        """Wait; return whether this pod was told to go meanwhile."""
-        told = self._wait(seconds) in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-        self._told_to_go |= told
-        return told
-
-    # -- before -----------------------------------------------------------------------------
-
-    def _attempt(self) -> Attempt:
-        state = self._board()
-        number = generation(
-            self._who.job,
-            lease_job=None if state.lease is None else state.lease.job,
-            ended_job=None if state.ended is None else state.ended.job,
+    def _board(self) -> BoardState:
+        return board.read_patiently(
+            self._run_dir, wait=lambda seconds: self._wait(seconds) in STOPS
         )
+
+    def _attempt(self, number: int) -> Attempt:
         return Attempt(self._run_dir, self._who.job, number)
 
-    def _begin(self, attempt: Attempt) -> int | None:
-        """Decide whether the job may start; None: go on.
+    def _begin(self, attempt: Attempt, config: TrainConfig, state: BoardState) -> int | None:
+        """Decide whether the job may start; None: continue, else the code of the container.
 
-        A pod that comes back to a job that goes on is not asked: budgets are for starts.
+        A pod that comes back to a job that continues is not asked: budgets are for starts.
         """
-        config, state = read_config(self._run_dir), self._board()
-        self._note_end(attempt.restart - 1)
+        _how_it_ended(self._attempt(attempt.restart - 1), state)
         live = state.lease is not None and state.lease.job == attempt.name
         if not live or state.finished:
-            decision = decide(attempt, config, state, now_unix=time.time())
-            if decision.code:
-                say(f"{self._run_dir}: {decision.reason}")
-                return exit_code(
-                    self._who.kind,
-                    JobEnd(
-                        finished=decision.code == NOTHING_TO_DO,
-                        code=decision.code,
-                        stop_asked=decision.code == EXIT_SAVED,
-                    ),
-                )
-        for folder in (attempt.dir, attempt.logs):
-            folder.mkdir(parents=True, exist_ok=True)
-        step = newest_step(self._run_dir, config, state)
-        if publish_json(attempt.dir / "begin.json", {"t_unix": time.time(), "step": step}):
-            nodes = config.ladder.rungs[0].num_nodes
-            note(attempt, "run.started", attempt=attempt.name, nodes=nodes)
-            say(f"attempt {attempt.name} of run {config.run_id} begins")
+            code = decide(attempt, config, state).code
+            if code:
+                end = EXIT_DONE if code == NOTHING_TO_DO else code
+                return exit_code(self._who.kind, end, stop_asked=code == EXIT_SAVED)
+        note_begin(attempt, config, state)
         return None
 
-    # -- the agent --------------------------------------------------------------------------
-
-    def _command(self, attempt: Attempt, config: TrainConfig) -> list[str]:
-        who, network = self._who, config.network
-        command = [
-            *(sys.executable, "-P", "-m", "elastic_trainer.agent"),
-            *("--run-dir", str(self._run_dir), "--node", who.pod, "--on-term", "leave"),
-            *("--job", attempt.name, "--attempt", attempt.name),
-        ]
-        if who.address and network.interface == "auto" and network.cidr is None:
-            command += ["--local-addr", who.address]
+    def _agent(self, attempt: Attempt, config: TrainConfig) -> int:
+        """Run the agent to its end; return the code of the container."""
+        who = self._who
+        options = ["--on-term", "leave"]
+        if who.address and config.network.interface == "auto" and config.network.cidr is None:
+            options += ["--local-addr", who.address]
         if who.host:
-            command += ["--host", who.host]
-        return command
-
-    def _agent(self, attempt: Attempt) -> int:
-        """Run the agent to its end and return its exit code."""
-        command = self._command(attempt, read_config(self._run_dir))
-        process = subprocess.Popen(
-            command,
-            env=dict(self._env),
-            preexec_fn=_as_agent,  # noqa: PLW1509  there are no threads here
+            options += ["--host", who.host]
+        agent = AgentProcess(
+            attempt,
+            who.pod,
+            agent_command(attempt, who.pod, *options),
+            self._env,
+            shutdown_s=who.shutdown_s,
+            leaves=lambda: not stop_request.asked(self._run_dir),
         )
         try:
-            self._who.agent_file.write_text(f"{process.pid}\n", encoding="ascii")
-            while not reap(process):
-                self._turn(process, self._wait(TURN_S))
+            who.agent_file.write_text(f"{agent.pid}\n", encoding="ascii")
+            agent_code = agent.serve(self._wait)
         finally:
             with contextlib.suppress(OSError):
-                self._who.agent_file.unlink()
-        code = process.returncode if process.returncode >= 0 else EXIT_FAILED
-        with contextlib.suppress(OSError):
-            attempt.note_exit(self._who.pod, code)
-        return code
-
-    def _turn(self, process: subprocess.Popen[bytes], taken: signal.Signals | None) -> None:
-        if taken in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
-            self._go(process, taken)
-        elif taken == signal.SIGUSR2:
-            self._repeat = True
-            self._set_clock()
-        elif taken == signal.SIGUSR1:
-            process.send_signal(taken)
-        if self._repeat:
-            process.send_signal(signal.SIGUSR2)
-        if self._kill_at is not None and self._mono() >= self._kill_at:
-            say("the agent has not ended in time after it was asked to")
-            process.send_signal(signal.SIGTERM)  # the second means: at once
-            deadline = self._mono() + LAST_WORDS_S
-            while not reap(process) and self._mono() < deadline:
-                self._wait(TURN_S / 5)
-            process.kill()
-            self._kill_at = None
-
-    def _go(self, process: subprocess.Popen[bytes], why: signal.Signals) -> None:
-        """This pod is to go, or, after a cancel, the whole job."""
-        whole = stop_request.asked(self._run_dir)
-        what = "the job is asked to save and to end" if whole else "this pod leaves the job"
-        say(f"{why.name}: {what}")
-        self._told_to_go = True
-        self._set_clock()
-        if whole:
-            self._repeat = True
-        else:
-            process.send_signal(signal.SIGTERM)
-
-    def _set_clock(self) -> None:
-        if self._kill_at is None and self._who.shutdown_s is not None:
-            self._kill_at = self._mono() + self._who.shutdown_s
-
-    # -- after ------------------------------------------------------------------------------
-
-    def _summed_up(self, attempt: Attempt, agent_code: int) -> int:
-        """Return this pod's code, after its agent has ended with `agent_code`."""
-        say(f"the agent of {self._who.pod} has ended with {agent_code}")
-        end = self._note_end(attempt.restart)
-        if end.code is None and agent_code == EXIT_TOO_FEW_NODES and not end.finished:
-            say(not_here(self._who.host or self._who.pod))
-        if end.code is None and agent_code == EXIT_DO_NOT_RESTART and not end.finished:
-            nodes = read_config(self._run_dir).ladder.rungs[0].num_nodes
-            lease = self._board().lease
-            live = lease is not None and lease.job == attempt.name
-            if all_refuse(attempt.exits(), nodes, live):
-                say(f"the agents of all {nodes} pods say that it would fail again")
-                end = JobEnd(code=EXIT_DO_NOT_RESTART)
-        return exit_code(self._who.kind, end)
-
-    def _note_end(self, number: int) -> JobEnd:
-        """Return how a generation has ended, and write it down where nobody has."""
-        attempt = Attempt(self._run_dir, self._who.job, number)
+                who.agent_file.unlink()
+        say(f"the agent of {who.pod} has ended with {agent_code}")
         state = self._board()
-        ended = state.ended if state.ended is not None and state.ended.job == attempt.name else None
-        if ended is not None and attempt.dir.is_dir():
-            found = verdict(
-                finished=state.finished,
-                ended=(ended.code, ended.reason),
-                exits={},
-                at_limit=False,
+        code = _how_it_ended(attempt, state)
+        if code is None and agent_code == EXIT_TOO_FEW_NODES:
+            host = who.host or who.pod
+            say(
+                f"no pod of this job may take part on {host} (holdfast why tells the reason): this "
+                "one ends after a while and is made anew, elsewhere where there is room; "
+                f"kubectl cordon {host} keeps all pods off it"
             )
-            value = {"code": found.code, "failed": found.failed, "reason": found.reason}
-            if publish_json(attempt.dir / "end.json", {**value, "t_unix": time.time()}):
-                note(attempt, "run.ended", code=found.code, reason=found.reason)
-                say(f"attempt {attempt.name} ended with {found.code}: {found.reason}")
-        return JobEnd(
-            finished=state.finished,
-            code=None if ended is None else ended.code,
-            stop_asked=stop_request.asked(self._run_dir),
-        )
+        if code is None and agent_code == EXIT_DO_NOT_RESTART:
+            nodes = config.ladder.rungs[0].num_nodes
+            live = state.lease is not None and state.lease.job == attempt.name
+            if all_refuse(attempt.exits(), nodes, live):
+                say(f"the agents of all {nodes} pods report that it would fail again")
+                code = EXIT_DO_NOT_RESTART
+        return exit_code(who.kind, code, stop_asked=stop_request.asked(self._run_dir))
 
     def _pause(self) -> None:
         """Wait before the controller starts the pod again; longer with each failure in a row."""
-        if self._told_to_go:
+        if self._stop_asked:
             return
-        lived = self._mono() - self._began >= LIVED_S
+        lived = time.monotonic() - self._began >= LIVED_S
         count = 1
         with contextlib.suppress(OSError):
             name = f"{self._who.job}.{place(self._who.kind, self._who.pod)}"
             count = failures(self._run_dir / "pods" / name, lived=lived)
-        until = self._mono() + pause_s(count)
-        while (left := until - self._mono()) > 0:
-            if self._told(min(left, TURN_S)):
-                return
+        pause = pause_s(count, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+        until = time.monotonic() + pause
+        while not self._stop_asked and (left := until - time.monotonic()) > 0:
+            self._wait(left)
 
 
 def pod(run_dir: Path, env: Mapping[str, str]) -> int:
     """Be PID 1 of a pod of the run `run_dir`; return the container's exit code.
 
     Raises:
-        NodeError: HF674, this is no pod of a job.
+        UserError: HF674, this is no pod of a job.
     """
     who = PodEnv.of(env)
-    with TakenSignals(TAKEN) as signals:
-        return Pod(run_dir, who, env, wait=signals.wait).run()
+    with taken_signals(TAKEN) as wait:
+        return Pod(run_dir, who, env, wait).run()
 
 
-def reap(process: subprocess.Popen[bytes]) -> bool:
-    """Reap what has ended, orphans too, which are PID 1's; return whether `process` has."""
-    while True:
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return process.poll() is not None
-        if found is None:
-            return process.returncode is not None
-        if found.si_pid == process.pid:
-            process.wait()
-        else:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(found.si_pid, 0)
+def _how_it_ended(attempt: Attempt, state: BoardState) -> int | None:
+    """Return how a generation has ended, and write it down where nobody has; None: it continues."""
+    if end_of(state, attempt.name) is None:
+        return EXIT_DONE if state.finished else None
+    found = attempt_result(state, attempt.name, exits={})
+    if attempt.dir.is_dir():
+        note_end(attempt, found, first=True)
+    return found.code
 
 
-def _as_agent() -> None:
-    """Let the agent have signals as usual, but two: it would be killed before it listens."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TAKEN)
+def prepare(run_dir: Path, config_dir: Path) -> list[str]:
+    """Make the run directory from the job's ConfigMap where `submit` has not made it.
+
+    Any number of pods may do so at once: each file is complete when it appears, and the first
+    one counts. What is there already stays: it may name the frozen code.
+
+    Args:
+        run_dir: on the claim.
+        config_dir: of the ConfigMap's files; it need not be there.
+
+    Returns:
+        Names of the files that this pod has put there.
+
+    Raises:
+        UserError: HF675, the directory belongs to another run; HF502, there is no job.json.
+        OSError: the claim cannot be used.
+    """
+    here, rendered = run_dir / "job.json", config_dir / "job.json"
+    made = []
+    if rendered.is_file():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for source in sorted(config_dir.iterdir()):
+            # The kubelet's own links begin with dots.
+            if not source.name.startswith(".") and source.is_file():
+                content = source.read_bytes()[:MAX_FILE_BYTES]
+                if publish(run_dir / source.name, content):
+                    made.append(source.name)
+        # Where one cannot be read the agent says why.
+        ours, theirs = (read_json(path).get("run_id") for path in (rendered, here))
+        if isinstance(ours, str) and isinstance(theirs, str) and ours != theirs:
+            raise UserError(
+                "HF675",
+                f"{run_dir} is the directory of run {theirs}, this pod is of run {ours}: give "
+                "the run another directory, or the other claim",
+            )
+    if not here.is_file():
+        raise UserError("HF502", f"{here} is missing and {rendered} too: submit the job again")
+    return made
+
+
+def failures(path: Path, *, lived: bool) -> int:
+    """Count a failure of a pod in its own file and return how many there were in a row.
+
+    Args:
+        path: the file; of this pod alone.
+        lived: it has lived long before this one: the count begins anew.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    count = 0
+    with contextlib.suppress(OSError, ValueError):
+        count = int(path.read_text(encoding="ascii"))
+    count = 1 if lived else max(count, 0) + 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{count}\n", encoding="ascii")
+    return count

@@ -9,8 +9,7 @@ for its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Final
 
 from elastic_trainer.failures import (
@@ -21,13 +20,8 @@ from elastic_trainer.failures import (
 )
 
 KINDS: Final = ("pytorchjob", "jobset", "trainjob")
-FINAL: Final = (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP)
 AGAIN: Final = 143
 """As if SIGTERM had ended it: PyTorchJob starts a pod again after codes from 128 on only."""
-FIRST_PAUSE_S: Final = 10.0
-LONGEST_PAUSE_S: Final = 300.0
-LIVED_S: Final = 600.0
-"""A pod that has lived for so long before it fails begins to count anew."""
 _JOB = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MADE_UP = re.compile(r"-[a-z0-9]{5}\Z")
 
@@ -63,36 +57,23 @@ def _number(job: str, name: str | None) -> int | None:
     return int(number) if dot and base == job and number.isdecimal() else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEnd:
-    """What is known of the job as a whole when a pod ends."""
-
-    finished: bool = False
-    """The run has done its last step."""
-    code: int | None = None
-    """How this generation has ended; None: it goes on."""
-    stop_asked: bool = False
-    """The user wants the run to stay stopped."""
-
-
-def exit_code(kind: str, end: JobEnd) -> int:
+def exit_code(kind: str, code: int | None, *, stop_asked: bool) -> int:
     """Return the code that a pod ends with.
 
     0 ends a job well and must not come from a pod whose run is not done. A code that ends it
-    badly must not come from a pod whose job goes on, whatever its own agent says. All else is
+    badly must not come from a pod whose job continues, whatever its own agent says. All else is
     tried again. A cancelled run stays down: a PyTorchJob ends with any code below 128, a JobSet
     with 93 and 94 only.
 
     Args:
         kind: of the job: one of KINDS.
-        end: of the job.
+        code: how this generation has ended as a whole, 0 where the run is done; None: it continues.
+        stop_asked: the user wants the run to stay stopped.
     """
     assert kind in KINDS, kind
-    if end.finished or end.code == EXIT_DONE:
-        return EXIT_DONE
-    if end.code in FINAL:
-        return end.code
-    if end.code == EXIT_SAVED and end.stop_asked:
+    if code in (EXIT_DONE, EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP):
+        return code
+    if code == EXIT_SAVED and stop_asked:
         return EXIT_SAVED if kind == "pytorchjob" else EXIT_DO_NOT_RESTART
     return AGAIN
 
@@ -105,19 +86,8 @@ def all_refuse(exits: Mapping[str, int], num_nodes: int, live: bool) -> bool:
         num_nodes: pods of the job.
         live: an agent coordinates, or has done.
     """
-    codes: Collection[int] = exits.values()
-    return not live and len(exits) >= num_nodes > 0 and set(codes) == {EXIT_DO_NOT_RESTART}
-
-
-def pause_s(failures: int) -> float:
-    """Return how long a pod waits before it ends to be started again: 10, 20, 40 … 300 s.
-
-    Args:
-        failures: how often it has ended so in a row, this time included; 0: it has not.
-    """
-    if failures <= 0:
-        return 0.0
-    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16), LONGEST_PAUSE_S)
+    refused = set(exits.values()) == {EXIT_DO_NOT_RESTART}
+    return not live and len(exits) >= num_nodes > 0 and refused
 
 
 def place(kind: str, pod: str) -> str:
@@ -131,12 +101,3 @@ def place(kind: str, pod: str) -> str:
     """
     assert kind in KINDS, kind
     return pod if kind == "pytorchjob" else _MADE_UP.sub("", pod)
-
-
-def not_here(host: str) -> str:
-    """Say what a pod does that may not take part where it is, while the job goes on."""
-    return (
-        f"no pod of this job may take part on {host} (holdfast why tells the reason): this one "
-        "ends after a while and is made anew, elsewhere where there is room; "
-        f"kubectl cordon {host} keeps all pods off it"
-    )

@@ -1,4 +1,4 @@
-"""What a pod is told by its environment, read once."""
+"""A pod's environment variables, read once."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launcher.node.attempt import NodeError
+from launcher.errors import UserError
 from launcher.node.pod_decide import KINDS, job_id
-from launcher.node.pod_dir import CONFIG_DIR
 
+CONFIG_DIR: Final = Path("/etc/holdfast")
+"""Where the job's ConfigMap is mounted; HOLDFAST_CONFIG_DIR changes it."""
 SHM: Final = Path("/dev/shm")  # noqa: S108  a memory volume of the pod's own
 SAVE_WAIT_S: Final = 60.0
 """Where nothing is said: `terminationGracePeriodSeconds` is 30 by default, so it is cut off."""
-
-_WAY_OUT: Final = "only the pods of a job call this; holdfast render writes their manifests"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +26,13 @@ class PodEnv:
     job: str
     """What all generations of the submission share."""
     pod: str
-    uid: str
-    """New whenever a pod of that name is made anew."""
     address: str | None
     """Numeric, of the pod."""
     host: str | None
     """The node it runs on."""
     config_dir: Path
+    agent_file: Path
+    """Where PID 1 leaves the agent's process id for preStop, in the pod's memory."""
     save_wait_s: float
     """How long preStop may wait for a save."""
     shutdown_s: float | None
@@ -44,35 +43,29 @@ class PodEnv:
         """Read it.
 
         Raises:
-            NodeError: HF674, this is no pod of a job.
+            UserError: HF674, this is no pod of a job.
         """
         kind, pod = env.get("HOLDFAST_KIND", ""), env.get("POD_NAME", "")
-        name, submission = env.get("HOLDFAST_JOB", ""), env.get("HOLDFAST_ATTEMPT") or "0"
+        shutdown = env.get("HOLDFAST_SHUTDOWN_S")
         try:
-            job = job_id(name, submission)
-            wait_s = float(env.get("HOLDFAST_SAVE_WAIT_S") or SAVE_WAIT_S)
-            shutdown = env.get("HOLDFAST_SHUTDOWN_S")
-            shutdown_s = float(shutdown) if shutdown else None
-        except ValueError as error:
-            raise NodeError("HF674", f"{error}: {_WAY_OUT}") from error
-        if kind not in KINDS or not pod or "/" in pod:
-            raise NodeError(
-                "HF674",
-                f"HOLDFAST_KIND={kind!r}, POD_NAME={pod!r}: {_WAY_OUT}",
+            if kind not in KINDS or not pod or "/" in pod:
+                raise ValueError(  # noqa: TRY301  with those of the conversions
+                    f"HOLDFAST_KIND={kind!r}, POD_NAME={pod!r}"
+                )
+            return cls(
+                kind=kind,
+                job=job_id(env.get("HOLDFAST_JOB", ""), env.get("HOLDFAST_ATTEMPT") or "0"),
+                pod=pod,
+                address=env.get("POD_IP") or None,
+                host=env.get("NODE_NAME") or None,
+                config_dir=Path(env.get("HOLDFAST_CONFIG_DIR") or CONFIG_DIR),
+                # The uid is new whenever a pod of that name is made anew.
+                agent_file=SHM / f"holdfast-pod-{env.get('POD_UID') or pod}",
+                save_wait_s=float(env.get("HOLDFAST_SAVE_WAIT_S") or SAVE_WAIT_S),
+                shutdown_s=float(shutdown) if shutdown else None,
             )
-        return cls(
-            kind=kind,
-            job=job,
-            pod=pod,
-            uid=env.get("POD_UID") or pod,
-            address=env.get("POD_IP") or None,
-            host=env.get("NODE_NAME") or None,
-            config_dir=Path(env.get("HOLDFAST_CONFIG_DIR") or CONFIG_DIR),
-            save_wait_s=wait_s,
-            shutdown_s=shutdown_s,
-        )
-
-    @property
-    def agent_file(self) -> Path:
-        """Where PID 1 leaves the agent's process id for preStop, in the pod's memory."""
-        return SHM / f"holdfast-pod-{self.uid}"
+        except ValueError as error:
+            raise UserError(
+                "HF674",
+                f"{error}: only a job's pods call this; holdfast render writes their manifests",
+            ) from error

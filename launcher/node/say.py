@@ -1,4 +1,4 @@
-"""What the batch script's helpers tell: a line for the log, an event for the record."""
+"""What is reported: a line for the script's or the pod's log, an event for the record."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from typing import Any
 
 from launcher.node.attempt import Attempt
-from launcher.ops.record.record import LauncherLog
+from launcher.record.files import LauncherLog
 
 
 def say(text: str) -> None:
-    """Write a line to the script's output."""
+    """Write a line to the output."""
     sys.stderr.write(f"holdfast: {text}\n")
     sys.stderr.flush()
 

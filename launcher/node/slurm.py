@@ -1,53 +1,60 @@
-"""The few words of the batch script and its stand-ins to Slurm's controller."""
+"""`again`, and what a watchdog does in the script's place: the job is put back, or cancelled."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from launcher import stop_request
+from launcher.backends.commands import Commands, SystemCommands
+from launcher.backends.slurm.parse import of_scontrol, parse_scontrol
+from launcher.errors import TemporaryError
 from launcher.node.attempt import Attempt
+from launcher.node.decide import what_now
+from launcher.node.end import end, put_summary
+from launcher.node.say import say
+from launcher.retries import insist
 
 TIMEOUT_S = 60.0
 LONGEST_PAUSE_S = 60.0
-
-Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """A job as the controller has it."""
-
-    state: str
-    """As RUNNING; the empty text where it knows no such job."""
-    restarts: int | None = None
+KILLED_SOON_S = 300.0
+"""A requeue ends the job's processes within this time."""
 
 
-def parse_job(text: str) -> Standing:
-    """Read `scontrol --oneliner show job`; anything else is a job that is not known."""
-    state = re.search(r"(?:^|\s)JobState=(\w+)", text)
-    restarts = re.search(r"(?:^|\s)Restarts=(\d+)", text)
-    return Standing(state[1] if state else "", int(restarts[1]) if restarts else None)
+def again(attempt: Attempt) -> int:
+    """Put the job back into the queue, unless the user wants the run to stay stopped.
+
+    Returns:
+        0; Slurm ends the job's processes meanwhile.
+    """
+    if stop_request.asked(attempt.run_dir):
+        say("it was cancelled and is not requeued")
+    elif carry_out(attempt, ["requeue"], SystemCommands()):
+        time.sleep(KILLED_SOON_S)
+    return 0
 
 
-def call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands; its time is limited."""
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no answer within {TIMEOUT_S:g} s")
+def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
+    """Do what the batch script would have done at its end: for the watchdog."""
+    found = end(attempt, env, None)
+    acts = what_now(
+        found.code,
+        restart=env.get("HOLDFAST_RESTART", "requeue"),
+        stop_asked=stop_request.asked(attempt.run_dir),
+        has_next=attempt.next_job() is not None,
+    )
+    put_summary(attempt, env, found.code)
+    say(f"the batch host is lost: {', '.join(acts)} job {attempt.job_id} in its place")
+    if carry_out(attempt, acts, SystemCommands()):
+        time.sleep(KILLED_SOON_S)
 
 
 def carry_out(
     attempt: Attempt,
     acts: Sequence[str],
+    commands: Commands,
     *,
-    run: Run = call,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Requeue or cancel the job of `attempt`; keep trying until the controller has answered.
@@ -58,31 +65,38 @@ def carry_out(
 
     Returns:
         Whether it was done; False: it was not ours to do any more.
+
+    Raises:
+        UserError: HF650, Slurm's commands are not on the PATH.
     """
-    commands = {
+    argv = {
         "requeue": ["scontrol", "requeue", attempt.slurm_id],
         "cancel": ["scancel", attempt.slurm_id],
         "cancel-next": ["scancel", attempt.next_job() or ""],
     }
-    for act in acts:
-        pause_s = 2.0
-        while True:
-            shown = run(["scontrol", "--oneliner", "show", "job", attempt.slurm_id])
-            if shown.returncode == 0:
-                job = parse_job(shown.stdout)
-                if job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:
-                    _say(f"job {attempt.job_id} is {job.state or 'gone'}: nothing to {act}")
-                    return False
-                done = run(commands[act])
-                if done.returncode == 0:
-                    break
-                shown = done
-            _say(f"{act} of job {attempt.job_id} fails: {shown.stderr.strip()}; tried again")
-            sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return True
 
+    def answer(act: str, words: Sequence[str]) -> str:
+        found = commands.run(words, timeout_s=TIMEOUT_S)
+        if found.code:
+            raise TemporaryError(f"{act} of job {attempt.job_id} fails: {found.complaint}")
+        return found.out
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"holdfast: {text}\n")
-    sys.stderr.flush()
+    def carry_out_one(act: str) -> bool:
+        shown = answer(act, ["scontrol", "--oneliner", "show", "job", attempt.slurm_id])
+        job = next(map(of_scontrol, parse_scontrol(shown)), None)
+        if job is None or job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:
+            say(f"job {attempt.job_id} is {job.state if job else 'gone'}: nothing to {act}")
+            return False
+        answer(act, argv[act])
+        return True
+
+    return all(
+        insist(
+            partial(carry_out_one, act),
+            first_wait_s=2.0,
+            longest_wait_s=LONGEST_PAUSE_S,
+            on_error=lambda error: say(f"{error}; retrying"),
+            sleep=sleep,
+        )
+        for act in acts
+    )

@@ -3,7 +3,7 @@
 Slurm aborts a whole step when one of its nodes reboots before it was known to be down (srun:
 "Aborting, io error and missing step"), --no-kill or not. So nodes share no step as long as there
 are no more than MOST_STEPS of them. What is lost with a step is the memory of its agents; the
-others go on, and the node, which Slurm still counts to the job, joins them again.
+others continue, and the node, which Slurm still counts to the job, joins them again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
+from launcher.backends.commands import Commands, SystemCommands
+from launcher.backends.slurm.parse import expand_nodes
+from launcher.errors import HoldfastError, UserError
 from launcher.node import board
-from launcher.node.attempt import Attempt, NodeError
+from launcher.node.attempt import Attempt
+from launcher.node.decide import a_few, end_of, pause_s
 from launcher.node.say import note, say
-from launcher.node.slurm import Run, call
-from launcher.node.taken_signals import TakenSignals
+from launcher.node.taken_signals import Wait, taken_signals
 
 MOST_STEPS: Final = 64
 """An srun is two processes of 3.7 MB and five threads together on the batch host, and 0.02 s of the
@@ -28,6 +31,7 @@ controller (measured: 32 nodes have all begun after 1.0 s, with one srun for all
 more nodes, so many share a step."""
 ASKS: Final = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 TURN_S: Final = 1.0
+SQUEUE_S: Final = 60.0
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 LIVED_S: Final = 300.0
@@ -38,22 +42,12 @@ _OF_ALL: Final = frozenset({EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP})
 """Codes that agents have from the coordinator: the job is over."""
 
 
-class Process(Protocol):
-    """An srun."""
-
-    def poll(self) -> int | None:
-        """Return its exit code; None: it runs."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Signal it; it passes SIGUSR2 on to its tasks."""
-
-
 @dataclass(slots=True)
 class Step:
     """Nodes that share an srun."""
 
     nodes: tuple[str, ...]
-    process: Process | None = None
+    process: subprocess.Popen[bytes] | None = None
     began: float = 0.0
     lost: int = 0
     """How often in a row."""
@@ -111,8 +105,8 @@ class Steps:
         attempt: which.
         nodes: of the job.
         command: srun, its options, and what it runs; without the nodes.
-        start: starts a command.
-        run: runs one of Slurm's commands to its end.
+        start: starts an srun, which passes SIGUSR2 on to its tasks.
+        commands: runs Slurm's.
         mono: monotonic seconds.
     """
 
@@ -122,21 +116,21 @@ class Steps:
         nodes: Sequence[str],
         command: Sequence[str],
         *,
-        start: Callable[[Sequence[str]], Process],
-        run: Run = call,
+        start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
+        commands: Commands,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
         self._attempt, self._command = attempt, command
-        self._start, self._run, self._mono = start, run, mono
+        self._start, self._commands, self._mono = start, commands, mono
         self._steps = [Step(nodes) for nodes in grouped(nodes)]
         self._asked = False
         self._code = 0
 
-    def serve(self, wait: Callable[[float], signal.Signals | None]) -> int:
+    def serve(self, wait: Wait) -> int:
         """Serve until no step is left; return the highest exit code of an srun.
 
         Args:
-            wait: waits so many seconds for a signal and returns it, or None.
+            wait: for one of ASKS, or the end of an srun.
         """
         while self._steps:
             self._look()
@@ -178,19 +172,21 @@ class Steps:
         allocated = self._allocated() if silent else None
         again = to_start_again(step.nodes, exits, over=over, allocated=allocated)
         if gone := [node for node in silent if node not in again]:
-            say(f"{_shown(gone)}: lost, and no longer among the job's nodes")
+            say(f"{a_few(gone)}: lost, and no longer among the job's nodes")
         if not again:
             self._steps.remove(step)
             return
         step.nodes = again
         step.lost = 1 if self._mono() - step.began >= LIVED_S else step.lost + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** (step.lost - 1), LONGEST_PAUSE_S)
-        step.due = self._mono() + pause_s
+        pause = pause_s(step.lost, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
+        step.due = self._mono() + pause
         alone = all(other.process is None for other in self._steps)
-        state = self._checkpoint() if alone else "the others go on with the copies that they keep"
+        state = (
+            self._checkpoint() if alone else "the others continue with the copies that they keep"
+        )
         say(
-            f"{_shown(again)}: the step has ended without a word of its agents (srun: {code}), and "
-            f"what they kept in memory is lost; {state}; tried again there in {pause_s:g} s"
+            f"{a_few(again)}: the step ended before its agents reported (srun: {code}), and "
+            f"their memory is lost; {state}; restarted there in {pause:g} s"
         )
         note(self._attempt, "step.lost", nodes=list(again), code=code, alone=alone)
 
@@ -201,54 +197,40 @@ class Steps:
             state = board.read(self._attempt.run_dir)
         except (OSError, ValueError):
             return False
-        ended = state.ended is not None and state.ended.job == self._attempt.name
-        return state.finished or ended
+        return state.finished or end_of(state, self._attempt.name) is not None
 
     def _checkpoint(self) -> str:
-        """Say what a run goes on from that has lost all of its agents."""
+        """Say what a run continues from that has lost all of its agents."""
         try:
             step = board.newest_step(board.read(self._attempt.run_dir))
         except (OSError, ValueError) as error:
             return f"no agent is left, and the board cannot be read: {error}"
-        found = "there is no checkpoint" if step < 0 else f"the newest checkpoint is of step {step}"
+        found = "there is no checkpoint" if step < 0 else f"the newest checkpoint is step {step}"
         return f"no agent is left, so storage counts: {found}"
 
     def _allocated(self) -> set[str] | None:
         """Return the job's nodes now; None: the controller does not say."""
         asked = ["squeue", "--noheader", f"--jobs={self._attempt.slurm_id}", "--format=%N"]
-        answer = self._run(asked)
-        if answer.returncode or not answer.stdout.strip():
+        try:
+            answer = self._commands.run(asked, timeout_s=SQUEUE_S)
+        except HoldfastError:
             return None
-        return set(hostnames(answer.stdout.strip(), self._run))
-
-
-def hostnames(nodes: str, run: Run = call) -> list[str]:
-    """Return the names that Slurm's short form, as n[1-3], means; no controller is asked.
-
-    Raises:
-        NodeError: HF673, it means none.
-    """
-    answer = run(["scontrol", "show", "hostnames", nodes])
-    if answer.returncode or not answer.stdout.split():
-        said = answer.stderr.strip() or "nothing"
-        raise NodeError("HF673", f"scontrol show hostnames {nodes!r} says {said}; see its PATH")
-    return answer.stdout.split()
+        return None if answer.code else set(expand_nodes(answer.out.strip())) or None
 
 
 def serve(attempt: Attempt, env: Mapping[str, str], command: Sequence[str]) -> int:
     """Run `command`, an srun, on the nodes of the job; return the highest exit code.
 
     Raises:
-        NodeError: HF673, the environment is not that of a batch script.
+        UserError: HF673, the environment is not that of a batch script.
     """
-    nodes = hostnames(env.get("SLURM_JOB_NODELIST", ""))
+    nodes = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    if not nodes:
+        raise UserError("HF673", "SLURM_JOB_NODELIST names no node: only a batch script calls this")
 
-    def start(argv: Sequence[str]) -> Process:
+    def start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(argv, stdin=subprocess.DEVNULL)
 
-    with TakenSignals((*ASKS, signal.SIGCHLD)) as signals:
-        return Steps(attempt, nodes, command, start=start).serve(signals.wait)
-
-
-def _shown(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+    with taken_signals((*ASKS, signal.SIGCHLD)) as wait:
+        steps = Steps(attempt, nodes, command, start=start, commands=SystemCommands())
+        return steps.serve(wait)

@@ -11,52 +11,45 @@ import os
 import select
 import signal
 from collections import deque
-from collections.abc import Sequence
-from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Final
 
+Wait = Callable[[float], signal.Signals | None]
+"""Returns the next signal, waiting at most so many seconds; None: there was none."""
 _READ_BYTES: Final = 512
 
 
-class TakenSignals:
-    """Takes signals from when it is entered, those too that were held back; on the main thread.
+@contextlib.contextmanager
+def taken_signals(numbers: Sequence[signal.Signals]) -> Iterator[Wait]:
+    """Take signals while it is entered, those too that were held back; on the main thread.
 
     Args:
         numbers: which.
     """
+    taken: deque[signal.Signals] = deque()
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def __init__(self, numbers: Sequence[signal.Signals]) -> None:
-        self._numbers = numbers
-        self._taken: deque[signal.Signals] = deque()
-        self._before: dict[signal.Signals, Any] = {}
-        self._mask: set[int] = set()
-
-    def __enter__(self) -> Self:
-        """Begin: handlers first, so that none that is pending takes its default action."""
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._before = {number: signal.signal(number, _noted) for number in self._numbers}
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
-        return self
-
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
-        """Put back what was there."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        os.close(self._read)
-        os.close(self._write)
-
-    def wait(self, seconds: float) -> signal.Signals | None:
-        """Return the next one, waiting at most `seconds`; None: there was none."""
-        if not self._taken and select.select([self._read], [], [], seconds)[0]:
+    def wait(seconds: float) -> signal.Signals | None:
+        if not taken and select.select([read], [], [], seconds)[0]:
             with contextlib.suppress(BlockingIOError):
                 # The interpreter writes the number of each into the pipe, as a byte.
-                self._taken.extend(map(signal.Signals, os.read(self._read, _READ_BYTES)))
-        return self._taken.popleft() if self._taken else None
+                taken.extend(map(signal.Signals, os.read(read, _READ_BYTES)))
+        return taken.popleft() if taken else None
+
+    # Handlers first, so that none that is pending takes its default action.
+    before = {number: signal.signal(number, _noted) for number in numbers}
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield wait
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(read)
+        os.close(write)
 
 
 def _noted(_number: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from launcher.errors import HoldfastError, UserError
 def fetched(backend: Backend, job: JobRef) -> str:
     """Bring what is new of the run of `job`; return what kept it from coming, or nothing.
 
-    What cannot be had now is told beside what is known: it must not hide that.
+    What cannot be had now is reported beside what is known: it must not hide that.
     """
     if not job.id:
         return ""

@@ -28,7 +28,7 @@ def check_group(name: str) -> int:
     try:
         gid = grp.getgrnam(name).gr_gid
     except KeyError:
-        raise _wrong(f"there is no group {name} on this machine; mend the name") from None
+        raise _wrong(f"group {name} does not exist on this machine; fix the name") from None
     mine = {os.getegid(), *os.getgroups()}
     if gid not in mine and os.geteuid() != 0:
         names = ", ".join(sorted(_group_name(each) for each in mine))
@@ -53,8 +53,43 @@ def umask(text: str | None) -> Iterator[None]:
 
 
 def umask_of(run_dir: Path) -> str:
-    """Return the umask that a run directory was made under, to go on with it in the same way."""
+    """Return the umask that a run directory was made under, to continue with it in the same way."""
     return f"{0o777 & ~stat.S_IMODE(run_dir.stat().st_mode):04o}"
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """See that only this user, and the groups it is shared with, can change a run directory.
+
+    Who can write into it, or can put another in its place, runs code as this user. A folder above
+    it in which others may write must have the sticky bit, as /tmp has.
+
+    Raises:
+        UserError: HF616 others can; nothing was changed.
+    """
+    fix = "use a --run-dir of your own"
+    if run_dir.exists():
+        found = run_dir.stat()
+        if found.st_uid != os.geteuid():
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir} belongs to user {found.st_uid}, this is user "
+                f"{os.geteuid()}, and its owner can change code and checkpoints; {fix}",
+            )
+        if found.st_mode & stat.S_IWOTH:
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir} has mode {stat.S_IMODE(found.st_mode):04o}: every user "
+                f"can change code and checkpoints; chmod o-w {run_dir}, and use an umask (or "
+                f"slurm.umask) as 0022",
+            )
+    for folder in dict.fromkeys((*run_dir.absolute().parents, *run_dir.resolve().parents)):
+        mode = folder.stat().st_mode if folder.exists() else 0
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UserError(
+                "HF616",
+                f"run directory {run_dir}: every user can put another in its place, since {folder} "
+                f"has mode {stat.S_IMODE(mode):04o}; chmod o-w {folder} (or +t), or {fix}",
+            )
 
 
 def make_run_dir(run_dir: Path, *, group: str | None) -> None:

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from elastic_trainer.atomic_file import beside, publish, write_new
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Ladder
+from elastic_trainer.storage_probe import StorageError, probe_storage
+from launcher.atomic_file import write_atomic
 from launcher.backends.background import MARK as _LIVE
 from launcher.backends.processes import start_ticks
-from launcher.errors import UserError
-from launcher.whole_file import write_whole
+from launcher.errors import UserError, writing
+from launcher.ops.permissions import check_run_dir
+from launcher.record.files import newest_events
+from launcher.record.status import TrainingStatus
 
 JOB_JSON = "job.json"
 RENDERED = "job.rendered.json"
@@ -27,7 +32,7 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
 
     Raises:
         UserError: HF611 it exists and is not empty; HF612 it cannot be made or
-            written.
+            written; HF616 other users can change it.
     """
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         if not (run_dir / JOB_JSON).is_file():
@@ -38,23 +43,61 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
         command = "submit" if (run_dir / "submitted.json").exists() else "run"
         raise UserError(
             "HF611",
-            f"run directory {run_dir} exists already; to go on with it use holdfast {command} "
+            f"run directory {run_dir} exists already; to resume it use holdfast {command} "
             f"--resume {run_dir}, else another --run-dir",
         )
-    try:
+    check_run_dir(run_dir)
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
         run_dir.mkdir(parents=True, exist_ok=True)
+    check_run_dir(run_dir)  # again: the umask may let others in
+    with writing(f"run directory {run_dir}", "use another --run-dir"):
         for name, text in files.items():
             path = run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         for name in ("events", "logs", "ledger", "board", "cache"):
             (run_dir / name).mkdir(exist_ok=True)
-    except OSError as error:
+
+
+def check_storage(run_dir: Path) -> None:
+    """See that the file system of a run directory can hold a run.
+
+    Raises:
+        UserError: HF617 it lacks something.
+    """
+    try:
+        probe_storage(run_dir)
+    except StorageError as error:
+        raise UserError(error.code, str(error).removeprefix(f"{error.code} ")) from error
+
+
+def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
+    """Write `bundle` into `run_dir`, over an earlier one, and make `logs`, as Slurm wants it.
+
+    Raises:
+        UserError: HF611 a run has begun there; HF612 it cannot be written; HF616 other users can
+            change it.
+    """
+    from launcher.render.bundle import JOB_FILE
+    from launcher.render.local import HEAD
+
+    begun = [name for name in ("board", "events", "submitted.json") if (run_dir / name).exists()]
+    if begun:
         raise UserError(
-            "HF612",
-            f"run directory {run_dir} cannot be written: {error.strerror or error}; "
-            "use another --run-dir",
-        ) from error
+            "HF611",
+            f"{run_dir} is the directory of a run that has begun (it has {begun[0]}); use another",
+        )
+    job_file = run_dir / JOB_FILE
+    if JOB_FILE in bundle and job_file.is_file():
+        with job_file.open("rb") as file:
+            if file.read(len(HEAD)) != HEAD.encode():
+                raise UserError("HF611", f"{job_file} would be written over; use another folder")
+    check_run_dir(run_dir)
+    with writing(run_dir, "use another"):
+        for folder in {run_dir, *((run_dir / name).parent for name in bundle)}:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        for name, text in bundle.items():
+            (run_dir / name).write_text(text, encoding="utf-8")
 
 
 def check_checkpoint_dir(config: TrainConfig) -> None:
@@ -64,11 +107,10 @@ def check_checkpoint_dir(config: TrainConfig) -> None:
         UserError: HF204 it cannot.
     """
     directory = Path(config.checkpoint.dir)
-    probe = directory / f".probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with beside(directory / "probe") as probe:
+            write_new(probe, b"x")
     except OSError as error:
         raise UserError(
             "HF204",
@@ -85,17 +127,35 @@ def load(run_dir: Path) -> TrainConfig:
     """
     rendered = run_dir / RENDERED
     path = rendered if rendered.is_file() else run_dir / JOB_JSON
-    try:
-        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        way_out = (
+    if not path.exists():
+        fix = (
             f"it holds imported weights; start with them: holdfast run JOB --from {run_dir}"
             if (run_dir / "board").is_dir()
             else f"it has no {JOB_JSON}; see ./runs"
         )
-        raise UserError("HF613", f"{run_dir} is no run directory: {way_out}") from None
+        raise UserError("HF613", f"{run_dir} is not a run directory: {fix}")
+    return read_job(path)
+
+
+def read_job(path: Path) -> TrainConfig:
+    """Read a job.json.
+
+    Raises:
+        UserError: HF613 it cannot be read, or was written by another version.
+    """
+    try:
+        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
+
+
+def read_training(run_dir: Path) -> TrainingStatus:
+    """Return where the training of `run_dir` stands, from the ends of its record.
+
+    Raises:
+        UserError: HF613 its job.json or its record cannot be read.
+    """
+    return TrainingStatus(load(run_dir), newest_events(run_dir))
 
 
 def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:
@@ -110,8 +170,8 @@ def narrow(config: TrainConfig, num_nodes: int) -> TrainConfig:
     if not rungs:
         raise UserError(
             "HF614",
-            f"--nodes {num_nodes}: the last rung of {config.name} needs {config.ladder.min_nodes} "
-            f"nodes; use {config.ladder.min_nodes} or more, or lower elastic.min_nodes",
+            f"--nodes {num_nodes}: the smallest layout of {config.name} needs "
+            f"{config.ladder.min_nodes} nodes; use as many, or lower elastic.min_nodes",
         )
     return dataclasses.replace(config, ladder=Ladder(rungs))
 
@@ -122,18 +182,14 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
     Raises:
         UserError: HF612 the run directory cannot be written.
     """
-    try:
+    with writing(f"run directory {run_dir}"):
         (run_dir / RENDERED).write_text(rendered.to_json(), encoding="utf-8")
-        write_whole(run_dir / JOB_JSON, narrowed.to_json())
+        write_atomic(run_dir / JOB_JSON, narrowed.to_json())
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
         attempts = [int(path.name) for path in logs.iterdir() if path.name.isdigit()]
         attempt = max(attempts, default=0) + 1
         (logs / str(attempt)).mkdir()
-    except OSError as error:
-        raise UserError(
-            "HF612", f"run directory {run_dir} cannot be written: {error.strerror or error}"
-        ) from error
     return attempt
 
 
@@ -162,19 +218,11 @@ class LiveMark:
                 "host": socket.gethostname(),
             }
         )
-        fresh = self._run_dir / f".{_LIVE}.{os.getpid()}"
-        fresh.write_text(mine, encoding="utf-8")
-        try:
-            for _ in range(2):
-                try:
-                    os.link(fresh, self._path)  # fails when it exists: no second winner
-                except FileExistsError:
-                    refuse_if_live(self._run_dir)
-                    self._path.unlink(missing_ok=True)
-                else:
-                    return self
-        finally:
-            fresh.unlink()
+        for _ in range(2):
+            if publish(self._path, mine.encode()):
+                return self
+            refuse_if_live(self._run_dir)
+            self._path.unlink(missing_ok=True)
         raise UserError("HF615", f"another launcher has just started on {self._run_dir}")
 
     def __exit__(self, *_: object) -> None:

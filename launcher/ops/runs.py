@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.atomic_file import read_json, write_json
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
 from launcher.ops.run_dir import JOB_JSON
-from launcher.whole_file import read_json, write_json
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -30,7 +30,7 @@ class Submission:
     run_id: str
     launcher_version: str
     without: tuple[str, ...] = ()
-    """Nodes that it keeps off, because the run had put them out."""
+    """Nodes that it keeps off, because the run had excluded them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -144,7 +144,7 @@ def find_run(name: str, folder: Path) -> Run:
         listed = ", ".join(run.shown for run in found[:5]) + (", …" if len(found) > 5 else "")
         raise UserError("HF651", f"{name} means several runs: {listed}; name one")
     raise UserError(
-        "HF613", f"{name} is no run directory, and no run of {folder}; `holdfast list` shows those"
+        "HF613", f"{name} is neither a run directory nor a run in {folder}; see `holdfast list`"
     )
 
 

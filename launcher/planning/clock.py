@@ -1,9 +1,16 @@
-"""The clock chain of a job with a time limit: save < shut-down < signal lead < limit. Pure.
+"""The clock chains of a job's end, in which a save must fit. Pure.
 
-At `lead` seconds before the limit the scheduler signals the job. The agents then ask for a save
-at the next step's end and give the workers `shutdown` seconds; who is still there after that is
-killed. So a save must fit into the shut-down, the shut-down into the lead, with room for a signal
-that comes late and for the job to requeue itself.
+Under Slurm: save < shut-down < signal lead < time limit. At `lead` seconds before the limit the
+scheduler signals the job. The agents then ask for a save at the next step's end and give the
+workers `shutdown` seconds; who is still there after that is killed. So a save must fit into the
+shut-down, the shut-down into the lead, with room for a signal that comes late and for the job
+to requeue itself.
+
+Of a pod: save < shut-down < grace. Kubernetes counts one time, terminationGracePeriodSeconds,
+from the moment a pod is to end: the preStop hook runs first, then comes SIGTERM, and at the end
+of the grace SIGKILL, whatever was still under way. preStop asks for a save and waits for it;
+after SIGTERM the agent has the shut-down to end, with a save of its own should preStop's have
+come to nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +37,9 @@ SETTLE_S: Final = 10.0
 LATE_SIGNAL_S: Final = 60.0
 """Slurm looks at time limits once a minute (man sbatch, --signal)."""
 REQUEUE_S: Final = 30.0
-"""For srun to end, the verdict and `scontrol requeue`."""
+"""For srun to end, the end of the attempt and `scontrol requeue`."""
+END_S: Final = 30.0
+"""Of a pod: for the hook's own start, the agent's last words and the container's end."""
 MAX_LEAD_S: Final = 65535
 """sbatch's largest --signal time."""
 
@@ -105,7 +114,7 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
     """
     slurm = spec.slurm
     save_s = predicted_save_s(spec, ladder) if slurm.save_s is None else slurm.save_s
-    shutdown_s = ample_shutdown_s(save_s) if slurm.shutdown_s is None else slurm.shutdown_s
+    shutdown_s = _ample_shutdown_s(save_s) if slurm.shutdown_s is None else slurm.shutdown_s
     lead_s = _ample_lead_s(shutdown_s) if slurm.signal_lead_s is None else slurm.signal_lead_s
     clock = Clock(
         save_s=math.ceil(save_s),
@@ -114,7 +123,7 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
         limit_s=limit_seconds(slurm.time),
     )
     misfits = [
-        *save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s),
+        *_save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s),
         *_misfits(spec, clock),
     ]
     if misfits:
@@ -127,25 +136,25 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
     return clock
 
 
-def rounded_up(seconds: float) -> int:
+def _rounded_up(seconds: float) -> int:
     """Return the time as the next ten seconds."""
     return math.ceil(seconds / 10) * 10
 
 
-def ample_shutdown_s(save_s: float) -> int:
+def _ample_shutdown_s(save_s: float) -> int:
     """Return a shut-down into which a save of `save_s` seconds fits well."""
-    return rounded_up(1.5 * save_s + 30)
+    return _rounded_up(1.5 * save_s + 30)
 
 
 def _ample_lead_s(shutdown_s: float) -> int:
-    return rounded_up(shutdown_s + LATE_SIGNAL_S + REQUEUE_S)
+    return _rounded_up(shutdown_s + LATE_SIGNAL_S + REQUEUE_S)
 
 
-def save_misfits(spec: JobSpec, *, save_s: int, shutdown_s: int) -> Iterator[tuple[str, str]]:
+def _save_misfits(spec: JobSpec, *, save_s: int, shutdown_s: int) -> Iterator[tuple[str, str]]:
     """Yield (key, message) where a save does not fit: what holds of every platform."""
     if save_s >= shutdown_s:
         message = f"a save takes {save_s} s, workers are killed after {shutdown_s} s"
-        yield "shutdown_s", f"{message}: use shutdown_s {ample_shutdown_s(save_s)} or so"
+        yield "shutdown_s", f"{message}: use shutdown_s {_ample_shutdown_s(save_s)} or so"
     grace_s = spec.elastic.stop_grace_s
     if spec.command is not None and save_s > math.ceil(grace_s):
         message = f"a save takes {save_s} s, a script that takes no requests is killed after"
@@ -156,18 +165,18 @@ def _misfits(spec: JobSpec, clock: Clock) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for the links of the chain that Slurm adds and that do not hold."""
     if clock.shutdown_s >= clock.lead_s:
         message = f"the signal comes {clock.lead_s} s before the limit, a shut-down may take"
-        way_out = f"use signal_lead_s {_ample_lead_s(clock.shutdown_s)} or so"
-        yield "signal_lead_s", f"{message} {clock.shutdown_s} s: {way_out}"
+        how_to_fix = f"use signal_lead_s {_ample_lead_s(clock.shutdown_s)} or so"
+        yield "signal_lead_s", f"{message} {clock.shutdown_s} s: {how_to_fix}"
     if clock.lead_s > MAX_LEAD_S:
         message = f"sbatch takes at most {MAX_LEAD_S} s, {clock.lead_s} s are needed"
         yield "signal_lead_s", f"{message}: lower save_s, if storage is faster than predicted"
     if clock.limit_s is not None and clock.lead_s >= clock.limit_s:
         message = f"the limit is {clock.limit_s} s, but {clock.lead_s} s before it the job must"
         least = math.ceil((clock.lead_s + 60) / 60)
-        way_out = f"use {least} minutes or more"
+        how_to_fix = f"use {least} minutes or more"
         if spec.slurm.save_s is None:
-            way_out += ", or say in slurm.save_s how long a save really takes"
-        yield "time", f"{message} save already: {way_out}"
+            how_to_fix += ", or say in slurm.save_s how long a save really takes"
+        yield "time", f"{message} save already: {how_to_fix}"
 
 
 def _origin(spec: JobSpec, clock: Clock) -> str:
@@ -175,3 +184,52 @@ def _origin(spec: JobSpec, clock: Clock) -> str:
     names = ("save_s", "shutdown_s", "signal_lead_s")
     computed = [name for name in names if getattr(spec.slurm, name) is None]
     return f"{clock}; " + (f"computed: {', '.join(computed)}" if computed else "all as given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodClock:
+    """The times of a pod's end, whole seconds."""
+
+    save_s: int
+    """From the request until the state is on storage."""
+    shutdown_s: int
+    """From SIGTERM until workers are killed."""
+    grace_s: int
+    """From the pod's deletion until SIGKILL."""
+
+    @property
+    def save_wait_s(self) -> int:
+        """How long preStop may wait for its save, so that the shut-down still fits."""
+        return self.grace_s - self.shutdown_s
+
+    def __str__(self) -> str:
+        """Return the chain as people read it."""
+        return f"save {self.save_s} s < shut-down {self.shutdown_s} s < grace {self.grace_s} s"
+
+
+def pod_clock(spec: JobSpec, ladder: Ladder) -> PodClock:
+    """Return the chain, what the job file leaves open filled in.
+
+    Raises:
+        UserError: HF160, the times do not fit into each other; with all of them.
+    """
+    wish = spec.kubernetes
+    save_s = predicted_save_s(spec, ladder) if wish.save_s is None else wish.save_s
+    shutdown_s = _ample_shutdown_s(save_s) if wish.shutdown_s is None else wish.shutdown_s
+    grace_s = _rounded_up(save_s + shutdown_s + END_S) if wish.grace_s is None else wish.grace_s
+    clock = PodClock(
+        save_s=math.ceil(save_s), shutdown_s=math.ceil(shutdown_s), grace_s=math.ceil(grace_s)
+    )
+    misfits = list(_save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s))
+    if clock.shutdown_s >= clock.grace_s:
+        least = _rounded_up(clock.save_s + clock.shutdown_s + END_S)
+        message = f"the pod is killed after {clock.grace_s} s, a shut-down may take"
+        misfits.append(("grace_s", f"{message} {clock.shutdown_s} s: use grace_s {least} or so"))
+    if misfits:
+        raise UserError.many(
+            [
+                spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})")
+                for key, message in misfits
+            ]
+        )
+    return clock

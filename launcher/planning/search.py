@@ -23,9 +23,8 @@ from launcher.planning.snapshots import Snapshots, snapshots
 class Plan:
     """All that recovery will look up."""
 
-    layout: ParallelLayout
-    """The layout on all nodes: that of the top rung."""
     ladder: Ladder
+    """Its top rung has the layout on all nodes."""
     snapshots: Snapshots
     """What is kept in memory, and how often."""
     warnings: tuple[Problem, ...]
@@ -34,8 +33,7 @@ class Plan:
 
 def plan(spec: JobSpec) -> Plan:
     """Return the plan of a checked job. Depends on its argument alone."""
-    facts, top = spec.facts, spec.full_layout
-    ladder = Ladder(tuple(_rungs(facts, top, spec.min_nodes)))
+    ladder = Ladder(tuple(_rungs(spec.facts, spec.full_layout, spec.min_nodes)))
     warnings = list(spec.warnings)
     if ladder.min_nodes > spec.min_nodes:
         warnings.append(
@@ -47,7 +45,7 @@ def plan(spec: JobSpec) -> Plan:
             )
         )
     cost, problems = snapshots(spec, ladder)
-    return Plan(top, ladder, cost, (*warnings, *problems))
+    return Plan(ladder, cost, (*warnings, *problems))
 
 
 def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:

@@ -22,7 +22,7 @@ HEAD: Final = 8
 def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[str]:
     """Return model (or command), layout, batch and ladder, a line each."""
     rung = rung or plan.ladder.rungs[0]
-    layout, cluster, train = plan.layout, spec.cluster, spec.train
+    layout, cluster, train = rung.layout, spec.cluster, spec.train
     tokens = train.global_batch * train.seq_len
     rungs = plan.ladder.rungs
     unit = "workers" if spec.device == "cpu" else "GPUs"
@@ -31,7 +31,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
     lines = [
         f"model    {spec.model_name}, {short(spec.shape.num_params())} parameters",
-        f"layout   {layout} = {layout.world_size:,} {unit}{hsdp}",
+        f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}",
         f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
         (
             f"batch    {sequences} x {train.seq_len:,} = {short(tokens)} "
@@ -39,7 +39,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
         ),
         f"steps    {train.steps:,} = {short(tokens * train.steps)} tokens",
         (
-            f"ladder   {counted(len(rungs), 'rung')}, "
+            f"ladder   {counted(len(rungs), 'layout')}, "
             f"{plan.ladder.max_nodes:,} to {counted(plan.ladder.min_nodes, 'node')}"
         ),
         snapshot_line(plan.snapshots),
@@ -67,7 +67,7 @@ def short(count: float) -> str:
 
 
 def placement_lines(rung: Rung, gpus_per_node: int, *, show_all: bool = False) -> list[str]:
-    """Return which coordinates each node holds; like neighbours are told together."""
+    """Return which coordinates each node holds; neighbours alike are listed together."""
     layout = rung.layout
     lines = []
     for node in range(rung.num_nodes):
@@ -104,19 +104,19 @@ def ladder_lines(
 
     `num_micro_batches` None: only a script knows of batches.
     """
-    width = max(len(str(rung.layout)) for rung in ladder.rungs)
+    width = max(len("layout"), *(len(rung.layout.label) for rung in ladder.rungs))
     head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  idle places"
     rows = []
     if num_micro_batches is None:
-        rows = [f"{rung.num_nodes:>7,}  {rung.layout!s}" for rung in ladder.rungs]
-        return [f"{'nodes':>7}  layout", *(rows if show_all else ends(rows, "rungs"))]
+        rows = [f"{rung.num_nodes:>7,}  {rung.layout.label}" for rung in ladder.rungs]
+        return [f"{'nodes':>7}  layout", *(rows if show_all else ends(rows, "layouts"))]
     for rung in ladder.rungs:
         places = rung.micro_batches * rung.layout.dp
         idle = places - num_micro_batches
         share = f"{idle} of {places}" if idle else "-"
-        nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout!s:<{width}}"
+        nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout.label:<{width}}"
         rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {share}")
-    return [head, *(rows if show_all else ends(rows, "rungs"))]
+    return [head, *(rows if show_all else ends(rows, "layouts"))]
 
 
 def ends(lines: Sequence[str], what: str) -> list[str]:
@@ -139,12 +139,13 @@ def rung_dict(rung: Rung) -> dict[str, Any]:
 
 def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
     """Return the plan as plain JSON types, as `--json` prints it."""
+    layout = plan.ladder.rungs[0].layout
     return {
         "name": spec.name,
         "model": {"name": spec.model_name, "num_params": spec.shape.num_params()},
-        "layout": plan.layout.to_dict(),
-        "text": str(plan.layout),
-        "world_size": plan.layout.world_size,
+        "layout": layout.to_dict(),
+        "text": str(layout),
+        "world_size": layout.world_size,
         "num_nodes": spec.cluster.nodes,
         "gpus_per_node": spec.cluster.gpus_per_node,
         "global_batch": spec.train.global_batch,

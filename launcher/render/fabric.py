@@ -1,4 +1,4 @@
-"""What NCCL, gloo and torch are told about a cluster's network and themselves. Pure.
+"""Variables for NCCL, gloo and torch: a cluster's network, and how they behave. Pure.
 
 For torch 2.9 and later. What NCCL finds out by itself is left out: since 2.21 it picks the
 RoCE v2 GID, and heartbeats, asynchronous error handling and dumps at a time-out are torch's
@@ -55,7 +55,7 @@ _FABRICS: Final[dict[str, tuple[Variable, ...]]] = {
 _GPU: Final = (
     Variable("NCCL_DEBUG", "WARN", "say why a communicator failed"),
     Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", "less fragmentation"),
-    Variable("TORCH_FR_BUFFER_SIZE", "2000", "collectives kept for the inquest after a hang"),
+    Variable("TORCH_FR_BUFFER_SIZE", "2000", "collectives kept for the diagnosis of a hang"),
     Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000", "the same by its former name"),
 )
 

@@ -13,7 +13,7 @@ from typing import Final
 from launcher.errors import Problem, UserError
 from launcher.jobspec.kubernetes import quantity_bytes
 from launcher.jobspec.spec import JobSpec
-from launcher.planning.pod_clock import PodClock, pod_clock
+from launcher.planning.clock import PodClock, pod_clock
 from launcher.planning.search import Plan
 from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
@@ -190,12 +190,12 @@ def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
         said = str(path)
         if not written.startswith("/"):
             said = f"{written} ({path}, by the job file's folder)"
-        way_out = f"use an absolute path under {' or '.join(kept)}, or mount what it is on in "
-        way_out += "kubernetes.volumes"
+        how_to_fix = f"use an absolute path under {' or '.join(kept)}, or mount what it is on in "
+        how_to_fix += "kubernetes.volumes"
         if not must_last:
-            way_out += ", or name its folder in kubernetes.image_paths if the image brings it"
+            how_to_fix += ", or name its folder in kubernetes.image_paths if the image brings it"
         yield spec.problem(
-            "HF722", key, f"{said} is on none of the pods' volumes: {lost}; {way_out}"
+            "HF722", key, f"{said} is on none of the pods' volumes: {lost}; {how_to_fix}"
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.quantities import counted
 from launcher.errors import UserError
+from launcher.jobspec.spec import JobSpec
+from launcher.planning.search import Plan
 from launcher.render.bundle import MANIFESTS, Bundle
-from launcher.render.kubernetes_facts import PodJob
+from launcher.render.kubernetes_facts import PodJob, pod_job
 from launcher.render.kubernetes_names import (
     API_VERSIONS,
     KINDS,
@@ -18,7 +21,7 @@ from launcher.render.kubernetes_names import (
     own_account,
 )
 from launcher.render.kubernetes_yaml import to_yaml
-from launcher.render.local import render_local
+from launcher.render.local import render_local, to_train_config
 
 Object = dict[str, Any]
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -50,6 +53,19 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         f"When a pod must go: {job.clock}."
     )
     return {MANIFESTS: to_yaml([*before, *documents], head=head), **files}
+
+
+def check_pods(
+    spec: JobSpec, plan: Plan, *, kind: str, run_id: str, run_dir: str | Path, base_dir: str | Path
+) -> None:
+    """Check what the renderer of `kind` would refuse, without the manifests.
+
+    Raises:
+        UserError: HF160, HF720 to HF726.
+    """
+    job = pod_job(spec, plan, kind=kind, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    config = to_train_config(spec, plan, run_id=run_id, run_dir=job.run_dir, base_dir=base_dir)
+    config_map(job, config.to_json())
 
 
 def metadata(job: PodJob, name: str, **annotations: str) -> Object:
@@ -91,7 +107,7 @@ def config_map(job: PodJob, job_json: str) -> Object:
         raise UserError(
             "HF726",
             f"job.json has {size:,} bytes, a ConfigMap takes 1 MiB: raise elastic.min_nodes, so "
-            "that the ladder has fewer rungs",
+            "that there are fewer fallback layouts",
         )
     return {
         "apiVersion": "v1",

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import dataclasses
 from pathlib import Path, PurePath
 from typing import Final
 
-from elastic_trainer.config import (
-    CheckpointSection,
-    DataSection,
-    ElasticSection,
-    NetworkSection,
-    NumbersSection,
-    OptimizerConfig,
-    TrainConfig,
-    TrainSection,
-)
+from elastic_trainer.config import CheckpointSection, TrainConfig
 from launcher.errors import UserError
-from launcher.jobspec.source import dotted, parse_value
+from launcher.jobspec.source import read_source, write_sets
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.render.bundle import JOB_FILE, Bundle
+from launcher.render.kubernetes_yaml import to_yaml
 
 HEAD: Final = "# Relative paths are relative to "
 """How the job file that is kept with a run begins."""
@@ -39,15 +31,11 @@ def to_train_config(
         base_dir: folder that relative paths of the spec are relative to: the job
             file's, `Path(job_file).absolute().parent`.
     """
-    # Not model_dump: the first one of each section costs milliseconds.
-    train, checkpoint = dict(spec.train), dict(spec.checkpoint)
-    checkpoint |= {
+    checkpoint = dict(spec.checkpoint) | {
         "dir": checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir),
         "memory_every_steps": plan.snapshots.every_steps,
     }
-    train["optimizer"] = OptimizerConfig(**dict(spec.train.optimizer))
-    data = spec.data
-    tokenizer = data.tokenizer
+    tokenizer = spec.data.tokenizer
     return TrainConfig(
         name=spec.name,
         run_id=run_id,
@@ -56,16 +44,16 @@ def to_train_config(
         ladder=plan.ladder,
         gpus_per_node=spec.cluster.gpus_per_node,
         device=spec.device,
-        train=TrainSection(**train),
-        data=DataSection(
-            path=resolve(data.path, base_dir),
-            format=data.format,
+        train=spec.train,
+        data=dataclasses.replace(
+            spec.data,
+            path=resolve(spec.data.path, base_dir),
             tokenizer=tokenizer if tokenizer == "bytes" else resolve(tokenizer, base_dir),
         ),
         checkpoint=CheckpointSection(**checkpoint),
-        elastic=ElasticSection(**{**dict(spec.elastic), "min_nodes": plan.ladder.min_nodes}),
-        network=NetworkSection(**dict(spec.network)),
-        numbers=NumbersSection(**dict(spec.numbers)),
+        elastic=dataclasses.replace(spec.elastic, min_nodes=plan.ladder.min_nodes),
+        network=spec.network,
+        numbers=spec.numbers,
         schedule=spec.layout.schedule,
         interleave=spec.layout.interleave,
         command=spec.command,
@@ -118,21 +106,8 @@ def job_file(spec: JobSpec, base_dir: str | Path) -> str:
     own = spec.text.removeprefix(head)
     if not spec.sets:
         return head + own
-    from ruamel.yaml import YAML
-
-    yaml = YAML()
-    yaml.width = 4096
-    data = yaml.load(own)
-    for text in spec.sets:
-        key, _, value = text.partition("=")
-        *outer, last = [part.strip() for part in key.split(".")]
-        here = data
-        for part in outer:
-            if here.get(part) is None:
-                here[part] = {}
-            here = here[part]
-        here[last] = parse_value(value, dotted([*outer, last]))
-        head += f"# set on the command line: {key}\n"
-    out = io.StringIO()
-    yaml.dump(data, out)
-    return head + out.getvalue()
+    keys = "".join(f"# set on the command line: {each.partition('=')[0]}\n" for each in spec.sets)
+    written = write_sets(own, spec.sets)
+    if written is None:
+        written = to_yaml([read_source(own, "", spec.sets).data])
+    return head + keys + written

@@ -33,7 +33,7 @@ from launcher.render.shell import (
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """What a script is told of the machine it was rendered on."""
+    """What a script knows of the machine it was rendered on."""
 
     run_id: str
     run_dir: Path
@@ -84,6 +84,20 @@ def render_slurm(
     return _array(tasks, places, array=spec.slurm.array)
 
 
+def check_slurm(
+    spec: JobSpec, plan: Plan, *, run_id: str, run_dir: str | Path, base_dir: str | Path
+) -> None:
+    """Check what `render_slurm` would refuse, without the script.
+
+    Raises:
+        UserError: as `render_slurm`.
+    """
+    places = _Places(run_id, Path(run_dir), base_dir, "python3")
+    _values(spec, plan, places, array=spec.slurm.array)
+    checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir)
+    resolve(spec.data.path, base_dir)
+
+
 def render_sweep(
     tasks: Sequence[tuple[JobSpec, Plan]],
     *,
@@ -124,6 +138,15 @@ def _array(tasks: Mapping[int, tuple[JobSpec, Plan]], places: _Places, *, array:
 
 def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) -> str:
     """Return the text of the batch script."""
+    return template("job.sbatch.j2").render(_values(spec, plan, places, array=array))
+
+
+def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) -> dict[str, Any]:
+    """Return what the template is filled with.
+
+    Raises:
+        UserError: as `render_slurm`.
+    """
     slurm, env, base_dir = spec.slurm, spec.env, places.base_dir
     if array is not None and slurm.restart == "chain":
         # A successor of one task would be the whole array once more.
@@ -134,7 +157,7 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
     interpreter = slurm.python or (f"{venv}/bin/python" if venv else places.python)
     clock = clock_chain(spec, plan.ladder)
-    values: dict[str, Any] = {
+    return {
         "name": spec.name,
         "nodes": f"{plan.ladder.max_nodes:,}",
         "spares": f"{spec.cluster.spares:,}",
@@ -164,7 +187,6 @@ def _script(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "container_python": CONTAINER_PYTHON,
         **_container(spec, run=run, base_dir=base_dir),
     }
-    return template("job.sbatch.j2").render(values)
 
 
 def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | None, str | None]]:
@@ -234,7 +256,7 @@ def _sbatch_sections(
             ],
         ),
         (
-            "A lost node must not end the job: the others go on without it.",
+            "A lost node must not end the job: the others continue without it.",
             [sbatch_option("no-kill"), sbatch_option(requeue)],
         ),
         (

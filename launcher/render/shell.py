@@ -38,7 +38,7 @@ def quoted(value: object) -> Quoted:
 
 
 def home_path(path: str) -> Quoted:
-    """Return one word of bash for a path; ~/ is the home of whom the job runs as."""
+    """Return one word of bash for a path; ~/ is the home of the user the job runs as."""
     if path.startswith("~/"):
         return Quoted('"$HOME"/' + quoted(path[2:]))
     return quoted(path)

@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 import warnings
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.boards.board import BoardState, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, update
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
 from elastic_trainer.checkpoint.state import live_tensors
 from elastic_trainer.config import (
     CheckpointSection,
@@ -40,6 +41,7 @@ from elastic_trainer.events import Event
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
+from elastic_trainer.rank_grid import RankGrid
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
@@ -105,10 +107,11 @@ class Trainer:
         self.events = EventLog(run, f"worker-{rank}-e{epoch}", rank=rank, epoch=epoch)
         config = make_config(run, world, replicate, **checkpoint)
         self.manager = CheckpointManager(
-            Keeping.of(config, epoch=epoch, layout=config.ladder.rungs[0].layout),
+            CheckpointPolicy.of(config, epoch=epoch, layout=config.ladder.rungs[0].layout),
             self.board,
             self.events,
             CPU,
+            ranks=RankGrid(timedelta(seconds=config.elastic.start_ceiling_s)),
             state=TrainingState(self.model, self.optimizer),
             at=at or (lambda _: None),
         )

@@ -8,7 +8,6 @@ see that it does the same twice.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import platform
 import sys
@@ -19,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import harness
 import torch
 from harness import Run, make_config
 from torch import Tensor
 
-from elastic_trainer.layout import AXES, ParallelLayout
+from elastic_trainer.layout import AXES, ParallelLayout, layout_label
 from elastic_trainer.models import PRESETS
 from launcher.jobspec.rules import Facts, layout_findings
 
@@ -160,14 +160,13 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def main() -> int:
-    """Print the table; 1 when a layout is out of bounds."""
+@click.command(help=__doc__)
+@click.option("--match", default="", help="Only layouts whose text has this in it.")
+def main(match: str) -> None:
+    """Print the table; exit with 1 when a layout is out of bounds."""
     harness.DEADLINE_S = 1800.0  # nobody waits for it
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--match", default="", help="only layouts whose text has this in it")
-    wanted = parser.parse_args().match
     rows, bad, began = [], 0, time.monotonic()
-    chosen = [case for case in (*cases(), *other_orders()) if wanted in str(case)]
+    chosen = [case for case in (*cases(), *other_orders()) if match in str(case)]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         models = sorted({case.model for case in chosen})
@@ -178,7 +177,7 @@ def main() -> int:
             good = max(errors.loss, errors.grad_norm) <= BOUND and same
             bad += not good
             cells = (
-                f"`{case}`",
+                f"`{layout_label(str(case))}`",
                 case.model,
                 str(case.layout.world_size),
                 f"{case.micro_batch} x {run.config.ladder.rungs[0].micro_batches}",
@@ -190,7 +189,7 @@ def main() -> int:
             rows.append(f"| {' | '.join(cells)} |" + ("" if good else " **out of bounds**"))
             sys.stderr.write(f"{number + 1}/{len(chosen)} {rows[-1]}\n")
     sys.stdout.write(_page(rows, bad, time.monotonic() - began))
-    return 1 if bad else 0
+    sys.exit(int(bad > 0))
 
 
 def _page(rows: list[str], bad: int, seconds: float) -> str:
@@ -205,7 +204,7 @@ than the default, against one process: the same weights, the same {GLOBAL_BATCH}
 the steps; the bound for loss and gradient norm is {BOUND:g}. *gradients* compares every element:
 the L2 norm of the difference of AdamW's first moments after step {STEPS}. *twice* says whether a
 second run of the layout was the same bit for bit, state included. *micro-batches* are sequences
-each x how many a dp rank runs; where dp does not divide them, the last ones weigh zero. `-x2`
+each x how many a dp rank runs; where dp does not divide them, the last ones weigh zero. `x2`
 marks the interleaved schedule with 2 stages a rank.
 
 {len(rows)} layouts, {seconds / 60:.0f} minutes, torch {torch.__version__} on {platform.machine()}.
@@ -217,4 +216,4 @@ marks the interleaved schedule with 2 stages a rank.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

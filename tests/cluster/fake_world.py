@@ -22,10 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.config import TrainConfig
-from elastic_trainer.engine import Engine
-from elastic_trainer.feed import Feed
-from elastic_trainer.optimizer import build_optimizer, clip_gradients, gradient_square_sum
-from elastic_trainer.parallelize import initialise, slice_of
+from elastic_trainer.parallel.apply import initialise, slice_of
+from elastic_trainer.training.engine import Engine
+from elastic_trainer.training.feed import Feed
+from elastic_trainer.training.optimizer import build_optimizer, clip_gradients, gradient_square_sum
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train", "fake_world"])
@@ -33,14 +33,14 @@ DEADLINE_S = 20.0
 CPU = torch.device("cpu")
 
 
-def apart(function, *args):
+def apart(function, *args, deadline_s=DEADLINE_S):
     """Return `function(*args)`, called in a process of its own; raise what it raises."""
     ours, theirs = _SERVER.Pipe(duplex=False)
     child = _SERVER.Process(target=_answer, args=(theirs, function, args))
     child.start()
     theirs.close()
     try:
-        assert ours.poll(DEADLINE_S), f"{function.__name__}{args[1:]} does not end"
+        assert ours.poll(deadline_s), f"{function.__name__}{args[1:]} does not end"
         answer, failure = ours.recv()
     finally:
         child.kill()
@@ -77,7 +77,7 @@ def build(job_json, ranks):
     """Build a rank of each rung, with its pipeline schedule; `ranks` are (nodes, rank)."""
     config = TrainConfig.from_json(job_json)
     for num_nodes, rank in ranks:
-        with _engine(config, config.rung_of(num_nodes), rank) as engine:
+        with _engine(config, config.ladder.rung_for(num_nodes), rank) as engine:
             engine.allocate()
             assert sum(param.numel() for param in engine.model.parameters()) > 0
 
@@ -85,7 +85,7 @@ def build(job_json, ranks):
 def step(job_json, num_nodes, rank):
     """Run one optimizer step of `rank`; what peers would send is anything of the right shape."""
     config = TrainConfig.from_json(job_json)
-    rung = config.rung_of(num_nodes)
+    rung = config.ladder.rung_for(num_nodes)
     schedules._PipelineSchedule._warmup_p2p = _agree_on_shapes
     with _engine(config, rung, rank) as engine:
         engine.allocate()
@@ -161,7 +161,7 @@ def shards(job_json, num_nodes, rank):
     """Return name -> (shape of the whole, slices that `rank` holds) of each parameter."""
     config = TrainConfig.from_json(job_json)
     held = {}
-    with _engine(config, config.rung_of(num_nodes), rank) as engine:
+    with _engine(config, config.ladder.rung_for(num_nodes), rank) as engine:
         for wrapped_name, param in engine.model.named_parameters():
             whole, part = tuple(param.shape), slice_of(param)
             lengths = tuple(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -94,36 +95,38 @@ class Freeze:
 
 
 class Freezer(threading.Thread):
-    """Carries out one `Freeze` of `disk`; `windows` has when it was frozen."""
+    """Carries out freezes of `disk` in turn; `windows` has when it was frozen for each."""
 
-    def __init__(self, disk: Disk, run_dir: Path, freeze: Freeze) -> None:
+    def __init__(self, disk: Disk, run_dir: Path, freezes: Sequence[Freeze]) -> None:
         super().__init__(daemon=True)
-        self._disk, self._run_dir, self._freeze = disk, run_dir, freeze
+        self._disk, self._run_dir, self._freezes = disk, run_dir, freezes
         self._ended = threading.Event()
-        self.windows: list[tuple[float, float]] = []
+        self.windows: list[list[tuple[float, float]]] = []
 
     def run(self) -> None:
-        freeze = self._freeze
-        while not self._seen():
-            if self._ended.wait(0.02):
-                return
-        for _ in range(freeze.times):
-            begun = self._disk.freeze()
-            if freeze.kill_rank is not None:
-                self._kill(freeze.kill_rank)
-            self._ended.wait(freeze.seconds)
-            self.windows.append((begun, self._disk.thaw()))
-            if self._ended.wait(freeze.gap_s):
-                return
+        for freeze in self._freezes:
+            while not self._seen(freeze):
+                if self._ended.wait(0.02):
+                    return
+            windows: list[tuple[float, float]] = []
+            for _ in range(freeze.times):
+                begun = self._disk.freeze()
+                if freeze.kill_rank is not None:
+                    self._kill(freeze.kill_rank)
+                self._ended.wait(freeze.seconds)
+                windows.append((begun, self._disk.thaw()))
+                if self._ended.wait(freeze.gap_s):
+                    return
+            self.windows.append(windows)
 
     def stop(self) -> None:
         self._ended.set()
         self.join()
         self._disk.thaw()
 
-    def _seen(self) -> bool:
-        found = events(self._run_dir, self._freeze.event)
-        return any((event.get("step") or 0) >= self._freeze.step for event in found)
+    def _seen(self, freeze: Freeze) -> bool:
+        found = events(self._run_dir, freeze.event)
+        return any((event.get("step") or 0) >= freeze.step for event in found)
 
     def _kill(self, rank: int) -> None:
         started = events(self._run_dir, "worker.started")

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from elastic_trainer import train
-from elastic_trainer.agent.boards.board import BoardState, Commit, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer import rank_grid, train
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Commit, update
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -50,6 +50,7 @@ from elastic_trainer.models import ModelShape
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train"])
 DEADLINE_S = 50.0
+MAX_GROUP = "TEST_MAX_GROUP"
 
 SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=256)
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
@@ -167,6 +168,8 @@ class Run:
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
         self.path, self.config = path, config
+        self.max_group = rank_grid.MAX_GROUP
+        """Ranks of a group that all connect: with two, eight workers are what thousands are."""
         self.number_faults = ""
         """What happens to the workers' numbers, as `nan@5`: see number_faults.py."""
         for name in ("events", "ledger", "logs"):
@@ -221,7 +224,10 @@ class Run:
             assert codes == [code] * num_nodes, group.logs()
 
     def _environment(self, epoch: int, rank: int, world_size: int, port: int) -> dict[str, str]:
+        rung = self.config.ladder.rung_for(world_size)
+        assert rung is not None, world_size
         return {
+            "TORCHELASTIC_RUN_ID": "harness",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank if self.config.device == "cuda" else 0),
             "WORLD_SIZE": str(world_size),
@@ -232,12 +238,14 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_ERROR_FILE": str(self.error_file(epoch, rank)),
             "HOLDFAST_RUN_DIR": str(self.path),
+            "HOLDFAST_RECORD_DIR": str(self.path),
             "HOLDFAST_EPOCH": str(epoch),
-            "HOLDFAST_RUNG": str(world_size),
+            "HOLDFAST_RUNG": json.dumps(rung.to_dict()),
             "HOLDFAST_NODE": f"n{rank}",
             "HOLDFAST_HEARTBEAT": str(heartbeat_path(self.path, rank)),
             "HOLDFAST_ADDRESS": "127.0.0.1",
             number_faults.VARIABLE: self.number_faults,
+            MAX_GROUP: str(self.max_group),
         }
 
     def error_file(self, epoch: int, rank: int) -> Path:
@@ -308,6 +316,7 @@ def _work(env: dict[str, str], log: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.environ.update(env)
+    rank_grid.MAX_GROUP = int(env[MAX_GROUP])
     code = 1
     try:
         code = number_faults.main() if env.get(number_faults.VARIABLE) else train.main()

@@ -19,10 +19,10 @@ VARIABLE = "HOLDFAST_TEST_NUMBERS"
 _FORM = re.compile(r"(?P<action>nan|spike|bitflip)@(?P<step>[0-9]+)(?::(?P<rank>[0-9]+))?")
 SITECUSTOMIZE = """\
 import sys
-if "elastic_trainer.zygote" in " ".join(sys.orig_argv):
+if "elastic_trainer.agent" in " ".join(sys.orig_argv):
     sys.path.append({folder!r})
     import number_faults
-    number_faults.install()
+    number_faults.install_in_zygote()
 """
 """For real agents: only their zygotes are touched."""
 
@@ -48,11 +48,24 @@ def parse(text: str) -> list[NumberFault]:
     return faults
 
 
+def install_in_zygote() -> None:
+    """Do as `install` in this agent's zygote, once that has imported the trainer."""
+    from elastic_trainer.zygote import Zygote
+
+    warm_up = Zygote._warm_up
+
+    def warm_up_and_install(self):
+        install()
+        warm_up(self)
+
+    Zygote._warm_up = warm_up_and_install
+
+
 def install() -> None:
     """Make every trainer of this process, and of those it forks, suffer the faults."""
     import torch
 
-    from elastic_trainer.trainer import Trainer
+    from elastic_trainer.training.trainer import Trainer
 
     honest = Trainer._train_step
 

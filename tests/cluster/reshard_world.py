@@ -6,10 +6,12 @@ others hold: each compares its own part, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -21,23 +23,26 @@ from harness import make_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.agent.boards.board import update
-from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import update
 from elastic_trainer.checkpoint import memory_reader
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
-from elastic_trainer.checkpoint.memory_restore import restore_from_memory
+from elastic_trainer.checkpoint.memory_restore import copy_again, restore_from_memory
 from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
 from elastic_trainer.config import ElasticSection
-from elastic_trainer.engine import Engine
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.models import ModelShape
-from elastic_trainer.optimizer import build_optimizer
-from elastic_trainer.parallelize import slice_of
+from elastic_trainer.parallel.apply import slice_of
+from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.snapshots.errors import TornImageError
+from elastic_trainer.snapshots.image import Image
 from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
+from elastic_trainer.training.engine import Engine
+from elastic_trainer.training.optimizer import build_optimizer
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
@@ -94,7 +99,8 @@ class World:
         step = manager.restore()
         manager.close()
         # A hundred groups and their threads would slow each other down.
-        dist.destroy_process_group(manager._group.group)
+        for group in (*manager._group.grid.groups, *manager._ranks.groups):
+            dist.destroy_process_group(group)
         wrong = [] if step == STEP else [f"step {step}"]
         if not torch.equal(torch.get_rng_state(), rng_of(run)):
             wrong.append("rng")
@@ -119,20 +125,36 @@ class World:
         for _, local, _ in self.parts():
             local.fill_(-7.0)
         torch.manual_seed(99)
-        group = dist.new_group(backend="gloo")
+        grid = RankGrid(timedelta(seconds=1800))
+        place = self._memory(nodes, root, first, epoch=2).place
         found = restore_from_memory(
             TrainingState(self.model, self.optimizer),
-            self._memory(nodes, root, first, epoch=2).place,
-            Collective(group),
+            place,
+            Collective(grid),
             at_least=STEP,
             allows=lambda epoch, step: True,
             on_skip=lambda step, reason: print(step, reason),  # noqa: T201  shown by a failure
         )
-        dist.destroy_process_group(group)
-        wrong = [] if found == (STEP, 1) else [f"found {found}"]
+        for group in grid.groups:
+            dist.destroy_process_group(group)
+        if found is None or found[:2] != (STEP, 1):
+            return [f"found {found}"]
+        assert copy_again(found.singles, place) == len(found.singles)
+        dist.barrier()
+        wrong = self._held_once(nodes[first:], root)
         if not torch.equal(torch.get_rng_state(), rng_of(root)):
             wrong.append("rng")
         return wrong + [n for n, local, wanted in self.parts() if not torch.equal(local, wanted)]
+
+    def _held_once(self, nodes: list[Peer], root: Path) -> list[str]:
+        """Return the parts of the snapshot that only one of `nodes` holds."""
+        holders: dict[int, set[str]] = {}
+        for node in nodes:
+            for path in (root / node.node).iterdir():
+                image = Image(path)
+                with contextlib.closing(image), contextlib.suppress(TornImageError):
+                    holders.setdefault(image.verify().shard, set()).add(node.node)
+        return [f"part {s} on {n} only" for s, n in holders.items() if len(n) < min(2, len(nodes))]
 
     def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:
         members = nodes[first : first + self.case.layout.world_size]
@@ -145,6 +167,7 @@ class World:
             members=tuple(members),
             spares=tuple(node for node in nodes[first:] if node not in members),
             authenticate=prove(server=False),
+            image_key=bytes(KEY_BYTES),
         )
         return MemoryTier(
             place,
@@ -185,10 +208,11 @@ class World:
             update(board, lambda state: dataclasses.replace(state, epoch=max(epoch, state.epoch)))
         events = EventLog(run, f"worker-{dist.get_rank()}-{os.getpid()}", epoch=epoch)
         return CheckpointManager(
-            Keeping.of(self._config(run), epoch=epoch, layout=self.case.layout),
+            CheckpointPolicy.of(self._config(run), epoch=epoch, layout=self.case.layout),
             board,
             events,
             CPU,
+            ranks=RankGrid(timedelta(seconds=1800)),
             state=TrainingState(self.model, self.optimizer),
         )
 

@@ -20,7 +20,7 @@ from checkpoint_world import (
     run_world,
 )
 
-from elastic_trainer.agent.boards.board import update
+from elastic_trainer.board.state import update
 from elastic_trainer.checkpoint.errors import CheckpointError
 
 POINTS = ("made", "data", "written", "manifest", "committed")

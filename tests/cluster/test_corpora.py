@@ -45,15 +45,11 @@ def trained(path, data):
 def test_megatron_pairs_train_as_the_same_tokens_in_one_file_do(tmp_path):
     TOKENS.tofile(tmp_path / "plain.bin")
     plain = trained(tmp_path / "a", {"path": str(tmp_path / "plain.bin"), "format": "nanogpt"})
-    in_a_row = write_pair(tmp_path / "row", range(len(DOCUMENTS)))
+    # The order of the documents in the file says nothing: the index has it.
     backwards = write_pair(tmp_path / "back", reversed(range(len(DOCUMENTS))))
-    curves = [plain.curve()]
-    curves += [
-        trained(tmp_path / name, d).curve() for name, d in (("b", in_a_row), ("c", backwards))
-    ]
-    assert sorted(curves[0]) == [1, 2, 3]
-    assert curves[1] == curves[0]
-    assert curves[2] == curves[0]
+    curve = plain.curve()
+    assert sorted(curve) == [1, 2, 3]
+    assert trained(tmp_path / "b", backwards).curve() == curve
 
 
 def test_a_run_goes_on_only_with_the_corpus_it_began_with(tmp_path):

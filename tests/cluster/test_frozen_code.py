@@ -13,7 +13,7 @@ import pytest
 
 from launcher.jobspec.reading import parse_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.submitting.freeze import freeze_run, survey, upgrade
+from launcher.ops.submitting.freeze import freeze_code, survey, upgrade, use_code
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 
@@ -82,6 +82,7 @@ def said(run_dir, count, process, seconds=100):
     raise AssertionError(f"the script did not start {count} times in time")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_edit_of_the_source_is_seen_only_after_an_upgrade(source, tmp_path):
     run_dir = source / "runs" / "r"
@@ -90,7 +91,8 @@ def test_an_edit_of_the_source_is_seen_only_after_an_upgrade(source, tmp_path):
     assert files is not None
     bundle = render_local(spec, plan(spec), run_id="r", run_dir=run_dir, base_dir=source)
     run_dirs.create(run_dir, bundle)
-    old = freeze_run(run_dir, files)
+    old = freeze_code(run_dir, files)
+    use_code(run_dir, old)
 
     process = start(run_dir, source)
     said(run_dir, 1, process)

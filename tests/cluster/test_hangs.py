@@ -1,4 +1,4 @@
-"""Hangs of real workers and nodes under `holdfast run`: found in seconds, the culprit named."""
+"""Hangs of real workers and nodes under `holdfast run`: found in seconds, the hung worker named."""
 
 from __future__ import annotations
 
@@ -37,112 +37,92 @@ def culprit(run: LiveRun, epoch: int) -> Event:
     return hung
 
 
-def test_a_stopped_worker_is_found_named_and_replaced(run: LiveRun) -> None:
+def strike(run: LiveRun, rank: int, number: int, record: Record) -> Event:
+    """Have `rank` suffer a signal; return what is put on record, once training has resumed."""
     epoch = run.until_steady()
     struck = time.time()
-    os.kill(run.pid_of(1, epoch), signal.SIGSTOP)
-    took = run.until(run.stepped_after(epoch), "no step after the hang")
-    hung = culprit(run, epoch)
-    assert (hung.fields["worker_rank"], hung.fields["state"]) == (1, "T")
-    assert "its process is stopped" in hung.fields["detail"]
-    assert hung.t_unix - struck < FOUND_S * slack()
+    os.kill(run.pid_of(rank, epoch), number)
+    took = run.until(run.stepped_after(epoch), f"signal {number}: no step after the hang")
+    (hung,) = run.events("worker.hung", epoch)
+    found_s = hung.t_unix - struck
+    record(f"signal_{number}_s", (round(found_s, 2), round(took, 2)))
+    assert hung.fields["worker_rank"] == rank, hung
+    assert found_s < FOUND_S * slack(), hung
     assert took < STEP_S * slack()
-    (formed,) = run.events("epoch.formed", epoch + 1)
-    assert len(formed.fields["members"]) == 3  # the node is as good as before
     run.until(lambda: len(run.events("stacks.dumped", epoch)) == 3, "no stacks")
-    texts = {
+    for killed in run.events("worker.exit", epoch):  # stacks come first
+        (dumped,) = (e for e in run.events("stacks.dumped", epoch) if e.node == killed.node)
+        assert dumped.t_unix - killed.t_unix < 1.0 * slack(), "its files are written meanwhile"
+        assert dumped.fields["seconds"] < 1.5
+    return hung
+
+
+def stacks(run: LiveRun, epoch: int | None) -> dict[str, str]:
+    """Return file name -> text of the stacks of an epoch."""
+    return {
         path.name: path.read_text() for path in (run.path / "stacks" / str(epoch)).glob("*.txt")
     }
-    assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
-    assert "State T (stopped)" in texts["rank1.txt"]
-    for rank in (0, 2):
-        assert "trainer.py" in texts[f"rank{rank}.txt"]
-        flight = run.path / "stacks" / str(epoch) / f"rank{rank}.flight.json"
-        run.until(flight.exists, f"no flight record of rank {rank}")
-        assert json.loads(flight.read_text())["entries"]
-    for dumped in run.events("stacks.dumped", epoch):
-        assert dumped.fields["seconds"] < 1.5
-
-
-def test_a_stopped_node_is_left_out_and_rejoins_when_it_goes_on_whoever_coordinates(
-    run: LiveRun, record_property: Record
-) -> None:
-    epoch = run.until_steady()
-    (formed,) = run.events("epoch.formed", epoch)
-    coordinator = formed.fields["coordinator"]
-    node = next(name for name in sorted(run.agents()) if name != coordinator)
-    pids = family(run.agents()[node])
-    signal_all(pids, signal.SIGSTOP)
-    took = run.until(run.stepped_after(epoch), "no step without the node")
-    assert took < STEP_S * slack()
-    (lost,) = run.events("member.lost")
-    assert lost.fields["member"] == node
-    run.until_steady(2)
-    before = len(run.events("member.joined"))
-    signal_all(pids, signal.SIGCONT)
-    assert run.until(lambda: len(run.events("member.joined")) > before, "not back") < 8 * slack()
-    stop_the_coordinator(run, run.until_steady(3), record_property)
-    exact(run)
 
 
 def exact(run: LiveRun) -> None:
     """End the run and see that every sample was consumed, and once."""
+    assert not run.events("member.evicted")
     summary = run.finish()
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0), summary
 
 
-def strike(run: LiveRun, epoch: int, rank: int, kind: Inside, record: Record) -> Event:
-    """Have `rank` suffer `kind`; return what is put on record, once training has gone on."""
-    struck = time.time()
-    os.kill(run.pid_of(rank, epoch), kind)
-    took = run.until(run.stepped_after(epoch), f"{kind.name}: no step after the hang")
-    hung = culprit(run, epoch)
-    found_s = hung.t_unix - struck
-    record(f"{kind.name.lower()}_s", (round(found_s, 2), round(took, 2)))
-    assert hung.fields["worker_rank"] == rank, hung
-    assert found_s < FOUND_S * slack(), hung
-    assert took < STEP_S * slack()
-    return hung
-
-
-def test_workers_that_get_nowhere_are_found_whatever_they_do_meanwhile(
+def test_a_stopped_worker_and_a_busy_one_are_found_named_and_replaced(
     run: LiveRun, record_property: Record
 ) -> None:
-    """Busy in a loop of the user's, before the all-reduce, in the data loader."""
-    kinds = {
-        Inside.SPIN: (0, "", "injected.py"),
-        Inside.WEDGE: (1, "sums", "_never"),
-        Inside.STARVE: (2, "data", "micro_batches"),
-    }
-    for kind, (rank, part, frame) in kinds.items():
-        epoch = run.until_steady()
-        hung = strike(run, epoch, rank, kind, record_property)
-        assert hung.fields["part"] == part or not part
-        run.until(lambda e=epoch: len(run.events("stacks.dumped", e)) == 3, "no stacks")
-        text = (run.path / "stacks" / str(epoch) / f"rank{rank}.txt").read_text()
-        assert frame in text, text
-        for killed in run.events("worker.exit", epoch):  # stacks come first
-            (dumped,) = (e for e in run.events("stacks.dumped", epoch) if e.node == killed.node)
-            assert dumped.t_unix - killed.t_unix < 1.0 * slack(), "its files are written meanwhile"
-    assert not run.events("member.evicted")
+    hung = strike(run, 1, signal.SIGSTOP, record_property)
+    assert hung.fields["state"] == "T"
+    (formed,) = run.events("epoch.formed", (hung.epoch or 0) + 1)
+    assert len(formed.fields["members"]) == 3  # the node is as good as before
+    texts = stacks(run, hung.epoch)
+    assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
+    assert "State T (stopped)" in texts["rank1.txt"]
+    for rank in (0, 2):
+        assert "trainer.py" in texts[f"rank{rank}.txt"]
+        flight = run.path / "stacks" / str(hung.epoch) / f"rank{rank}.flight.json"
+        run.until(flight.exists, f"no flight record of rank {rank}")
+        assert json.loads(flight.read_text())["entries"]
+    hung = strike(run, 0, Inside.SPIN, record_property)  # a loop of the user's
+    assert "injected.py" in stacks(run, hung.epoch)["rank0.txt"]
     exact(run)
 
 
-def stop_the_coordinator(run: LiveRun, epoch: int, record: Record) -> None:
-    """See that it is succeeded, the job goes on, and it takes part again when it goes on."""
+@pytest.mark.slow
+def test_workers_that_wait_and_nodes_that_stop_are_found_whoever_coordinates(
+    run: LiveRun, record_property: Record
+) -> None:
+    kinds = {Inside.WEDGE: (1, "sums", "_never"), Inside.STARVE: (2, "data", "micro_batches")}
+    for kind, (rank, part, frame) in kinds.items():
+        hung = strike(run, rank, kind, record_property)
+        assert hung.fields["part"] == part
+        assert frame in stacks(run, hung.epoch)[f"rank{rank}.txt"]
+    for leads in (False, True):
+        stop_a_node(run, record_property, leads=leads)
+    exact(run)
+
+
+def stop_a_node(run: LiveRun, record: Record, *, leads: bool) -> None:
+    """See that the job resumes without it, and that it rejoins once it runs again."""
+    epoch = run.until_steady(3)
     (formed,) = run.events("epoch.formed", epoch)
-    old = formed.fields["coordinator"]
-    pids = family(run.agents()[old])
+    coordinator = formed.fields["coordinator"]
+    node = next(name for name in sorted(run.agents()) if (name == coordinator) is leads)
+    pids = family(run.agents()[node])
     struck = time.time()
     signal_all(pids, signal.SIGSTOP)
-    took = run.until(run.stepped_after(epoch), "no step under another coordinator")
-    lost = [e for e in run.events("member.lost") if e.fields["member"] == old]
-    found_s = lost[0].t_unix - struck
-    record("coordinator_s", (round(found_s, 2), round(took, 2)))
+    took = run.until(run.stepped_after(epoch), "no step without the node")
+    lost = [e for e in run.events("member.lost") if e.fields["member"] == node]
+    found_s = lost[-1].t_unix - struck
+    record(f"{'coordinator' if leads else 'node'}_s", (round(found_s, 2), round(took, 2)))
     assert found_s < FOUND_S * slack()
     assert took < STEP_S * slack()
     formed = run.events("epoch.formed")[-1]
-    assert old not in formed.fields["members"]
-    assert formed.fields["coordinator"] != old
+    assert node not in formed.fields["members"]
+    assert formed.fields["coordinator"] != node
+    run.until_steady(2)
     signal_all(pids, signal.SIGCONT)
     run.until_steady(3)

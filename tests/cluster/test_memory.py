@@ -9,31 +9,22 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from fault_matrix import leftovers
 from test_run import (
     HOLDFAST,
     arguments,
     holdfast,
     job,
     launched,
-    leftovers,
-    losses,
     summary_of,
     wait_for,
     wait_for_step,
 )
+from tiny_run import events, losses
 
 __all__ = ["job"]  # the fixture
 
 SHM = Path("/dev/shm")
-
-
-def events(run_dir, name):
-    lines = [
-        json.loads(line)
-        for path in (run_dir / "events").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    return sorted((e for e in lines if e["event"] == name), key=lambda e: e["t_unix"])
 
 
 def agents(run_dir):
@@ -66,7 +57,7 @@ def test_a_node_and_the_coordinator_die_and_no_committed_step_is_redone(job, tmp
     assert leftovers(run_dir) == []
     report = holdfast(*HOLDFAST, "report", str(run_dir))
     assert report.returncode == 0, report.stderr
-    assert "<svg" in (run_dir / "report.html").read_text()
+    assert "data:image/svg+xml;base64," in (run_dir / "report.html").read_text()
     plain = tmp_path / "plain"
     summary_of(holdfast(*arguments(job, plain, "--nodes", "1")))
     for step, loss in losses(plain).items():
@@ -98,7 +89,8 @@ def test_a_node_comes_back_and_growth_goes_through_memory(job, tmp_path):
     assert leftovers(run_dir) == []
 
 
-def test_a_node_lost_with_its_buddy_falls_back_to_storage_and_says_so(job, tmp_path):
+@pytest.mark.slow
+def test_a_node_lost_with_its_copy_falls_back_to_storage_and_says_so(job, tmp_path):
     """Both at once: what the one held and the copy of it are gone."""
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=60")
@@ -145,6 +137,7 @@ def test_a_worker_dies_and_memory_is_given_back(job, tmp_path):
     assert list(SHM.glob(f"holdfast-{run_id}-*")) == []
 
 
+@pytest.mark.slow
 def test_without_memory_storage_does(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--nodes", "2", "--fault", "kill-node:1@8")

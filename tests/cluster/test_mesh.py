@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.mesh import build_meshes
+from elastic_trainer.parallel.mesh import build_meshes
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train"])
@@ -56,7 +56,6 @@ def _groups(layout, monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
-        (ParallelLayout(dp=2), [{"dp_shard": [0, 1]}] * 2),
         (
             ParallelLayout(dp=4, dp_replicate=2),
             [
@@ -64,15 +63,6 @@ def _groups(layout, monkeypatch):
                 {"dp_replicate": [1, 3], "dp_shard": [0, 1]},
                 {"dp_replicate": [0, 2], "dp_shard": [2, 3]},
                 {"dp_replicate": [1, 3], "dp_shard": [2, 3]},
-            ],
-        ),
-        (
-            ParallelLayout(cp=2, tp=2),
-            [
-                {"cp": [0, 2], "tp": [0, 1]},
-                {"cp": [1, 3], "tp": [0, 1]},
-                {"cp": [0, 2], "tp": [2, 3]},
-                {"cp": [1, 3], "tp": [2, 3]},
             ],
         ),
         (
@@ -89,7 +79,7 @@ def _groups(layout, monkeypatch):
             ],
         ),
     ],
-    ids=str,
+    ids=["hsdp", "dp-pp-cp"],
 )
 def test_every_group_has_the_ranks_and_the_one_time_out(layout, expected, monkeypatch):
     answers = _groups(layout, monkeypatch)

@@ -29,19 +29,21 @@ SUBMIT = """\
 import sys
 from pathlib import Path
 from launcher.ops import permissions, run_dir as run_dirs
-from launcher.ops.submitting.keeping import keep_run, survey_run
+from launcher.ops.submitting.environment import describe, record_environment
+from launcher.ops.submitting.freeze import freeze_code, survey, use_code
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 from launcher.jobspec.reading import load_spec
 
 base, run_dir = Path(sys.argv[1]), Path(sys.argv[1]) / "runs" / "r"
 spec = load_spec(base / "job.yaml")
-found = survey_run(spec, base_dir=base, run_dir=run_dir)
+found = survey(spec, base_dir=base, run_dir=run_dir)
 with permissions.umask(spec.slurm.umask):
     permissions.make_run_dir(run_dir, group=spec.slurm.group)
     files = render_local(spec, plan(spec), run_id="r", run_dir=run_dir, base_dir=base)
     run_dirs.create(run_dir, files)
-    keep_run(run_dir, found)
+    use_code(run_dir, freeze_code(run_dir, found))
+    record_environment(run_dir, describe(venv=None, image=None))
     import os, subprocess
     command = [sys.executable, "-m", "launcher.cli.main", "run", "--resume", str(run_dir)]
     sys.exit(subprocess.run(command, cwd="/", env=os.environ).returncode)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.boards.board import BoardState
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState
 from elastic_trainer.events import Event
 from launcher import stop_request
 from launcher.jobspec.reading import parse_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.local.job import audit_ledger
+from launcher.ops.summary_file import audit_ledger
 from launcher.planning.search import plan
 from launcher.render.local import render_local
 
@@ -44,10 +44,10 @@ pytestmark = pytest.mark.timeout(300)
 class Pods:
     """The pods of one submission, by name; the run directory is made from their ConfigMap."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *sets: str) -> None:
         self.folder, self.run_dir = folder, folder / "claim" / "pods"
         (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
-        spec = parse_spec(JOB, "job.yaml", ())
+        spec = parse_spec(JOB, "job.yaml", sets)
         config = folder / "etc"
         config.mkdir()
         bundle = render_local(
@@ -180,6 +180,13 @@ def pods(tmp_path):
     found.close()
 
 
+@pytest.fixture
+def four_pods(tmp_path):
+    found = Pods(tmp_path, "cluster.nodes=4", "train.global_batch=12")
+    yield found
+    found.close()
+
+
 def first_step_of(pods: Pods, epoch: int) -> int:
     return min(e.step for e in pods.events("step.completed") if e.epoch == epoch and e.step)
 
@@ -194,34 +201,59 @@ def check_ledger(pods: Pods) -> None:
     assert (account.lost, account.repeated) == (0, 0), pods.story()
 
 
-def test_a_drained_pod_saves_goes_and_comes_back_whoever_coordinates(pods):
+@pytest.mark.parametrize("leads", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_drained_pod_saves_goes_and_comes_back_whoever_coordinates(pods, leads):
     pods.start("pods-0", "pods-1", "pods-2")
-    for leads in (False, True):
-        first = pods.until_steps(3)
-        leader = pods.events("epoch.formed")[-1].fields["coordinator"]
-        drained = next(name for name in sorted(pods.processes) if (name == leader) is leads)
-        before = pods.step()
-        assert pods.save(drained) == 0, pods.story()
-        assert pods.board().commits[-1].step >= before, "asked for now, and there"
-        assert pods.until_steps(3) == first, "the job has gone on"
+    first = pods.until_steps(3)
+    leader = pods.events("epoch.formed")[-1].fields["coordinator"]
+    drained = next(name for name in sorted(pods.processes) if (name == leader) is leads)
+    before = pods.step()
+    assert pods.save(drained) == 0, pods.story()
+    assert pods.board().commits[-1].step >= before, "asked for now, and there"
+    assert pods.until_steps(3) == first, "the job has gone on"
 
-        pods.processes[drained].send_signal(signal.SIGTERM)
-        begun, told = time.monotonic(), time.time()
-        assert pods.code(drained) == 143, "a controller starts it again"
-        second = pods.until_steps(2)
-        took = time.monotonic() - begun
-        assert second == first + 1, pods.story()
-        redone = last_step_before(pods, second) + 1 - first_step_of(pods, second)
-        assert redone == 0, "nothing is redone"
-        gone = [e for e in pods.events("member.left") if e.t_unix > told]
-        assert [e.fields["member"] for e in gone] == [drained]
-        lost = [e for e in pods.events("member.lost") if e.t_unix > told]
-        assert lost == [], f"no dead-man's time-out ({took:.1f} s)"
-        pods.start(drained)
+    pods.processes[drained].send_signal(signal.SIGTERM)
+    begun, told = time.monotonic(), time.time()
+    assert pods.code(drained) == 143, "a controller starts it again"
+    second = pods.until_steps(2)
+    took = time.monotonic() - begun
+    assert second == first + 1, pods.story()
+    redone = last_step_before(pods, second) + 1 - first_step_of(pods, second)
+    assert redone == 0, "nothing is redone"
+    gone = [e for e in pods.events("member.left") if e.t_unix > told]
+    assert [e.fields["member"] for e in gone] == [drained]
+    lost = [e for e in pods.events("member.lost") if e.t_unix > told]
+    assert lost == [], f"no dead-man's time-out ({took:.1f} s)"
+    pods.start(drained)
     pods.until_steps(3)
     check_ledger(pods)
 
 
+def test_two_neighbours_that_are_drained_together_lose_no_step(four_pods):
+    """Each part of the one is with itself and with the other: they serve it until it is copied."""
+    pods = four_pods
+    pods.start(*(f"pods-{i}" for i in range(4)))
+    first = pods.until_steps(4)
+    members = pods.events("epoch.formed")[-1].fields["members"]
+    leader = pods.events("epoch.formed")[-1].fields["coordinator"]
+    at = members.index(leader)  # it goes, and so does the node that keeps its copy
+    drained = [members[at], members[(at + 1) % 4]]
+    for name in drained:
+        pods.processes[name].send_signal(signal.SIGTERM)
+    assert [pods.code(name) for name in drained] == [143, 143]
+    second = pods.until_steps(2)
+    assert second == first + 1, pods.story()
+    assert last_step_before(pods, second) + 1 == first_step_of(pods, second), "nothing is redone"
+    assert pods.events("snapshot.unusable") == pods.events("checkpoint.restored") == []
+    assert [e.epoch for e in pods.events("snapshot.restored")] == [second]
+    served = pods.events("snapshot.served")
+    assert sorted((e.node, e.fields["freed"]) for e in served) == sorted(
+        (name, True) for name in drained
+    ), pods.story()
+    check_ledger(pods)
+
+
+@pytest.mark.slow
 def test_all_that_are_told_to_go_end_the_job_and_the_next_generation_goes_on(pods):
     left = ("pods-0", "pods-1")
     pods.start(*left, "pods-2")
@@ -268,6 +300,7 @@ def test_a_machine_with_two_pods_is_lost_and_no_step_is_redone(pods):
     check_ledger(pods)
 
 
+@pytest.mark.slow
 def test_a_coordinators_pod_made_anew_while_the_old_one_runs_waits_and_takes_its_place(pods):
     """As a PyTorchJob makes them: under the same name."""
     pods.start("pods-0", "pods-1", "pods-2")
@@ -291,13 +324,13 @@ def test_a_coordinators_pod_made_anew_while_the_old_one_runs_waits_and_takes_its
     check_ledger(pods)
 
 
-@pytest.mark.parametrize("leads", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_machine_that_was_put_out_takes_no_part_whatever_its_pods_are_called(pods, leads):
+@pytest.mark.slow
+def test_a_machine_that_was_put_out_takes_no_part_whatever_its_pods_are_called(pods):
     """Pods as a JobSet makes them: each that comes in place of one has another name."""
     pods.start(*(f"pods-node-0-{i}-aaaaa" for i in range(3)))
     pods.until_steps(3)
     leader = pods.events("epoch.formed")[-1].fields["coordinator"]
-    bad = next(name for name in sorted(pods.processes) if (name == leader) is leads)
+    bad = leader
     for _ in range(2):
         epoch = pods.until_steps(3, more=3)
         [worker] = [e for e in pods.events("worker.started") if (e.node, e.epoch) == (bad, epoch)]

@@ -33,9 +33,10 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("layout", "interleave"),
     [
-        (ParallelLayout(dp=2, tp=2), 1),
-        (ParallelLayout(cp=2, pp=2), 1),
-        (ParallelLayout(pp=2), 2),
+        (ParallelLayout(cp=2, pp=2, tp=2), 2),
+        pytest.param(ParallelLayout(dp=2, tp=2), 1, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(cp=2, pp=2), 1, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=2), 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )

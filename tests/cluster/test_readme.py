@@ -117,13 +117,6 @@ def test_every_command_of_the_readme_works_and_leaves_the_clone_clean(clone):
     assert clone.git("status", "--porcelain") == ""
 
 
-def test_the_repository_has_nothing_that_a_run_leaves():
-    tracked = subprocess.run(
-        ["git", "ls-files", "--cached"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert [name for name in tracked.stdout.splitlines() if name.endswith((".pt", ".log"))] == []
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_demo_leaves_the_clone_clean(clone):
@@ -140,6 +133,13 @@ def until(what, true, process, within_s=100.0):
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
     return found
+
+
+def ancestor_of(pid, ancestor):
+    """Return `ancestor` where process `pid` is it or comes from it, else the first process."""
+    while pid not in (ancestor, 1):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
 
 
 @pytest.mark.timeout(300)
@@ -161,7 +161,9 @@ def test_an_agent_is_killed_by_hand_and_no_other_runs(clone):
         until("steps", steps, run)
         (agent,) = [e["pid"] for e in events(folder, "agent.started") if e["node"] == "node1"]
         found = clone.run("bash", "-c", kill.replace("pkill -9", "pgrep"))
-        assert found.split() == [str(agent)]
+        # With what it has forked, which has its command line.
+        assert str(agent) in found.split()
+        assert {ancestor_of(int(pid), agent) for pid in found.split()} == {agent}
         clone.run("bash", "-c", kill)
         lost = until("a loss", lambda: events(folder, "member.lost"), run)[0]
         assert lost["member"] == "node1"

@@ -13,6 +13,7 @@ from exactness import Case, cases
 from reshard_world import prove, read_all, read_memories, write, write_memory
 
 from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.agent.wire.secret import KEY_BYTES
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.snapshots.image import PAGE
 from elastic_trainer.snapshots.peer import Peer
@@ -47,8 +48,15 @@ def every_pair(chosen, scratch):
     return wrong
 
 
-def test_any_layout_reads_what_any_other_wrote(tmp_path):
-    assert every_pair(SAMPLE, tmp_path) == {}
+FEW = SAMPLE[2:6]
+"""Every axis, and the interleaved schedule."""
+
+
+@pytest.mark.parametrize(
+    "chosen", [FEW, pytest.param(SAMPLE, marks=pytest.mark.slow)], ids=["few", "sample"]
+)
+def test_any_layout_reads_what_any_other_wrote(chosen, tmp_path):
+    assert every_pair(chosen, tmp_path) == {}
 
 
 def every_pair_in_memory(chosen, scratch, all_know):
@@ -62,7 +70,12 @@ def every_pair_in_memory(chosen, scratch, all_know):
             for i in range(num_nodes):
                 (root / f"node{i}").mkdir(parents=True)
                 keepers.append(
-                    Keeper(root / f"node{i}", "127.0.0.1", authenticate=prove(server=True))
+                    Keeper(
+                        root / f"node{i}",
+                        "127.0.0.1",
+                        authenticate=prove(server=True),
+                        key=bytes(KEY_BYTES),
+                    )
                 )
                 keepers[-1].start()
                 stack.callback(keepers[-1].close)
@@ -97,7 +110,11 @@ def damage_what_is_there_twice(root):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "all_know"), [(SAMPLE, 64), (SAMPLE[1:6], 0)], ids=["few ranks", "as with many"]
+    ("chosen", "all_know"),
+    [
+        pytest.param(SAMPLE, 64, marks=pytest.mark.slow, id="few ranks"),
+        pytest.param(FEW, 0, id="as with many"),
+    ],
 )
 def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(
     chosen, all_know, tmp_path
@@ -105,10 +122,17 @@ def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(
     assert every_pair_in_memory(chosen, tmp_path, all_know) == {}
 
 
-@pytest.mark.slow  # about 10,000 ordered pairs
-@pytest.mark.timeout(4 * 3600)
-def test_every_ordered_pair_of_legal_layouts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(14, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        # About 10,000 ordered pairs.
+        pytest.param(None, marks=[pytest.mark.exhaustive, pytest.mark.timeout(4 * 3600)]),
+    ],
+)
+def test_every_ordered_pair_of_legal_layouts(number, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_world, "DEADLINE_S", 3600.0)
-    chosen = list(cases())
-    assert len(chosen) > 90
+    every = list(cases())
+    assert len(every) > 90
+    chosen = every if number is None else [*SAMPLE, *random.Random(7).sample(every, number - 8)]
     assert every_pair(chosen, tmp_path) == {}

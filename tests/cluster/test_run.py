@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fault_matrix import leftovers
+from tiny_run import losses
 
 ROOT = Path(__file__).parents[2]
 HOLDFAST = [sys.executable, "-m", "launcher.cli.main"]
@@ -84,19 +85,6 @@ elastic: {min_nodes: 1, hang_ceiling_s: 40, start_ceiling_s: 80, join_timeout_s:
 """
 
 
-def leftovers(run_dir):
-    """Processes that name the run directory in their environment or command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if str(run_dir).encode() in text and path.name != str(os.getpid()):
-            found.append(path.name)
-    return found
-
-
 def wait_for(run_dir, name, wanted, process, seconds=45):
     """Return the first event `name` that is `wanted`; the run must go on until it comes."""
     deadline = time.monotonic() + seconds
@@ -115,6 +103,7 @@ def wait_for_step(run_dir, step, process):
     return wait_for(run_dir, "step.completed", lambda event: event["step"] >= step, process)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_pipeline_loses_a_node_goes_on_without_one_and_returns(job, tmp_path):
     job.write_text(PIPELINE)
@@ -146,62 +135,45 @@ def test_a_pipeline_loses_a_node_goes_on_without_one_and_returns(job, tmp_path):
     assert max(losses(plain)) == grown_at + 5
 
 
-def losses(run_dir):
-    """Step -> loss of its last execution."""
-    lines = [
-        json.loads(line)
-        for path in (run_dir / "events").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    done = [event for event in lines if event["event"] == "step.completed"]
-    done.sort(key=lambda event: (event["step"], event["epoch"]))
-    return {event["step"]: event["loss"] for event in done}
-
-
-def test_ctrl_c_saves_and_resume_goes_on(job, tmp_path):
+@pytest.mark.timeout(240)
+def test_after_ctrl_c_and_after_the_launchers_death_the_run_goes_on(job, tmp_path):
     run_dir = tmp_path / "run"
     args = arguments(job, run_dir, "--set", "train.steps=100000", "--nodes", "1")
     with launched(args) as process:
         wait_for_step(run_dir, 7, process)
-        second = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
+        second = holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json")
         assert second.returncode == 2
-        assert "has a live job already" in second.stderr
+        assert [p["code"] for p in json.loads(second.stdout)["problems"]] == ["HF615"]
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "saved at step" in err
     assert f"holdfast run --resume {run_dir}" in err
-    saved = int(err.rsplit("saved at step ", 1)[1].split(";")[0])
+    saved = json.loads(out)["steps"]
     assert saved >= 7
     assert leftovers(run_dir) == []
 
-    config = run_dir / "job.rendered.json"  # a shorter run, so that the test ends
-    config.write_text(config.read_text().replace('"steps": 100000', f'"steps": {saved + 5}'))
-    done = holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "2", "--json")
-    summary = summary_of(done)
-    assert summary["attempts"] == 2
-    assert summary["steps"] == saved + 5
-    assert summary["steps_redone"] == 0
-    again = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
-    assert again.returncode == 0
-    assert "nothing to do" in again.stdout
-
-
-def test_a_killed_launcher_leaves_nothing_and_the_run_can_go_on(job, tmp_path):
-    run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--nodes", "2", "--set", "train.steps=60")
-    with launched(args) as process:
-        wait_for_step(run_dir, 11, process)
+    resume = [*HOLDFAST, "run", "--resume", str(run_dir), "--json"]
+    with launched([*resume, "--nodes", "2"]) as process:
+        checkpoint = wait_for(
+            run_dir, "checkpoint.committed", lambda event: event["step"] > saved, process
+        )
         process.kill()
         process.wait()
         deadline = time.monotonic() + 10
         while leftovers(run_dir):
             assert time.monotonic() < deadline, leftovers(run_dir)
             time.sleep(0.02)
-    again = [*HOLDFAST, "run", "--resume", str(run_dir), "--nodes", "1", "--json"]
-    summary = summary_of(holdfast(*again))
-    assert summary["steps"] == 60
+
+    config = run_dir / "job.rendered.json"  # a shorter run, so that the test ends
+    steps = checkpoint["step"] + 20
+    config.write_text(config.read_text().replace('"steps": 100000', f'"steps": {steps}'))
+    summary = summary_of(holdfast(*resume, "--nodes", "1"))
+    assert (summary["state"], summary["steps"], summary["attempts"]) == ("finished", steps, 3)
+    assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)
     assert leftovers(run_dir) == []
+    again = holdfast(*HOLDFAST, "run", "--resume", str(run_dir))
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout
 
 
 def test_all_nodes_die(job, tmp_path):
@@ -214,24 +186,13 @@ def test_all_nodes_die(job, tmp_path):
     assert leftovers(run_dir) == []
 
 
-def test_a_parked_job_says_so_and_goes_on_with_the_returned_node(job, tmp_path):
-    run_dir = tmp_path / "run"
-    args = arguments(job, run_dir, "--nodes", "2", "--set", "elastic.min_nodes=2")
-    result = holdfast(*args, "--fault", "kill-node:1@4", "--fault", "return-node@20")
-    summary = summary_of(result)
-    assert "parked" in result.stderr
-    assert summary["steps"] == 24
-
-
 def test_the_users_mistakes_cost_nothing(job, tmp_path):
     for more in (
         ["--set", "data.path=gone.txt"],
         ["--nodes", "2", "--fault", "kill-node:2@3"],
-        ["--nodes", "1", "--set", "elastic.min_nodes=2"],
-        ["--set", "train.global_batch=2"],
         ["--set", "checkpoint.dir=/dev/null/x"],
     ):
         result = holdfast(*arguments(job, tmp_path / "run", *more))
         assert result.returncode == 2, (more, result.stderr)
-        assert json.loads(result.stdout)["problems"][0]["message"]
+        assert json.loads(result.stdout)["problems"][0]["code"]
         assert not (tmp_path / "run").exists()

@@ -6,10 +6,11 @@ import json
 import shutil
 
 import pytest
-from test_run import HOLDFAST, arguments, holdfast, losses, summary_of
+from test_run import HOLDFAST, arguments, holdfast, summary_of
+from tiny_run import events, losses
 
 from elastic_trainer.config import OptimizerConfig
-from elastic_trainer.optimizer import learning_rate
+from elastic_trainer.training.optimizer import learning_rate
 
 JOB = """\
 name: tiny
@@ -44,17 +45,7 @@ def test_a_run_goes_on_where_another_was(folder, tmp_path):
         assert loss == pytest.approx(theirs[step], rel=2e-6), step
 
 
-def events(run_dir, name):
-    """Return the events `name` of a run in the order of their epochs."""
-    lines = [
-        json.loads(line)
-        for path in (run_dir / "events").glob("*.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    found = [line for line in lines if line["event"] == name]
-    return sorted(found, key=lambda event: (event["epoch"], event["step"] or 0))
-
-
+@pytest.mark.slow
 def test_another_learning_rate_from_the_next_step_on_through_two_failures(folder, tmp_path):
     """Before the run has a checkpoint of its own it starts from the other's again."""
     source, run_dir = folder / "first", tmp_path / "run"
@@ -114,14 +105,23 @@ def test_list_and_verify_a_run_and_find_a_flipped_bit(folder, tmp_path):
     ]
 
 
-def test_a_checkpoint_directory_of_another_run_is_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("sets", "codes"),
+    [
+        (["checkpoint.dir={folder}/first/checkpoints"], ["HF207"]),
+        (["train.seed=1", "train.steps=6"], ["HF633", "HF633"]),
+    ],
+)
+def test_what_may_not_be_is_refused_before_anything_starts(folder, tmp_path, sets, codes):
     more = ["--from", f"{folder / 'first'}@6"]
-    more += ["--set", f"checkpoint.dir={folder / 'first' / 'checkpoints'}"]
+    more += [word for text in sets for word in ("--set", text.format(folder=folder))]
     result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
-    assert (result.returncode, json.loads(result.stdout)["problems"][0]["code"]) == (2, "HF207")
+    found = [problem["code"] for problem in json.loads(result.stdout)["problems"]]
+    assert (result.returncode, found) == (2, codes)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_start_is_no_start_from_nothing(folder, tmp_path):
     copied(folder, tmp_path)
     (damaged,) = (tmp_path / "first" / "checkpoints").glob("step-000000006*/__0_0.distcp")
@@ -133,20 +133,13 @@ def test_a_damaged_start_is_no_start_from_nothing(folder, tmp_path):
     assert losses(tmp_path / "run") == {}
 
 
+@pytest.mark.slow
 def test_another_corpus_is_refused(folder, tmp_path):
     (tmp_path / "text.txt").write_text("something else " * 900)
     more = ["--from", f"{folder / 'first'}@6", "--set", f"data.path={tmp_path / 'text.txt'}"]
     result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
     assert result.returncode == 2
     assert "HF706" in result.stderr
-
-
-def test_what_may_not_differ_is_refused_before_anything_starts(folder, tmp_path):
-    more = ["--from", f"{folder / 'first'}@6", "--set", "train.seed=1", "--set", "train.steps=6"]
-    result = holdfast(*arguments(folder / "job.yaml", tmp_path / "run", *more))
-    assert result.returncode == 2
-    assert [p["code"] for p in json.loads(result.stdout)["problems"]] == ["HF633", "HF633"]
-    assert not (tmp_path / "run").exists()
 
 
 def test_out_to_hugging_face_and_back_is_bitwise(folder, tmp_path):

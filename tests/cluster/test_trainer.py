@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from harness import Run, make_config
 
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
@@ -135,6 +136,9 @@ def test_a_finished_job_started_again_has_nothing_to_do(tmp_path):
     finished = run.events("trainer.finished")
     assert [e.step for e in finished] == [3, 3]
     assert finished[0].fields["loss"] == run.curve()[3]
+    # Nothing draws from the generator, and its state is saved as the seed makes it.
+    seeded = torch.Generator().manual_seed(run.config.train.seed).get_state()
+    assert torch.equal(tensors["trainer.rng"], seeded)
     exact(run, 3)
 
 

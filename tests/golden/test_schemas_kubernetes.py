@@ -17,14 +17,15 @@ import pytest
 import yaml
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # not ours to mend
+    warnings.simplefilter("ignore")  # not ours to fix
     import kubernetes_validate
     from kubeflow_trainer_api import models as trainer_models
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "kubernetes"
+SHOWN = ROOT / "manifests" / "examples"
 CRDS = Path(os.environ.get("HOLDFAST_CRDS") or ROOT.parent / "shared" / "data" / "crds")
-FILES = sorted(FOLDER.glob("*.yaml"))
+FILES = [*sorted(FOLDER.glob("*.yaml")), *sorted(SHOWN.glob("llama3-8b-*.yaml"))]
 CORE = "1.33"
 """Of kubernetes-validate's schemas: the first with all that is used switched on."""
 NAMES = {
@@ -77,13 +78,6 @@ def test_jobs_are_those_of_the_api_server(documents):
             alone = {"apiVersion": "batch/v1", "kind": "Job", **copy.deepcopy(job["template"])}
             alone["metadata"]["name"] = "one"
             kubernetes_validate.validate(alone, CORE, strict=True)
-
-
-def test_a_slip_would_be_seen():
-    spec = {"containers": [], "terminationGracePeriod": 5}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
-    with pytest.raises(Exception, match="terminationGracePeriod"):
-        kubernetes_validate.validate(pod, CORE, strict=True)
 
 
 def test_typed_models_take_all_of_it(documents):
@@ -141,15 +135,3 @@ def test_the_crds_take_all_of_it(documents):
             jsonschema.validate(each, crd(each["kind"]))
         if each["kind"] == "TrainingRuntime":  # its own CRD holds the same JobSet
             jsonschema.validate(jobset_spec(each), crd("JobSet")["properties"]["spec"])
-
-
-@pytest.mark.parametrize("kind", NAMES)
-def test_the_crds_would_see_a_slip(kind):
-    document = {
-        "apiVersion": "v1",
-        "kind": kind,
-        "metadata": {"name": "a"},
-        "spec": {"suspended": 1},
-    }
-    with pytest.raises(jsonschema.ValidationError, match=r"suspended|required"):
-        jsonschema.validate(document, crd(kind))

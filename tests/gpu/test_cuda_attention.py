@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.context_parallel import _attend
 from elastic_trainer.model import CausalAttention
+from elastic_trainer.parallel.context import _attend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,4 @@
-"""A cluster as tests see it: the stand-in of this machine, or a real one. Only plain API calls.
-
-What a real cluster cannot do on request (lose a node, answer 503) skips the test there.
-"""
+"""A Kubernetes cluster as tests see it: a namespace of their own, and plain API calls."""
 
 from __future__ import annotations
 
@@ -13,25 +10,18 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
-from api_faults import Fault
-from api_resources import BY_KIND, RESOURCES
 from kubernetes import client, config
 from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
-from standin import StandIn
 
-KINDS = {
-    "pytorchjob": "pytorchjobs.kubeflow.org",
-    "jobset": "jobsets.jobset.x-k8s.io",
-    "trainjob": "trainjobs.trainer.kubeflow.org",
-    "queue": "localqueues.kueue.x-k8s.io",
-}
-_GONE_S = 60.0
+KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
+_GONE_S = 180.0
 _T = TypeVar("_T")
 
 
@@ -49,7 +39,6 @@ class Cluster:
     Args:
         kubeconfig: file whose current context is an administrator's.
         image: an image with Python and this project.
-        standin: the stand-in, None where the cluster is a real one.
         folder: for files of the test.
         storage_class: for the claim, None: the cluster's default.
         shared: a folder that all nodes and this machine have; the claim is a folder in it.
@@ -60,7 +49,6 @@ class Cluster:
         kubeconfig: Path,
         image: str,
         *,
-        standin: StandIn | None,
         folder: Path,
         storage_class: str | None = None,
         shared: Path | None = None,
@@ -68,14 +56,12 @@ class Cluster:
         self.kubeconfig, self.image = kubeconfig, image
         self.namespace = f"hf-{uuid.uuid4().hex[:8]}"
         self.claim = "storage"
-        self._standin, self._folder = standin, folder
+        self._folder = folder
         self._storage_class, self._shared = storage_class, shared
         self._down: list[str] = []
         self.api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
-        self._dynamic = DynamicClient(self.api, discoverer=lambda *_: None)
+        self._dynamic = DynamicClient(self.api)
         self.core = client.CoreV1Api(self.api)
-        self.batch = client.BatchV1Api(self.api)
-        self.custom = client.CustomObjectsApi(self.api)
         self.rbac = client.RbacAuthorizationV1Api(self.api)
 
     def set_up(self) -> None:
@@ -100,11 +86,7 @@ class Cluster:
             self.wait("the claim's volume", self._is_bound)
 
     def clear(self) -> None:
-        """Remove the namespace and all in it; bring back nodes, kinds and manners."""
-        if self._standin is not None:
-            self._standin.server.faults.clear()
-            for node in self._standin.nodes:
-                self._standin.kubelets.come_back(node)
+        """Remove the namespace and all in it; bring back nodes."""
         for node in list(self._down):
             self.restore(node)
         try:
@@ -124,62 +106,39 @@ class Cluster:
         return {**os.environ, "KUBECONFIG": str(self.kubeconfig), **more}
 
     @property
-    def is_real(self) -> bool:
-        """Whether it is no stand-in."""
-        return self._standin is None
-
-    @property
     def storage(self) -> Path:
         """The claim's folder on this machine; skips where it is not mounted here."""
-        if self._shared is not None:
-            return self._shared / self.namespace
-        standin = self._only_here("HOLDFAST_TEST_SHARED_DIR: the claim is not mounted here")
-        path = standin.claims / self.namespace / self.claim
-        path.mkdir(parents=True, exist_ok=True)
-        path.chmod(0o777)
-        return path
+        if self._shared is None:
+            pytest.skip("HOLDFAST_TEST_SHARED_DIR: the claim is not mounted here")
+        return self._shared / self.namespace
 
     def need(self, kind: str) -> None:
-        """Skip where a kind (pytorchjob, jobset, trainjob, queue) is not installed."""
-        name = KINDS[kind]
-        definitions = client.ApiextensionsV1Api(self.api).list_custom_resource_definition().items
-        if all(definition.metadata.name != name for definition in definitions):
-            pytest.skip(f"{name} is not installed in this cluster")
+        """Skip where a kind (pytorchjob, jobset, trainjob) is not installed."""
+        try:
+            self._dynamic.resources.get(name=KINDS[kind])
+        except ResourceNotFoundError:
+            pytest.skip(f"{KINDS[kind]} are not installed in this cluster")
 
     # Objects
 
     def create(self, obj: dict[str, Any], **query: str) -> dict[str, Any]:
         """Create an object of any kind in this namespace."""
-        return self._call("POST", self._path(obj), obj, **query)
+        resource = self._dynamic.resources.get(api_version=obj["apiVersion"], kind=obj["kind"])
+        made = resource.create(obj, namespace=self.namespace, query_params=list(query.items()))
+        return dict(made.to_dict())
 
-    def read(self, kind: str, name: str) -> dict[str, Any]:
+    def read(self, plural: str, name: str) -> dict[str, Any]:
         """Return an object by plural and name, as `pytorchjobs` and `j`."""
-        return self._call("GET", f"{self._folder_of(kind)}/{name}", None)
+        return dict(self._of(plural).get(name=name, namespace=self.namespace).to_dict())
 
-    def list(self, kind: str, **query: str) -> list[dict[str, Any]]:
+    def list(self, plural: str) -> list[dict[str, Any]]:
         """Return the objects of a kind in this namespace."""
-        return list(self._call("GET", self._folder_of(kind), None, **query)["items"])
+        return list(self._of(plural).get(namespace=self.namespace).to_dict()["items"])
 
-    def patch(self, kind: str, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Merge into an object."""
-        return self._call("PATCH", f"{self._folder_of(kind)}/{name}", body)
-
-    def delete(self, kind: str, name: str, **query: str) -> None:
-        """Delete an object."""
-        self._call("DELETE", f"{self._folder_of(kind)}/{name}", None, **query)
-
-    def condition(self, kind: str, name: str) -> set[str]:
-        """Return the types of the true conditions of an object."""
-        rows = self.read(kind, name).get("status", {}).get("conditions", [])
-        return {row["type"] for row in rows if row["status"] == "True"}
-
-    def wait_condition(self, kind: str, name: str, *types: str, timeout_s: float = 60.0) -> None:
-        """Wait until one of these conditions is true."""
-        self.wait(
-            f"{kind} {name} {'/'.join(types)}",
-            lambda: self.condition(kind, name) & set(types),
-            timeout_s=timeout_s,
-        )
+    def delete(self, plural: str, name: str, *, foreground: bool = False) -> None:
+        """Delete an object, and what belongs to it before or after it."""
+        body = {"propagationPolicy": "Foreground" if foreground else "Background"}
+        self._of(plural).delete(name=name, namespace=self.namespace, body=body)
 
     # Pods
 
@@ -200,11 +159,6 @@ class Cluster:
 
         return self.wait(f"pod {name} {'/'.join(phases)}", look, timeout_s=timeout_s)
 
-    def wait_gone(self, name: str, timeout_s: float = 60.0) -> None:
-        """Wait until a pod is no more."""
-        names = lambda: {pod.metadata.name for pod in self.pods()}  # noqa: E731
-        self.wait(f"the end of pod {name}", lambda: name not in names(), timeout_s=timeout_s)
-
     def kill_pod(self, name: str) -> None:
         """Delete a pod by force; its processes are killed."""
         self.core.delete_namespaced_pod(name, self.namespace, grace_period_seconds=0)
@@ -218,20 +172,6 @@ class Cluster:
             return answer.data.decode()
         finally:
             answer.release_conn()
-
-    def wait_log(self, name: str, text: str, timeout_s: float = 60.0) -> str:
-        """Wait until a pod's log has a text; return the log."""
-
-        def look() -> str | None:
-            try:
-                log = self.log(name)
-            except client.ApiException as error:
-                if error.status not in {400, 404}:
-                    raise
-                return None
-            return log if text in log else None
-
-        return self.wait(f"{text!r} in the log of {name}", look, timeout_s=timeout_s)
 
     def run(self, name: str, *command: str) -> Ran:
         """Run a command in a pod's container."""
@@ -267,34 +207,23 @@ class Cluster:
         """Return the names of all nodes."""
         return sorted(node.metadata.name for node in self.core.list_node().items)
 
+    def cores(self) -> float:
+        """Return how many cores the largest node offers to pods."""
+        found = [node.status.allocatable["cpu"] for node in self.core.list_node().items]
+        return max(int(n[:-1]) / 1000 if n.endswith("m") else float(n) for n in found)
+
     def power_off(self, node: str) -> None:
         """Take a node's power: it goes NotReady, its pods stay Terminating."""
-        if not self._strike("HOLDFAST_TEST_NODE_DOWN", node):
-            self._only_here("").kubelets.power_off(node)
-
-    def silence(self, node: str) -> None:
-        """Stop a node's kubelet: it goes NotReady, its processes go on."""
-        if not self._strike("HOLDFAST_TEST_NODE_CUT", node):
-            self._only_here("").kubelets.go_silent(node)
+        for name in ("HOLDFAST_TEST_NODE_DOWN", "HOLDFAST_TEST_NODE_UP"):
+            if not os.environ.get(name):
+                pytest.skip(f"{name} names no command for what a node is to suffer")
+        self._down.append(node)
+        self._command("HOLDFAST_TEST_NODE_DOWN", node)
 
     def restore(self, node: str) -> None:
         """Bring a node back."""
-        if self._standin is not None:
-            self._standin.kubelets.come_back(node)
-        elif node in self._down:
-            self._command("HOLDFAST_TEST_NODE_UP", node)
-            self._down.remove(node)
-
-    def _strike(self, name: str, node: str) -> bool:
-        """Take a real node by the command in a variable, if there is one; skip where it lacks."""
-        if self._standin is not None:
-            return False
-        for needed in (name, "HOLDFAST_TEST_NODE_UP"):
-            if not os.environ.get(needed):
-                pytest.skip(f"{needed} names no command for what a node is to suffer")
-        self._down.append(node)
-        self._command(name, node)
-        return True
+        self._command("HOLDFAST_TEST_NODE_UP", node)
+        self._down.remove(node)
 
     def _command(self, name: str, node: str) -> None:
         words = [word.format(node=node) for word in shlex.split(os.environ[name])]
@@ -308,35 +237,6 @@ class Cluster:
             return any(row.type == "Ready" and row.status == "True" for row in rows) == ready
 
         self.wait(f"node {node} ready: {ready}", look, timeout_s=timeout_s)
-
-    # The server's manners
-
-    def fault(self, **what: Any) -> None:
-        """Order an error of the server (api_faults.Fault)."""
-        self._only_here("a real server makes its own errors").server.faults.add(Fault(**what))
-
-    def asked(self) -> list[str]:
-        """Return what the server was asked so far, as `create pods NAME`."""
-        return list(self._only_here("a real server does not tell").server.faults.asked)
-
-    def drop_connections(self) -> None:
-        """Break all connections of the server, watches among them."""
-        self._only_here("a real server's connections stay").server.drop_connections()
-
-    def forget_changes(self) -> None:
-        """Make the server forget: watches from any older version get 410."""
-        self._only_here("a real server forgets on its own").store.compact()
-
-    @contextlib.contextmanager
-    def without(self, kind: str) -> Iterator[None]:
-        """Let a kind (pytorchjob, jobset, trainjob, queue) not be installed for a while."""
-        standin = self._only_here("a real cluster's kinds stay")
-        definitions = client.ApiextensionsV1Api(self.api)
-        definitions.delete_custom_resource_definition(KINDS[kind])
-        try:
-            yield
-        finally:
-            standin.install(KINDS[kind])
 
     def kubeconfig_for(self, *rules: dict[str, Any], name: str = "limited") -> Path:
         """Return a kubeconfig of a new service account that a Role with these rules binds."""
@@ -397,11 +297,6 @@ class Cluster:
         claims = self.core.list_namespaced_persistent_volume_claim(self.namespace).items
         return any(claim.status.phase == "Bound" for claim in claims)
 
-    def _only_here(self, why: str) -> StandIn:
-        if self._standin is None:
-            pytest.skip(why)
-        return self._standin
-
     def _delete_jobs(self) -> None:
         """Delete the jobs, and wait for the Jobs that operators have made of them.
 
@@ -409,10 +304,12 @@ class Cluster:
         backoffLimitPerIndex keeps a failed pod until it has made another, which is forbidden there.
         """
         for kind in ("pytorchjobs", "trainjobs", "jobsets", "jobs"):
-            with contextlib.suppress(client.ApiException):  # the kind may not be installed
+            with contextlib.suppress(
+                client.ApiException, ResourceNotFoundError
+            ):  # the kind may not be installed
                 for job in self.list(kind):
                     with contextlib.suppress(client.ApiException):  # its owner may be gone by now
-                        self.delete(kind, job["metadata"]["name"], propagationPolicy="Background")
+                        self.delete(kind, job["metadata"]["name"])
         self.wait("the end of the jobs", lambda: not self.list("jobs"), timeout_s=_GONE_S)
 
     def _is_gone(self) -> bool:
@@ -436,31 +333,13 @@ class Cluster:
         path.chmod(0o600)
         return path
 
-    def _path(self, obj: dict[str, Any]) -> str:
-        resource = BY_KIND[obj["apiVersion"], obj["kind"]]
-        return self._folder_of(resource.plural)
-
-    def _folder_of(self, plural: str) -> str:
-        resource = next(r for r in RESOURCES if r.plural == plural)
-        start = f"/apis/{resource.group}" if resource.group else "/api"
-        space = f"/namespaces/{self.namespace}" if resource.namespaced else ""
-        return f"{start}/{resource.version}{space}/{plural}"
-
-    def _call(self, method: str, path: str, body: Any, **query: str) -> Any:
-        answer = self._dynamic.request(
-            method,
-            path,
-            body=body,
-            query_params=list(query.items()),
-            content_type="application/merge-patch+json" if method == "PATCH" else None,
-            serialize=False,
-        )
-        return json.loads(answer.data)
+    def _of(self, plural: str) -> Any:
+        return self._dynamic.resources.get(name=plural)
 
     def _told(self) -> str:
         rows = []
         for kind in ("pytorchjobs", "trainjobs", "jobsets", "jobs"):
-            with contextlib.suppress(client.ApiException):
+            with contextlib.suppress(client.ApiException, ResourceNotFoundError):
                 rows += [f"--- {kind} {job.get('status')}" for job in self.list(kind)]
         for pod in self.pods():
             name = pod.metadata.name

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from k8s_cluster import Cluster
-from ruamel.yaml import YAML
+import yaml
+from k8s_cluster import KINDS, Cluster
 
-from elastic_trainer.agent.boards.board import BoardState
+from elastic_trainer.board.state import BoardState
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import EVENTS
 from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.jobspec.reading import parse_spec
-from launcher.ops.local.job import audit_ledger
+from launcher.ops.summary_file import audit_ledger
 from launcher.planning.search import plan
 from launcher.render.kubernetes_names import RUN_LABEL, board_name, job_name
 from launcher.targets import target_named
@@ -36,7 +36,6 @@ kubernetes: {{namespace: {namespace}, image: {image!r}, claim: {claim}, mount: /
              shm: 512Mi, board: {board}}}
 env: {{variables: {{OMP_NUM_THREADS: '1'}}}}
 """
-PLURALS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
 TOLD = ("agent.started", "agent.exit", "coordinator.elected", "save.asked", "worker.exit")
 _PLAIN = {"v", "t_unix", "t_mono", "node", "rank", "event"}
 WAIT_S = 240.0
@@ -91,7 +90,7 @@ class K8sRun:
         self.config = TrainConfig.from_json(bundle["job.json"])
         self.path = cluster.storage / "tiny"
         self.name = job_name("tiny")
-        for document in YAML(typ="safe").load_all(bundle["manifests.yaml"]):
+        for document in yaml.safe_load_all(bundle["manifests.yaml"]):
             cluster.create(document)
 
     # -- pods -------------------------------------------------------------------------------
@@ -115,13 +114,15 @@ class K8sRun:
 
     def ended(self, *conditions: str) -> None:
         """Wait until the job has ended with one of these conditions."""
-        self.cluster.wait_condition(PLURALS[self.kind], self.name, *conditions, timeout_s=WAIT_S)
+        self.cluster.wait(
+            f"{self.kind} {self.name} {'/'.join(conditions)}",
+            lambda: self.conditions() & set(conditions),
+            timeout_s=WAIT_S,
+        )
 
     def conditions(self) -> set[str]:
-        return self.cluster.condition(PLURALS[self.kind], self.name)
-
-    def delete(self) -> None:
-        self.cluster.delete(PLURALS[self.kind], self.name)
+        status = self.cluster.read(KINDS[self.kind], self.name).get("status", {})
+        return {row["type"] for row in status.get("conditions", []) if row["status"] == "True"}
 
     # -- the record -------------------------------------------------------------------------
 

@@ -19,31 +19,22 @@ DONE = ("Succeeded", "Completed", "Complete")
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("kind", ONE_KIND)
-def test_a_run_trains_and_its_job_succeeds(cluster: Cluster, kind: str) -> None:
-    run = K8sRun(cluster, kind, steps=16, every=8)
+def test_a_run_trains_without_rights_on_a_root_that_cannot_be_written(cluster: Cluster) -> None:
+    wishes = "run_as_user=12345 run_as_group=12345 fs_group=12345 non_root=true read_only_root=true"
+    sets = tuple(f"kubernetes.security.{wish}" for wish in wishes.split())
+    run = K8sRun(cluster, "jobset", steps=16, every=8, sets=sets)
     run.ended(*DONE)
+    assert {path.stat().st_uid for path in [run.path, *run.path.rglob("*")]} == {12345}
     assert run.step() == 16
     run.check_ledger()
     state = run.board()
-    assert state.finished
-    assert state.commits[-1].step == 16
+    assert (state.finished, state.commits[-1].step) == (True, 16)
     started = run.events("agent.started")
     members = run.events("epoch.formed")[-1]["members"]
     assert {event["node"] for event in started} >= set(members), "called as their pods"
     assert {event["host"] for event in started} <= set(cluster.nodes()), "on nodes of the cluster"
     assert len({event["address"] for event in started}) == 2
     assert [event["code"] for event in run.events("run.ended")] == [0]
-
-
-def test_a_run_trains_without_rights_on_a_root_that_cannot_be_written(cluster: Cluster) -> None:
-    wishes = "run_as_user=12345 run_as_group=12345 fs_group=12345 non_root=true read_only_root=true"
-    sets = tuple(f"kubernetes.security.{wish}" for wish in wishes.split())
-    run = K8sRun(cluster, "jobset", steps=8, every=4, sets=sets)
-    run.ended(*DONE)
-    assert run.step() == 8
-    assert run.board().commits[-1].step == 8
-    assert {path.stat().st_uid for path in [run.path, *run.path.rglob("*")]} == {12345}
 
 
 @pytest.mark.parametrize("kind", ONE_KIND)  # a JobSet makes the coordinator anew, below
@@ -176,7 +167,7 @@ def test_no_pod_takes_part_on_a_machine_that_was_put_out(cluster: Cluster, kind:
     if run.node_of(fresh) == machine:  # the scheduler knows of nothing
         refused = run.until("a refusal", lambda: run.events("member.refused"))[-1]
         assert (refused["member"], refused["host"]) == (fresh, machine)
-        assert f"{machine} was put out of the job" in refused["reason"]
+        assert machine in refused["reason"]
         cluster.core.patch_node(machine, {"spec": {"unschedulable": True}})  # kubectl cordon
         run.drain(fresh)
     last = run.until_steps(2, after=epoch["epoch"])
@@ -198,33 +189,3 @@ def _scheduled(run: K8sRun, before: dict[str, str]) -> str | None:
     """Return a pod that is newer than `before` and has a node."""
     fresh = [name for name, uid in run.pods().items() if uid not in before.values()]
     return next((name for name in fresh if run.cluster.pod(name).spec.node_name), None)
-
-
-@pytest.mark.parametrize("kind", ONE_KIND)
-def test_a_job_that_would_fail_again_ends(cluster: Cluster, kind: str) -> None:
-    run = K8sRun(cluster, kind, sets=("data.path=/holdfast/none.txt",))
-    run.ended("Failed")
-    assert run.board().ended.code == 93
-    assert {event["code"] for event in run.events("run.ended")} == {93}
-    run.until("the end of the pods", lambda: not run.pods())
-
-
-@pytest.mark.slow
-def test_a_deleted_job_saves_and_goes_on_where_it_was_when_it_is_made_again(
-    cluster: Cluster,
-) -> None:
-    run = K8sRun(cluster, "jobset", every=1_000_000)
-    run.until_steps(2, more=20)
-    asked = run.step()
-    document = cluster.read("jobsets", run.name)
-    run.delete()
-    run.until("the end of the pods", lambda: not cluster.pods())
-    state, done = run.board(), run.step()
-    assert state.commits, run.story()
-    assert state.commits[-1].step >= asked, "saved when it was told to go"
-    for key in ("resourceVersion", "uid", "creationTimestamp", "generation", "managedFields"):
-        document["metadata"].pop(key, None)
-    document.pop("status", None)
-    cluster.create(document)
-    run.until("further steps", lambda: run.step() > done + 5)
-    run.check_ledger()

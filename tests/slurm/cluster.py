@@ -70,17 +70,12 @@ class SlurmCluster:
 
     Args:
         num_nodes: each with 16 CPUs and 8 GPUs that are none.
-        slurmd_timeout_s: how long a silent node counts as up.
-        more: lines to add to slurm.conf.
     """
 
-    def __init__(
-        self, num_nodes: int = 4, *, slurmd_timeout_s: int = 10, more: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, num_nodes: int = 4) -> None:
         self.names = [f"n{i}" for i in range(1, num_nodes + 1)]
         self.dir = Path(tempfile.mkdtemp(prefix=f"hfslurm-{os.getpid()}-", dir="/tmp"))
         self.dir.chmod(0o755)  # other users submit too
-        self._timeout_s, self._more = slurmd_timeout_s, tuple(more)
         self._parents: dict[str, subprocess.Popen[bytes]] = {}
         self._pids: dict[str, int] = {}
         self._without_slurmd: set[str] = set()
@@ -269,13 +264,7 @@ class SlurmCluster:
         (self.dir / "hosts").write_text("\n".join(hosts) + "\n")
         (self.dir / "gres.conf").write_text(f"Name=gpu File={self.dir}/gpu/nvidia[0-7]\n")
         (self.dir / "topology.conf").write_text(f"SwitchName=s1 Nodes=n[1-{len(self.names)}]\n")
-        conf = SLURM_CONF.format(
-            dir=self.dir,
-            head=_HEAD_ADDRESS,
-            num_nodes=len(self.names),
-            slurmd_timeout_s=self._timeout_s,
-            more="\n".join(self._more),
-        )
+        conf = SLURM_CONF.format(dir=self.dir, head=_HEAD_ADDRESS, num_nodes=len(self.names))
         (self.dir / "slurm.conf").write_text(conf)
 
     def _start_head(self) -> None:
@@ -291,11 +280,7 @@ class SlurmCluster:
             path.chmod(0o755)
         munge = self.dir / "munge.sock"
         until("munged", munge.exists, timeout_s=_START_S, every_s=0.02)
-        self._before_controller()
         self.start_controller("-c")
-
-    def _before_controller(self) -> None:
-        """Start what the controller needs; the head and munge are there."""
 
     def _start_node(self, name: str) -> None:
         spaces = ["-n", "-m", "-u", "-i", "-p", "--mount-proc"]

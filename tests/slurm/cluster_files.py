@@ -22,7 +22,7 @@ GresTypes=gpu
 TopologyPlugin=topology/tree
 JobCompType=jobcomp/filetxt
 JobCompLoc={dir}/log/jobcomp
-SlurmdTimeout={slurmd_timeout_s}
+SlurmdTimeout=10
 MessageTimeout=5
 BatchStartTimeout=1
 KillWait=5
@@ -31,7 +31,6 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 NodeName=n[1-{num_nodes}] CPUs=16 RealMemory=16000 Gres=gpu:8
 PartitionName=main Nodes=ALL Default=YES
 PartitionName=spare Nodes=n1 MaxTime=10
-{more}
 """
 HEAD = """\
 set -eu

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
 from cluster_needs import install, remove_leftovers, why_not
-from jobs import STEPS, make_run
+from jobs import ROOT, STEPS, TEXT, User, make_run
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +40,15 @@ def plain(slurm_session, tmp_path_factory) -> dict[int, float]:
     assert {event["code"] for event in run.events("agent.exit")} == {0}
     assert [event["code"] for event in run.events("run.ended")] == [0]
     return curve
+
+
+@pytest.fixture
+def user(slurm, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in slurm.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOLDFAST_BEAT_S", "0.5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("text.txt").write_text(TEXT)
+    return User(capsys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from tiny_run import LOSS_REL, TEXT
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ledger_audit import LedgerAudit
+from launcher.cli.main import run_cli
 from launcher.jobspec.reading import load_spec
 from launcher.ops import run_dir as run_dirs
-from launcher.ops.local.job import audit_ledger
-from launcher.ops.submitting.bundles import write_bundle
+from launcher.ops.run_dir import write_bundle
+from launcher.ops.summary_file import audit_ledger
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
 
@@ -116,6 +118,11 @@ class TinyRun:
         return "\n".join([*now, *tails])
 
 
+def submitted_run(cluster: SlurmCluster, path: Path) -> TinyRun:
+    """Return the run that `holdfast submit` has made at `path`."""
+    return TinyRun(cluster, path.absolute(), run_dirs.load(path))
+
+
 def make_run(
     cluster: SlurmCluster,
     folder: Path,
@@ -139,3 +146,50 @@ def make_run(
     )
     write_bundle(path, {**bundle, "job.sbatch": script})
     return TinyRun(cluster, path, run_dirs.load(path))
+
+
+ALWAYS = ("train.steps=1000000", "checkpoint.every_steps=null")
+"""Sets of a job that does not end by itself."""
+
+
+class User:
+    """Runs commands in a folder of their own, on the cluster's login node."""
+
+    def __init__(self, capsys) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *words, code=0):
+        self.capsys.readouterr()
+        found = run_cli(list(words))
+        out, err = self.capsys.readouterr()
+        assert found == code, f"{words}: {found}\n{out}\n{err}"
+        return out, err
+
+    def json(self, *words, code=0):
+        return json.loads(self(*words, "--json", code=code)[0])
+
+    def submit(self, *sets, nodes=2, more=(), code=0):
+        Path("job.yaml").write_text(job_text(nodes=nodes, steps=6))
+        options = [word for text in sets for word in ("--set", text)]
+        return self("submit", "job.yaml", "--to", "slurm", *options, *more, code=code)
+
+    def state(self, run):
+        return self.json("status", run)["state"]
+
+    def wait(self, run, *states):
+        def look():
+            found = self.json("status", run)
+            assert found["state"] in {*states, "pending", "running"}, found
+            return found if found["state"] in states else None
+
+        return until(f"{run} {states}", look, timeout_s=WAIT_S, every_s=0.5)
+
+    def wait_step(self, run, step):
+        def look():
+            found = self.json("status", run)
+            if found["state"] == "unknown":  # submitted by hand, it has not begun yet
+                return None
+            assert found["state"] in {"pending", "running", "done"}, self("why", run)
+            return found if found["training"]["step"] >= step else None
+
+        return until(f"{run} step {step}", look, timeout_s=WAIT_S, every_s=0.5)

@@ -1,4 +1,4 @@
-"""Scripts of others on a real Slurm: they end at time limits, each in its own way."""
+"""A script of others on a real Slurm: it ends at time limits, and waits for a lost node."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ JOB = """\
 name: script
 command: train.py {run_dir}
 cluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}
-elastic: {join_timeout_s: 60, hang_ceiling_s: 60, start_ceiling_s: 120}
+elastic: {join_timeout_s: 30, hang_ceiling_s: 60, start_ceiling_s: 120}
 network: {ports: 29400-29499}
 slurm: {time: 10, shutdown_s: 60, signal_lead_s: 540}
 """
 """The time to save is a minute after the start, so that each end below counts as the limit's."""
-ENDS = ("0", "1", "91", "143", "none")
-"""Of SIGTERM, in each window: the exit code of a handler that saves; or there is no handler."""
 SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -64,61 +62,61 @@ save()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_five_time_limits_in_a_row_however_the_script_ends_at_them(slurm, tmp_path):
+def test_a_script_ends_at_time_limits_keeps_its_nodes_and_finishes(slurm, tmp_path):
     run = make_run(slurm, tmp_path, steps=0, text=JOB)
     (tmp_path / "train.py").write_text(SCRIPT)
-    (run.path / "how").write_text(ENDS[0])
-    job, steps = run.submit(), []
-    for window, following in enumerate([*ENDS[1:], "none"]):
-        run.until(
-            f"window {window}",
-            lambda window=window: (
-                len(shown := [e["step"] for e in shown_in(run, window)]) > 1
-                and shown[-1] > (steps[-1] if steps else 0) + 5
-            ),
-        )
-        (run.path / "how").write_text(following)
-        slurm.run("scancel", "--signal=USR2", "--batch", job)
-        run.until(f"end {window}", lambda window=window: len(run.events("run.ended")) > window)
-        steps.append(max(e["step"] for e in run.events("script.progress")))
-        if window == 4:
-            (run.path / "total").write_text(str(steps[-1] + 20))
-    assert run.ended(job, "COMPLETED").restarts == 5
-    assert [event["code"] for event in run.events("run.ended")] == [91] * 5 + [0], run.story()
-    assert run.events("job.stopped")[-1]["reason"] == f"the last step, {steps[-1] + 20}, is done"
+    (run.path / "how").write_text("143")  # of a handler that saves
+    job = run.submit()
+
+    def limit(minutes):
+        slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def ended(windows):
+        return run.until(f"end {windows}", lambda: run.events("run.ended")[windows - 1 :])[0]
+
+    def steps_of(window, more_than):
+        def shown():
+            steps = [e["step"] for e in shown_in(run, window)]
+            return len(steps) > 1 and steps[-1] > more_than + 5
+
+        run.until(f"window {window}", shown)
+
+    steps_of(0, 0)
+    limit(9)  # Slurm looks at the limits twice a minute: now it is time to save
+    assert ended(1)["code"] == 91
+    limit(10)
+    (run.path / "how").write_text("none")  # nor any handler
+    last = [run.events("script.progress")[-1]["step"]]
+    steps_of(1, last[-1])
+    slurm.run("scancel", "--signal=USR2", "--batch", job)
+    assert ended(2)["code"] == 91
+    limit(30)
     assert {event["kind"] for event in run.events("worker.exit")} == {None}
     assert run.events("member.evicted") == run.events("epoch.aborted") == []
-    resumed = [int(line) for line in (run.path / "resumed").read_text().split()]
-    assert len(resumed) == 6
-    for window, (step, shown) in enumerate(zip(resumed[1:], steps, strict=True)):
-        # From where it was, or, where a rank left first or had no handler, from a save before.
-        assert shown - 8 <= step <= shown + 3, f"window {window}: {resumed} {steps}"
-        first = shown_in(run, window + 1)[0]["step"]
-        assert first > step, "counted from the beginning of the training"
+    last.append(run.events("script.progress")[-1]["step"])
+    steps_of(2, last[-1])
 
-
-@pytest.mark.slow  # test_membership.py has it by a clock of its own
-@pytest.mark.timeout(500)
-def test_a_script_keeps_its_number_of_nodes_and_is_requeued_for_a_lost_one(slurm, tmp_path):
-    text = JOB.replace("join_timeout_s: 60", "join_timeout_s: 20").replace("time: 10", "time: 30")
-    run = make_run(slurm, tmp_path, steps=0, text=text)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (run.path / "how").write_text("none")
-    job = run.submit()
-    run.until("ten steps", lambda: [e for e in shown_in(run, 0) if e["step"] > 10])
     members, batch_host = run.events("epoch.formed")[-1]["members"], slurm.job(job).batch_host
     (lost,) = set(members) - {batch_host}
     slurm.power_off(lost)
-    (ended,) = run.until("the first attempt has ended", lambda: run.events("run.ended"))
-    assert ended["code"] == 92
-    assert "1 nodes are left, the last rung needs 2" in ended["reason"]
-    step = run.events("script.progress")[-1]["step"]
-    (run.path / "total").write_text(str(step + 20))
-    run.ended(job, "COMPLETED")
+    assert ended(3)["code"] == 92, "too few nodes for its world"
+    last.append(run.events("script.progress")[-1]["step"])
+    total = last[-1] + 20
+    (run.path / "total").write_text(str(total))
+    assert run.ended(job, "COMPLETED").restarts == 3
+    assert [event["code"] for event in run.events("run.ended")] == [91, 91, 92, 0], run.story()
     formed = [event["members"] for event in run.events("epoch.formed")]
     assert {len(members) for members in formed} == {2}, "the world never shrank"
     assert lost not in formed[-1]
+    resumed = [int(line) for line in (run.path / "resumed").read_text().split()]
+    assert len(resumed) == 4
+    for window, (step, shown) in enumerate(zip(resumed[1:], last, strict=True)):
+        # From where it was, or, where a rank left first or had no handler, from a save before.
+        assert shown - 8 <= step <= shown + 3, f"window {window}: {resumed} {last}"
+        first = shown_in(run, window + 1)[0]["step"]
+        assert first > step, "counted from the beginning of the training"
 
 
 def shown_in(run, window):

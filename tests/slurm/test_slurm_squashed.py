@@ -38,6 +38,7 @@ def squashing(slurm):
         slurm.start_slurmd(name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_that_runs_as_root_reads_the_run(squashing):
     who = pwd.getpwnam(USER)

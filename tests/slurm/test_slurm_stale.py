@@ -7,7 +7,7 @@ import time
 import pytest
 from jobs import make_run
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 OURS = "elastic_trainer"
 """In the command lines of agents, zygotes and workers."""

@@ -5,59 +5,41 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from elastic_trainer.agent.boards.open_board import BOARD_VARIABLE
-from elastic_trainer.agent.command.flag_values import (
+from elastic_trainer.agent.command.flags import (
     CONF_NUMBERS,
     CONF_TEXTS,
-    node_range,
-    progress_pattern,
-    rendezvous_conf,
-    workers_per_node,
-)
-from elastic_trainer.agent.command.flags import (
-    FlagError,
+    OptionsError,
     Streams,
-    add_flags,
+    event_log_handler,
+    node_range,
+    parse_flags,
+    progress_pattern,
     refuse,
+    rendezvous_conf,
     streams,
-    take_environment,
+    workers_per_node,
 )
 from elastic_trainer.agent.membership.jobs import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
+from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
-from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.ladder import Ladder
 from elastic_trainer.templates import explain, unknown_names
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 
-EXAMPLE = f"""
---rdzv-conf takes {", ".join(CONF_NUMBERS + CONF_TEXTS)}.
-In the script's arguments {{dp}} {{tp}} {{pp}} {{cp}} {{nodes}} {{world_size}} {{run_dir}} are
-filled for each epoch; {{{{dp}}}} is the text itself. Flags may also come as
-torchrun's PET_... variables.
-
-exit codes: 0 done, 91 stopped on request, 92 too few nodes, 93 do not restart,
-94 restart budget used up, 1 the agent itself failed
-
-examples:
-  holdfast agent --standalone --nproc-per-node 8 train.py --lr 0.1
-  holdfast agent --nnodes 2:4 --nproc-per-node 8 --rdzv-id 7 --rdzv-endpoint /shared/jobs train.py
-  holdfast agent --run-dir /shared/runs/llama3 --node $(hostname)
-"""
 IN_JOB_JSON = (
     "nnodes",
     "nproc_per_node",
     "rdzv_id",
     "rdzv_endpoint",
+    "rdzv_conf",
     "max_restarts",
     "log_dir",
     "redirects",
@@ -68,14 +50,6 @@ IN_JOB_JSON = (
 """Flags that --run-dir excludes."""
 SCRIPT_GRACE_S = 30.0
 """torchrun's time between SIGTERM and SIGKILL."""
-
-
-class OptionsError(Exception):
-    """The user's mistake on the command line or in job.json: exit code 93."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code} {message}")
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,27 +75,29 @@ class Options:
     """Address of the board; None: files in `board_dir`."""
     local_addr: str | None
     workers: int
-    rung_nodes: tuple[int, ...]
-    """From most to fewest."""
+    ladder: Ladder
+    """What the workers run on how many nodes."""
     task: Task
     readmit: bool = False
-    """Come back although the job has put this node out."""
+    """Come back although the job has excluded this node."""
+    failure_domain: str = ""
+    """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
-    """SIGTERM means this node only; the job goes on without it."""
+    """SIGTERM means this node only; the job continues without it."""
     accelerators: bool = False
     """Workers need one each: a node that has fewer is refused."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
     network: NetworkSection = field(default_factory=NetworkSection)
-    layouts: Mapping[int, ParallelLayout] = field(default_factory=dict)
-    """Nodes of a rung -> what it runs in."""
     role: str = "default"
+    event_log_handler: str = "null"
+    """Of torchelastic's events, by the name it is registered under."""
     streams: Mapping[int, Streams] | None = None
     """Local rank -> what is shown of it; None: one log per worker, and nothing on the console."""
     progress_pattern: str | None = None
     stop_grace_s: float = SCRIPT_GRACE_S
     """Between SIGTERM and SIGKILL, for a script that takes no requests."""
     notes: tuple[str, ...] = ()
-    """To be told at the start."""
+    """To be reported at the start."""
     code: CodeSection | None = None
     """The frozen copy that workers run; None: none was made."""
 
@@ -131,77 +107,23 @@ class Options:
         return self.board_dir.parent
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Exit with the code that tells schedulers not to try again."""
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_DO_NOT_RESTART, f"{self.prog}: error: HF501 {message}\n")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; --help ends with examples."""
-    parser = _Parser(
-        prog="holdfast agent",
-        usage="%(prog)s [flags] script [arguments of the script]",
-        description="Run one node's part of a job: join, start workers, live through failures.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_flags(parser.add_argument_group("as in torchrun"))
-    ours = parser.add_argument_group("more")
-    ours.add_argument("--node", default=socket.gethostname(), help="name of this node")
-    ours.add_argument(
-        "--readmit", action="store_true", help="come back although the job has put this node out"
-    )
-    ours.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
-    ours.add_argument(
-        "--progress-pattern",
-        metavar="REGEX",
-        help=r"the step in the workers' output, as 'step (\d+)'; default: the optimizer's steps",
-    )
-    ours.add_argument("--run-dir", type=Path, help="rendered run; everything else is in job.json")
-    ours.add_argument(
-        "--job", help="id of this submission; default: $HOLDFAST_JOB, $SLURM_JOB_ID or --rdzv-id"
-    )
-    ours.add_argument(
-        "--board",
-        metavar="ADDRESS",
-        help="file, or kubernetes://NAMESPACE/NAME (a ConfigMap); default: $HOLDFAST_BOARD",
-    )
-    ours.add_argument(
-        "--on-term",
-        choices=("stop", "leave"),
-        default="stop",
-        help="SIGTERM means: all save and stop (default), or this node leaves and the rest go on",
-    )
-    ours.add_argument("--host", help="the machine's name, where --node is a pod's")
-    ours.add_argument("--attempt", default="0", help="names this submission's folder in logs/")
-    parser.add_argument("script", nargs="?", help="training script; default: the built-in trainer")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
-
-
 def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
     """Read the command line, and job.json when it names a run.
 
     Raises:
         OptionsError: HF501 the command line, HF502 job.json cannot be used, HF503 the script.
-        SystemExit: argparse's own complaints (93) and --help (0).
+        SystemExit: --help (0).
     """
-    args = make_parser().parse_args(argv)
-    try:
-        return _of_run(args, env) if args.run_dir else _of_flags(args, env)
-    except FlagError as error:
-        raise OptionsError(error.code, str(error)) from error
+    args = parse_flags(argv)
+    return _of_run(args, env) if args.run_dir else _of_flags(args, env)
 
 
 def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     both = [
         f"--{name.replace('_', '-')}" for name in IN_JOB_JSON if getattr(args, name) is not None
     ]
-    if both or args.rdzv_conf:
-        listed = ", ".join(both or ["--rdzv-conf"])
+    if both:
+        listed = ", ".join(both)
         raise OptionsError("HF501", f"{listed}: job.json in --run-dir says that; leave it out")
     run_dir = args.run_dir.resolve()
     path = run_dir / "job.json"
@@ -213,28 +135,28 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     except (ValueError, KeyError, TypeError) as error:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
-    task = _task(args, pattern) if args.script else _job_task(args, config, pattern)
+    task = _task(args, pattern) if args.training_script else _job_task(args, config, pattern)
+    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
+    if not job:
+        # One made up here would differ from the other nodes'.
+        raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
     return Options(
-        node=args.node,
-        host=args.host or args.node,
+        **_of_both(args, env),
         run_id=config.run_id,
-        job=_job(args, env),
-        attempt=args.attempt,
-        readmit=args.readmit,
+        job=job,
         run_dir=run_dir,
         record_dir=run_dir,
         log_root=run_dir / "logs",
         board_dir=run_dir / "board",
-        board=args.board or env.get(BOARD_VARIABLE) or None,
-        leaves_alone=args.on_term == "leave",
-        local_addr=args.local_addr,
         workers=config.gpus_per_node,
         accelerators=config.device == "cuda",
-        rung_nodes=tuple(rung.num_nodes for rung in config.ladder.rungs),
+        event_log_handler=event_log_handler(
+            args.event_log_handler or env.get("PET_EVENT_LOG_HANDLER")
+        ),
+        ladder=config.ladder,
         task=task,
         elastic=config.elastic,
         network=config.network,
-        layouts={rung.num_nodes: rung.layout for rung in config.ladder.rungs},
         progress_pattern=pattern,
         stop_grace_s=config.elastic.stop_grace_s,
         code=config.code,
@@ -242,12 +164,11 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
 
 
 def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
-    take_environment(args, env)
     notes = refuse(args)
     low, high = node_range(args.nnodes or "1")
     workers = workers_per_node(args.nproc_per_node or "1")
-    conf = rendezvous_conf(args.rdzv_conf)
-    if args.script is None:
+    conf = rendezvous_conf(args.rdzv_conf or "")
+    if args.training_script is None:
         raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
     task = _task(args, pattern)
@@ -261,34 +182,52 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
             elastic[key] = int(elastic[key])
     if args.max_restarts is not None:
         elastic["max_restarts"] = args.max_restarts
-    rung_nodes = tuple(range(high, low - 1, -1))
     grace_s = SCRIPT_GRACE_S if args.shutdown_timeout is None else args.shutdown_timeout
     return Options(
-        node=args.node,
-        host=args.host or args.node,
+        **_of_both(args, env),
         run_id=run_id,
         job=args.job or env.get("HOLDFAST_JOB") or slurm_job(env) or run_id,
-        attempt=args.attempt,
-        readmit=args.readmit,
         run_dir=None,
         record_dir=record,
-        log_root=args.log_dir.resolve() / run_id if args.log_dir else record / "logs",
+        log_root=Path(args.log_dir).resolve() / run_id if args.log_dir else record / "logs",
         board_dir=record / "board",
-        board=args.board or env.get(BOARD_VARIABLE) or None,
-        leaves_alone=args.on_term == "leave",
-        local_addr=args.local_addr,
         workers=workers,
-        rung_nodes=rung_nodes,
+        ladder=Ladder.data_parallel(max_nodes=high, min_nodes=low, workers=workers),
         task=task,
         elastic=ElasticSection(**{"min_nodes": low, **elastic}),  # type: ignore[arg-type]
         network=NetworkSection(**{key: conf[key] for key in CONF_TEXTS if key in conf}),
-        layouts={nodes: ParallelLayout(dp=nodes * workers) for nodes in rung_nodes},
-        role=args.role,
+        role=args.role or "default",
+        event_log_handler=event_log_handler(args.event_log_handler),
         streams=shown,
         progress_pattern=pattern,
         stop_grace_s=grace_s,
         notes=tuple(notes),
     )
+
+
+def failure_domain(env: Mapping[str, str]) -> str:
+    """Return this node's failure domain: HOLDFAST_FAILURE_DOMAIN, or Slurm's switch or block.
+
+    Slurm names the way to a node, as `spine.leaf.node`, in the environment of each task, if it
+    knows the topology; all but the node itself is the domain.
+    """
+    if domain := env.get("HOLDFAST_FAILURE_DOMAIN"):
+        return domain
+    return env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+
+
+def _of_both(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that are read alike with --run-dir and without."""
+    return {
+        "node": args.node,
+        "host": args.host or args.node,
+        "attempt": args.attempt,
+        "readmit": args.readmit,
+        "failure_domain": args.failure_domain or failure_domain(env),
+        "board": args.board or env.get(BOARD_VARIABLE) or None,
+        "leaves_alone": args.on_term == "leave",
+        "local_addr": args.local_addr,
+    }
 
 
 def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
@@ -314,14 +253,6 @@ def _meeting(args: argparse.Namespace, max_nodes: int) -> tuple[Path, str]:
     return Path(args.rdzv_endpoint).resolve(), run_id
 
 
-def _job(args: argparse.Namespace, env: Mapping[str, str]) -> str:
-    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
-    if not job:
-        # One made up here would differ from the other nodes'.
-        raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
-    return str(job)
-
-
 def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None) -> Task:
     """Return what job.json says to run."""
     if config.command is None:
@@ -338,7 +269,7 @@ def _task(args: argparse.Namespace, pattern: str | None) -> Task:
     if args.no_python and args.module:
         raise OptionsError("HF501", "--no-python and --module exclude each other")
     kind = "command" if args.no_python else "module" if args.module else "script"
-    command = Command(kind=kind, target=args.script, args=tuple(args.args))
+    command = Command(kind=kind, target=args.training_script, args=tuple(args.training_script_args))
     return _checked(command, Path.cwd(), pattern, fresh=args.fresh)
 
 
@@ -350,7 +281,7 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         where = f"working directory {cwd}" if "/" in target else "looked for on the PATH"
         raise OptionsError(
             "HF503",
-            f"there is no executable {target} on this node ({where}); mend it, or install it on "
+            f"there is no executable {target} on this node ({where}); fix it, or install it on "
             "every node",
         )
     if kind == "module" and target == DEFAULT_PRELOAD:
@@ -359,7 +290,7 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         if not (cwd / target).is_file():
             raise OptionsError(
                 "HF503",
-                f"there is no script {target} on this node (working directory {cwd}); mend the "
+                f"there is no script {target} on this node (working directory {cwd}); fix the "
                 "path, every node needs it",
             )
         target = str((cwd / target).resolve())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from elastic_trainer.agent.membership.inquest import ANSWER_S
+from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
 from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, edge_s
 
 P99_FACTOR: Final = 4.0
@@ -29,7 +29,7 @@ STOPPED_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class WorkerProgress:
     """How long a worker has made no progress, and how long it may."""
 
     local_rank: int
@@ -107,7 +107,7 @@ class HangWatch:
         *,
         held: Mapping[int, float] | None = None,
         states: Mapping[int, str] | None = None,
-    ) -> list[Standing]:
+    ) -> list[WorkerProgress]:
         """Take one reading of each worker and return how each stands, by local rank.
 
         Args:
@@ -131,7 +131,7 @@ class HangWatch:
             state = states.get(local_rank, "")
             limit_s = self._limit_s(watched, ceiling_s)
             found.append(
-                Standing(
+                WorkerProgress(
                     local_rank=local_rank,
                     beat=beat,
                     idle_s=max(0.0, wall_s - starved_s),

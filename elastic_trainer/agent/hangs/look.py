@@ -1,12 +1,11 @@
 """`python -m elastic_trainer.agent.hangs.look RUN`: what workers do on this node, as JSON.
 
-For people, while the run goes on (`holdfast stacks`): nothing is stopped. py-spy where it is
+For people, while the run continues (`holdfast stacks`): nothing is stopped. py-spy where it is
 installed, and the workers' own word (faulthandler, on a signal) where they can give it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -14,6 +13,8 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import click
 
 from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
 from elastic_trainer.events import Event
@@ -67,12 +68,18 @@ def find_workers(
 
 
 def _is_of(proc: Path, pid: int, run_dir: Path) -> bool:
-    """Return whether process `pid` was started for this run: ids are given away again."""
+    """Return whether process `pid` was started for this run: ids are given away again.
+
+    What executes a program of its own has the run in its environment. What was forked still has
+    the agent's command line, and its environment as the kernel knows it.
+    """
     try:
-        words = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+        environment = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+        command = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"HOLDFAST_RUN_DIR=" + os.fsencode(run_dir) in words
+    run = os.fsencode(run_dir)
+    return b"HOLDFAST_RUN_DIR=" + run in environment or run in command
 
 
 def look(
@@ -100,18 +107,16 @@ def look(
     ]
 
 
-def main() -> int:
-    """Print a line of JSON for each worker."""
-    parser = argparse.ArgumentParser(prog="python -m elastic_trainer.agent.hangs.look")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("ranks", type=int, nargs="*", help="default: all that are here")
-    args = parser.parse_args()
-    for worker in look(args.run_dir, env=os.environ, ranks=args.ranks):
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("ranks", type=int, nargs=-1)
+def main(run_dir: Path, ranks: tuple[int, ...]) -> None:
+    """Print a line of JSON for each worker of RANKS, or for all that are here."""
+    for worker in look(run_dir, env=os.environ, ranks=ranks):
         # One write a line: the lines of many nodes come together in one pipe.
         sys.stdout.write(json.dumps(worker) + "\n")
         sys.stdout.flush()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,1 +1,1 @@
-"""Membership: a pure state machine. Who is in, who leads, who is to blame, what follows."""
+"""Membership: a pure state machine. Who is in, who leads, what a failure counts against."""

@@ -1,305 +1,545 @@
-"""The coordinator: decides when an epoch ends, and publishes the next. Pure."""
+"""The coordinator: decides when an epoch ends, and publishes the next. Pure.
+
+    idle ── board and rung ──> forming ── swapped, store open ──> starting ── first step ──> running
+     ^                                                               │                          │
+     │                                                               ├──────────────────────────┤
+     │                                                               │        grow, stop, leave │
+     │<── member lost, workers failed or hang, node excluded ────────┴──── draining <───────────┘
+     │<── all workers have left ───────────────────────────────────────────────┘
+     └── the job is over ──> ending ── the end is on the board ──> every agent is notified
+
+`TRANSITIONS` says which input counts in which phase. What an input means is worked out by values
+that know no phase: `liveness.Peers` (who is there), `hang_diagnosis.HangDiagnosis` (which worker
+holds up the job), `attribution.attribute_end` (what a failure counts against), `departures` (who
+was asked to go), `lease.LeaseHolder` (the board).
+"""
 
 from __future__ import annotations
 
-from elastic_trainer.agent.boards.board import BoardState, Token
-from elastic_trainer.agent.membership.departures import Departures
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from elastic_trainer.agent.membership.attribution import (
+    EpochEnd,
+    abort_for,
+    attribute_end,
+    settle_s,
+)
+from elastic_trainer.agent.membership.departures import (
+    BOUNDARY_S,
+    TOGETHER_S,
+    Departure,
+    Departures,
+    decide,
+    named_leaving,
+)
 from elastic_trainer.agent.membership.effects import Conn, Context, Send
-from elastic_trainer.agent.membership.inquest import SILENT_BEATS
-from elastic_trainer.agent.membership.judge import BUSY
-from elastic_trainer.agent.membership.lease import Standing
+from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEATS, HangDiagnosis
+from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
+from elastic_trainer.agent.membership.liveness import Peer, Peers, choose_members
 from elastic_trainer.agent.membership.messages import (
     Abort,
     Ask,
     Formed,
     Join,
+    Leaves,
     Message,
+    Ping,
     Reject,
     Renewed,
+    ReportMessage,
+    Show,
+    Stop,
+    Welcome,
     Won,
+    unwrap,
 )
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
+    EpochAborted,
     LeaveAsked,
+    Member,
     NodeLeaving,
     Report,
+    ShowWorkers,
     StopAsked,
+    WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
     WorkersPaced,
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
+    named,
 )
-from elastic_trainer.agent.membership.peers import Peer, choose_members
-from elastic_trainer.agent.membership.roles import Lead, Seek, Turn
+from elastic_trainer.agent.membership.roles import (
+    Role,
+    ToCoordinator,
+    ToDone,
+    ToSeeker,
+    Transition,
+    excluded_message,
+    unfit_message,
+)
+from elastic_trainer.agent.membership.stragglers import Stragglers
 from elastic_trainer.agent.membership.table import NOBODY, Members
+from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.failures import (
+    EXIT_DO_NOT_RESTART,
     EXIT_DONE,
     EXIT_SAVED,
     EXIT_TOO_FEW_NODES,
+    Kind,
 )
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.ladder import Rung
 from elastic_trainer.quantities import counted
 
-NOT_SAID = "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
+GROW_SETTLE_S: Final = 2.0
+"""Growth waits until nobody has come for so long: those that come together cost one epoch."""
+GROW_WAIT_S: Final = 30.0
+"""From when growth was possible it waits no longer than that."""
+FINAL_SWAP_S: Final = 10.0
+"""How long the end of a job waits for a board that does not answer."""
+NOT_SAID: Final = (
+    "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
+)
 
 
-class Coordinator(Departures):
-    """Phases: idle -> forming -> starting -> running -> draining (asked to save and leave).
+class Phase(enum.Enum):
+    """Where the job stands, as its coordinator sees it."""
+
+    IDLE = "idle"
+    """No epoch runs: one is formed when enough agents are there; else the job is parked."""
+    FORMING = "forming"
+    """The board gets the next epoch's number, its store opens."""
+    STARTING = "starting"
+    """Published; its workers start."""
+    RUNNING = "running"
+    """The first step of the epoch is done."""
+    DRAINING = "draining"
+    """The workers are asked to save or leave at the next boundary."""
+    ENDING = "ending"
+    """The end of the job goes on the board."""
+
+
+ANY: Final = frozenset(Phase)
+LIVE: Final = ANY - {Phase.ENDING}
+BUSY: Final = frozenset({Phase.STARTING, Phase.RUNNING, Phase.DRAINING})
+"""Workers of the epoch run."""
+IDLE: Final = frozenset({Phase.IDLE})
+FORMING: Final = frozenset({Phase.FORMING})
+STARTING: Final = frozenset({Phase.STARTING})
+RUNNING: Final = frozenset({Phase.RUNNING})
+
+
+class On(NamedTuple):
+    """What an input does."""
+
+    phases: frozenset[Phase]
+    """In which it counts; in others it is passed over."""
+    handler: str
+    """Method of `Coordinator`."""
+    advance: bool = False
+    """Whether `Coordinator.advance` follows, which forms, grows or parks as things now are."""
+
+
+TRANSITIONS: Final[dict[type | str, On]] = {
+    # Messages
+    Join: On(ANY, "_join"),
+    ReportMessage: On(ANY, "_report_message"),
+    Won: On(ANY, "_another_won"),
+    # Reports of agents. Those that name an epoch are passed over when it is another one.
+    WorkersReady: On(LIVE, "_ready", advance=True),
+    WorkersRunning: On(STARTING, "_running", advance=True),
+    WorkersCommitted: On(LIVE, "_committed"),
+    WorkersSeen: On(BUSY, "_seen"),
+    WorkersPaced: On(LIVE, "_paced"),
+    WorkersFailed: On(LIVE, "_failed", advance=True),
+    WorkersEnded: On(LIVE, "_ended_well"),
+    StopAsked: On(LIVE, "_stop_asked"),
+    LeaveAsked: On(LIVE, "_leave_asked"),
+    NodeLeaving: On(LIVE, "_node_leaving", advance=True),
+    # Timers: the lease
+    "renew": On(ANY, "_renew"),
+    "board": On(ANY, "_look_at_board"),
+    "final": On(ANY, "_leave"),
+    # Timers: who lives
+    "beat": On(ANY, "_beat"),
+    "probe": On(ANY, "_probe_again"),
+    "gone": On(ANY, "_not_come_back"),
+    "alone": On(ANY, "_waited_long_enough", advance=True),
+    "quarantine": On(LIVE, "_watch_quarantine", advance=True),
+    # Timers: before an epoch
+    "gather": On(ANY, "_gather_over"),
+    "hear": On(ANY, "_pass_over_the_silent"),
+    "backoff": On(FORMING, "_publish"),
+    "parked": On(IDLE, "_parked_for_long"),
+    # Timers: the end of an epoch
+    "settle": On(ANY, "_settled", advance=True),
+    "diagnose": On(BUSY, "_diagnose"),
+    "together": On(ANY, "_departures_decided"),
+    "boundary": On(BUSY, "_no_boundary"),
+    "grow": On(RUNNING, "_have_come", advance=True),
+}
+
+
+class Coordinator(Role):
+    """Leads the job as long as it holds the lease.
 
     Args:
         ctx: shared with the roles before.
-        lead: the board as it was won, with this agent's lease, and who is to come.
+        won: the board as it was won, with this agent's lease, and who is to come.
     """
 
-    def __init__(self, ctx: Context, lead: Lead) -> None:
-        super().__init__(ctx, lead)
-        self.absent.update(lead.gone)
-        self._unheard = set(lead.unheard)
+    def __init__(self, ctx: Context, won: ToCoordinator) -> None:
+        super().__init__(ctx)
+        assert won.state.lease is not None
+        ctx.term = won.state.lease.term
+        self.phase, self.reason = Phase.IDLE, "start"
+        self.members: tuple[str, ...] = ()
+        """Agent ids of the current epoch."""
+        self.lease = LeaseHolder(ctx, won.state, won.token)
+        self.peers = Peers(ctx.me, ctx.now, ready=ctx.ready)
+        self.peers.absent.update(won.gone)
+        self.departures = Departures()
+        self.diagnosis = HangDiagnosis()
+        self.stragglers, self._compared = Stragglers(), 0
+        self._slow: set[str] = set()
+        """Nodes that gave their place to a spare."""
+        self._expected = won.expected
+        """A successor waits for these agents, by connection, before its first epoch."""
+        self._unheard = set(won.unheard)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
+        self._waiting: set[str] = set()
+        """agent_ids of pods that wait for the end of this one, whose name they have."""
+        self._lost_nodes: list[str] = []
+        """Nodes of the last epoch that died since."""
+        self._failures: list[tuple[str | None, WorkersFailed]] = []
+        """What the nodes of the last epoch said, in the order of arrival."""
         self._ended: dict[str, WorkersEnded] = {}
         self._asked: Request = Request.NONE
-        self._beat = 0
-        """Of the lease, as the others were told."""
+        self._stopping: str | None = None
+        """Why the whole job saves and ends."""
+        self._final: ToDone | None = None
+        """How the job ends, once that is decided."""
+        self._parked: tuple[int, float] | None = None
+        """(nodes left, since when) while they are too few for the last rung."""
+        self._beat_sent = 0
+        """Of the lease, as sent to the others."""
+        self._grow_by: float | None = None
+        """When the epoch grows at the latest; None: it cannot."""
         self._waited_alone = False
         """The members that fell silent have had the time to take the lease."""
 
-    def start(self) -> Turn | None:
+    def start(self) -> Transition | None:
         """Take office."""
         ctx, settings = self.ctx, self.ctx.settings
         ctx.timers.clear()
         before = self._predecessor
         ctx.log("coordinator.elected", term=ctx.term, previous=before.node if before else None)
         if before is not None:
-            self.lost_nodes.append(before.node)
+            self._lost_nodes.append(before.node)
             if before.agent_id in ctx.leaving:
-                self.left_nodes.add(before.node)
+                self.departures.left_nodes.add(before.node)
+        # Those that left before this agent led: it heard of their leave, not of their end.
+        for member in ctx.everyone:
+            if member.agent_id in ctx.leaving - {ctx.me.agent_id}:
+                ctx.has_left(member)
+        if before is not None:
             ctx.abandon_epoch(f"lost {before.node}", before.node)
-        self.begin_to_watch()
+        ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
         self._listen()
+        self._watch_quarantine()
         for report in list(ctx.reports):
-            if turn := self.told(ctx.me.agent_id, report):
-                return turn
+            if transition := self._take(ctx.me.agent_id, report):
+                return transition
         return self.advance()
 
-    def received(self, conn: Conn, message: Message) -> Turn | None:
-        """Hear a peer, or of another coordinator."""
+    # --- inputs --------------------------------------------------------------------------
+
+    def _on(self, what: type | str, *details: Any) -> Transition | None:
+        """Do what `TRANSITIONS` says of an input."""
+        on = TRANSITIONS[what]
+        if self.phase not in on.phases:
+            return None
+        transition = _HANDLERS[on.handler](self, *details)
+        return self.advance() if transition is None and on.advance else transition
+
+    def received(self, conn: Conn, message: Message) -> Transition | None:
+        """Hear an agent, or of another coordinator."""
         self._unheard.discard(conn)
-        if isinstance(message, Won) and message.term > self.ctx.term:
-            self.lease.look()
+        peer = self.peers.at(conn)
+        if peer is not None:
+            peer.heard = self.ctx.now
+        if type(message) in TRANSITIONS:
+            return self._on(type(message), conn, message)
         return super().received(conn, message)
 
-    def joined(self, join: Join) -> Turn | None:
-        """An agent has joined: form or grow; one that missed the epoch's news ends it."""
+    def timer(self, name: str) -> Transition | None:
+        """Do what is due; `probe ID` and `gone ID` are about one agent."""
+        what, _, agent_id = name.partition(" ")
+        return self._on(what, *([agent_id] if agent_id else []))
+
+    def reported(self, report: Report) -> Transition | None:
+        """Take a report of this node's own agent; kept, should another coordinator follow."""
+        self.ctx.note(report)
+        return self._take(self.ctx.me.agent_id, report)
+
+    def _report_message(self, conn: Conn, message: ReportMessage) -> Transition | None:
+        peer = self.peers.at(conn)
+        if peer is None:
+            return None
+        try:
+            report = unwrap(message)
+        except ValueError:
+            self.ctx.close(conn)
+            return self.closed(conn, refused=False)
+        return self._take(peer.member.agent_id, report)
+
+    def _take(self, agent_id: str, report: Report) -> Transition | None:
+        """Take a report of any node's agent."""
+        peer = self.peers.get(agent_id)
+        epoch = getattr(report, "epoch", self.ctx.epoch)
+        if peer is None or epoch != self.ctx.epoch:
+            return None
+        return self._on(type(report), peer, report)
+
+    def _another_won(self, _conn: Conn, won: Won) -> None:
+        if won.term > self.ctx.term:
+            self.lease.look()
+
+    # --- who may join --------------------------------------------------------------------
+
+    def _join(self, conn: Conn, join: Join) -> Transition | None:
+        ctx, member = self.ctx, join.member
+        if refusal := self._refusal(join):
+            ctx.send(conn, refusal)
+            ctx.close(conn)
+            if refusal.code != EXIT_TOO_FEW_NODES:
+                return None
+            ctx.log("member.refused", member=member.node, host=member.host, reason=refusal.reason)
+            self.peers.absent.add(member.node)
+            return self._refused(member)
+        if self._is_in_my_place(member):
+            self._let_wait(member)
+            return None
+        older = self.peers.of_node(member.node)
+        if older is not None and older.member.agent_id != member.agent_id:
+            self._dismiss(older, Stop(code=EXIT_DO_NOT_RESTART, reason=_newer(member)))
+            if transition := self._lost(older, "replaced by a newer agent of the node"):
+                return transition
+        if self.peers.get(member.agent_id) is None:
+            ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
+        replaced = self.peers.connect(
+            member, conn, ctx.now, ready=join.ready, fresh=join.last_epoch == 0
+        )
+        if replaced is not None:
+            ctx.close(replaced)
+        if self._expected is not None:
+            self._expected.pop(conn, None)
+        ctx.send(conn, Welcome(term=ctx.term))
+        return self._joined(conn, join)
+
+    def _refusal(self, join: Join) -> Reject | None:
+        """Return why an agent may not join. One that the operator readmits is excluded no more."""
+        ctx, member = self.ctx, join.member
+        node, host = member.node, member.host
+        if join.job != ctx.job:
+            lease = f"coordinated by {ctx.me.node} ({ctx.me.address}:{ctx.me.port})"
+            return Reject(
+                code=EXIT_DO_NOT_RESTART,
+                reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
+                "wait for its end",
+            )
+        if self._is_in_my_place(member) and not ctx.in_pod:
+            return Reject(
+                code=EXIT_DO_NOT_RESTART,
+                reason=f"an agent of {node} already coordinates the job: start one agent per node",
+            )
+        other = self.peers.of_node(node)
+        if other is not None and other.fresh and join.last_epoch and other.member != member:
+            # Cut off or stopped for a while, and its pod was made anew meanwhile.
+            return Reject(code=EXIT_DO_NOT_RESTART, reason=_newer(member))
+        if member.workers < ctx.settings.workers:
+            return Reject(code=EXIT_TOO_FEW_NODES, reason=unfit_message(member, ctx.settings))
+        if join.readmit and self._is_out(host) and (host in ctx.excluded or not join.last_epoch):
+            reason = ctx.excluded.pop(host, "lost again and again")
+            ctx.log("member.readmitted", member=node, host=host, reason=reason)
+            ctx.history = ctx.history.without(host)
+        if host in ctx.excluded:
+            reason = excluded_message(host, ctx.excluded[host])
+            return Reject(code=EXIT_TOO_FEW_NODES, reason=reason)
+        return None
+
+    def _is_out(self, host: str) -> bool:
+        """Whether no agent on a machine may take part now."""
+        return host in self.ctx.excluded or host in self.ctx.history.quarantined(self.ctx.now)
+
+    def _able(self) -> list[Member]:
+        """Return the members that can run workers now, on machines that may take part."""
+        ctx = self.ctx
+        return self.peers.able(ctx.excluded.keys() | ctx.history.quarantined(ctx.now).keys())
+
+    def _is_in_my_place(self, member: Member) -> bool:
+        """Whether it is another process under this node's name."""
+        me = self.ctx.me
+        return member.node == me.node and member.agent_id != me.agent_id
+
+    def _let_wait(self, member: Member) -> None:
+        """Leave a pod that was made anew under this one's name without an answer.
+
+        This pod was deleted by force, or its node is cut off from the API: it ends before long,
+        and with it the other's connection, who then looks for a coordinator at once. Until that
+        happens the job loses nothing.
+        """
+        if member.agent_id not in self._waiting:
+            self._waiting.add(member.agent_id)
+            reason = (
+                f"{self.ctx.me.node} coordinates the job from {self.ctx.me.host} and still runs"
+            )
+            self.ctx.log("member.waiting", member=member.node, host=member.host, reason=reason)
+
+    def _refused(self, member: Member) -> Transition | None:
+        """Wait no longer for pods that find no other machine than those that are excluded."""
+        ctx = self.ctx
+        if self._parked is not None and member.host in ctx.excluded:
+            have, since = self._parked
+            if ctx.now - since >= ctx.settings.join_timeout_s:
+                return self._give_up(have)
+        return self.advance()
+
+    def _joined(self, conn: Conn, join: Join) -> Transition | None:
+        """Form or grow; an agent that missed the epoch's news ends it."""
         ctx, member = self.ctx, join.member
         self._listen()
-        conns = self.peers.conns((member.agent_id,))
+        self._expect_more()
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"
-            ctx.outbox.append(Send(conns, Abort(epoch=join.last_epoch, reason=over, victims=())))
+            ctx.send(conn, Abort(epoch=join.last_epoch, reason=over, victims=()))
         if member.agent_id in self.members:
             if self.phase in BUSY and not runs:
-                self.end_epoch(f"{member.node} missed the epoch", (member.node,))
-            if self.phase == "draining":
-                ctx.outbox.append(Send(conns, Ask(epoch=ctx.epoch, request=int(self._asked))))
+                self._end_epoch(f"{member.node} missed the epoch", (member.node,))
+            if self.phase is Phase.DRAINING:
+                ctx.send(conn, Ask(epoch=ctx.epoch, request=int(self._asked)))
         return self.advance()
 
-    def woken(self) -> Turn | None:
-        """Show at once that the lease is held, or learn that another has taken it."""
-        self.lease.renew()
+    # --- who lives -----------------------------------------------------------------------
+
+    def opened(self, conn: Conn) -> Transition | None:
+        """A probed agent listens: it may come back, or be dying."""
+        peer = self.peers.probed(conn)
+        if peer is not None:
+            self.ctx.close(conn)
+            self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
-    def timer(self, name: str) -> Turn | None:
-        """Renew the lease, end a wait, or watch the peers."""
-        if name == "renew":
-            self.ctx.after("renew", self.ctx.settings.lease_renew_s)
-            self.lease.renew()
-        elif name == "board":
-            self.lease.look()
-        elif name == "gather":
-            return self._gather_over()
-        elif name == "hear":
-            return self._pass_over_the_silent()
-        elif name == "settle":
-            self.settled()
+    def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
+        """A broken connection: one probe decides at once when the host refuses."""
+        if self._expected is not None and self._expected.pop(conn, None) is not None:
             return self.advance()
-        elif name == "backoff":
-            return self._publish()
-        elif name == "final":
-            return self.leave()
-        elif name == "alone":
-            self._waited_alone = True
-            return self.advance()
-        else:
-            turn = super().timer(name)
-            again = turn is None and name == "beat" and "alone" in self.ctx.timers
-            return self.advance() if again else turn
-        return None
-
-    def _listen(self) -> None:
-        if self.expected:
-            self.ctx.after("hear", SILENT_BEATS * self.ctx.settings.heartbeat_s)
-
-    def _pass_over_the_silent(self) -> Turn | None:
-        """Stop waiting for members of which nothing was heard, once no other comes either.
-
-        Their kernels take connections, but nobody answers: they are stopped. One that is only
-        slow joins later.
-        """
-        if self.expected is None:
+        peer = self.peers.at(conn)
+        if peer is not None:
+            self.peers.disconnect(peer)
+            self.ctx.after(f"gone {peer.member.agent_id}", self.ctx.settings.reconnect_s)
+            self._probe(peer)
             return None
-        for conn in self._unheard:
-            self.expected.pop(conn, None)
-        return self.advance()
-
-    def _gather_over(self) -> Turn | None:
-        self.expected = None
-        settings, have = self.ctx.settings, len(self.peers)
-        if self.ctx.epoch == 0 and self.phase == "idle" and have < settings.min_nodes:
-            return self.stop(
-                EXIT_TOO_FEW_NODES,
-                f"{have} of at least {counted(settings.min_nodes, 'node')} joined within "
-                f"{settings.join_timeout_s:.0f} s",
-            )
-        return self.advance()
-
-    # --- the board ---------------------------------------------------------------------
-
-    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
-        """Go on when the lease is still held, else step down."""
-        lease = state.lease
-        if won and lease is not None and lease.term == self.ctx.term and lease.beat != self._beat:
-            self._beat = lease.beat
-            self.send_all(Renewed(beat=lease.beat))
-        return self._stand_as(self.lease.swapped(state, token, won=won))
-
-    def _stand_as(self, standing: Standing) -> Turn | None:
-        match standing:
-            case Standing.RELEASED:
-                return self.leave()
-            case Standing.DEPOSED:
-                return self._step_down()
-            case Standing.HELD:
-                return self._publish()
-
-    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
-        """See what became of a swap whose answer was lost."""
-        return self._stand_as(self.lease.swapped(state or BoardState(), token, won=False))
-
-    def board_failed(self, error: str) -> Turn | None:
-        """The board does not answer: no new epoch, but the running one goes on."""
-        self.lease.failed()
+        peer = self.peers.probed(conn)
+        if peer is not None:
+            if peer.conn is None and refused:
+                return self._lost(peer, "its connection ended and its address refuses another")
+            self.ctx.after(f"probe {peer.member.agent_id}", self.ctx.settings.probe_s)
         return None
 
-    def store_opened(self, epoch: int, address: str, port: int) -> Turn | None:
-        """The store of the next epoch listens."""
-        self.lease.opened(epoch, address, port)
-        return self._publish()
+    def _probe(self, peer: Peer) -> None:
+        if peer.conn is None and peer.probe is None:
+            self.peers.probe(peer, self.ctx.dial(peer.member.address, peer.member.port))
 
-    def _step_down(self) -> Turn:
-        ctx = self.ctx
-        ctx.abandon_epoch("another coordinator holds the lease", ctx.me.node)
-        self.dismiss_all(Reject(code=None, reason="no longer the coordinator"))
-        ctx.timers.clear()
-        ctx.everyone = NOBODY
-        return Seek()
+    def _probe_again(self, agent_id: str) -> None:
+        if (peer := self.peers.get(agent_id)) is not None:
+            self._probe(peer)
 
-    # --- reports -----------------------------------------------------------------------
-
-    def reported(self, report: Report) -> Turn | None:
-        """Take a report of this node's own agent; kept, should another coordinator follow."""
-        self.ctx.note(report)
-        return self.told(self.ctx.me.agent_id, report)
-
-    def told(self, agent_id: str, report: Report) -> Turn | None:
-        """Take a report of any node's agent."""
+    def _not_come_back(self, agent_id: str) -> Transition | None:
         peer = self.peers.get(agent_id)
-        if peer is None or self.final is not None:
+        if peer is None or peer.conn is not None:
             return None
-        match report:
-            case StopAsked() | LeaveAsked() | NodeLeaving():
-                return self._wishes(peer, report)
-            case WorkersFailed(epoch=epoch) if epoch == self.ctx.epoch:
-                self.failed_reports.append((peer.member.node, report))
-                self.settle(report)
-            case WorkersSeen() | WorkersPaced():
-                return self.looked(peer, report)
-            case WorkersEnded(epoch=epoch) if epoch == self.ctx.epoch:
-                self._ended[agent_id] = report
-                return self._all_ended()
-            case WorkersReady():
-                self.peers.now_ready(peer)
-            case WorkersRunning(epoch=epoch) if epoch == self.ctx.epoch:
-                if self.phase != "starting":
-                    return None
-                self.phase = "running"
+        self.peers.unsure.add(agent_id)
+        return self._lost(peer, "its connection ended and did not come back")
+
+    def _beat(self) -> Transition | None:
+        """Say that this agent lives; drop those of which nothing is heard any more."""
+        ctx = self.ctx
+        ctx.after("beat", ctx.settings.heartbeat_s)
+        self._send_all(Ping())
+        for peer in self.peers:
+            silent_s = ctx.now - peer.heard
+            if peer.conn is not None and silent_s > ctx.settings.dead_after_s:
+                ctx.close(peer.conn)
+                self.peers.unsure.add(peer.member.agent_id)
+                if transition := self._lost(peer, f"silent for {silent_s:.1f} s"):
+                    return transition
+        if self._is_cut_off():
+            self._end_epoch("cut off from other agents and from the board", ())
+            return self.advance()
+        return self.advance() if "alone" in ctx.timers else None
+
+    def _lost(self, peer: Peer, reason: str) -> Transition | None:
+        """An agent is dead: its epoch ends at once."""
+        member = peer.member
+        self.departures.gone(peer, self.ctx.leaving)
+        self._forget(peer)
+        self.ctx.log("member.lost", member=member.node, host=member.host, reason=reason)
+        if member.agent_id in self.members:
+            self._lost_nodes.append(member.node)
+            if self.phase in BUSY:
+                self._end_epoch(f"node lost: {member.node}: {reason}", (member.node,))
+        elif member.host in self.ctx.history.losses() and not peer.leaving:
+            self.ctx.history = self.ctx.history.add_loss(member.node, member.host, self.ctx.now)
+            self._quarantine(member.node, member.host)
         return self.advance()
 
-    def _wishes(self, peer: Peer, report: StopAsked | LeaveAsked | NodeLeaving) -> Turn | None:
-        """An agent wants the job to end, or itself to be left out."""
-        match report:
-            case StopAsked(reason=reason):
-                return self.stop_asked(reason)
-            case LeaveAsked(reason=reason):
-                return self.leave_asked(peer, reason)
-            case NodeLeaving(reason=reason):
-                self.evict(peer.member.node, peer.member.host, reason)
-        return self.advance()
+    def _quarantine(self, node: str, host: str) -> None:
+        """Put on record that a machine that was lost once more takes no part for a while."""
+        ctx = self.ctx
+        if (until := ctx.history.quarantined(ctx.now).get(host)) is not None:
+            seconds, losses = round(until - ctx.now, 3), len(ctx.history.losses()[host])
+            ctx.log("member.quarantined", member=node, host=host, seconds=seconds, losses=losses)
+            self._watch_quarantine()
 
-    def _all_ended(self) -> Turn | None:
-        if len(self._ended) < len(self.members) or self.phase not in BUSY:
-            return None  # the cheap question first: every member asks it
-        if not set(self.members) <= self._ended.keys():
-            return None
-        step = max(report.step for report in self._ended.values())
-        if all(report.finished for report in self._ended.values()):
-            return self.stop(EXIT_DONE, f"the last step, {step}, is done")
-        if self.stopping is not None:
-            saved = all(report.saved for report in self._ended.values())
-            where = f"saved at step {step}" if saved else f"stopped at step {step}; {NOT_SAID}"
-            return self.stop(EXIT_SAVED, f"{self.stopping}; {where}")
-        # Workers also leave by themselves, to go on from an older state (numbers: rollback).
-        self.phase = "idle"
-        self.reason = "growth" if self._asked else "workers left"
-        if leaving := self.who_leaves:
-            self.reason = f"{leaving} left"
-        return self.advance()
+    def _watch_quarantine(self) -> None:
+        """Look again when the next machine may take part again."""
+        if ends := self.ctx.history.quarantined(self.ctx.now).values():
+            self.ctx.timers["quarantine"] = min(ends)
 
-    # --- the next epoch ----------------------------------------------------------------
+    def _forget(self, peer: Peer) -> None:
+        """Count an agent no longer."""
+        self.peers.remove(peer)
+        for what in ("gone", "probe"):
+            self.ctx.timers.pop(f"{what} {peer.member.agent_id}", None)
 
-    def advance(self) -> Turn | None:
-        """Do what the present state calls for: form, grow, park or nothing."""
-        if self.final is not None:
-            return None
-        if self.stopping is not None and self.phase == "idle":
-            why = f"{self.stopping}; {self.reason}; the newest checkpoint counts"
-            return self.stop(EXIT_SAVED, why)
-        if self.phase == "idle" and (turn := self.part()) is not None:
-            return turn
-        if self._waits_for_more():
-            return None
-        size = self.ctx.settings.rung_for(len(self.peers.able(self.ctx.barred)))
-        if self.phase == "running" and size > len(self.members):
-            self.ask_all(Request.GROW)
-        elif self.phase == "idle" and size == 0:
-            return self.park()
-        elif self.phase == "idle" and not self._may_be_cut_off():
-            self.phase = "forming"
-            self.lease.form()
-        return None
+    def _is_cut_off(self) -> bool:
+        """Whether others may have begun an epoch beside the one that runs.
+
+        Agents are missing that may live, and the board has not said for long that this one leads:
+        those may have taken the lease.
+        """
+        silent_s = self.ctx.now - self.lease.confirmed
+        late = silent_s > self.ctx.settings.fence_s
+        return late and self.phase in BUSY and bool(self.peers.unsure)
 
     def _may_be_cut_off(self) -> bool:
         """Whether most members have fallen silent at once: then this agent may be the lost one.
 
-        They get the time to take the lease, for a few must not go on in the place of most.
-        Who still holds it then goes on: the others are dead, or cannot reach the board.
+        They get the time to take the lease, for a few must not continue in the place of most.
+        Who still holds it then continues: the others are dead, or cannot reach the board.
         """
-        ctx, settings = self.ctx, self.ctx.settings
-        most = self.unsure and 2 * self.num_in_touch(self.members) < len(self.members)
+        ctx, settings, peers = self.ctx, self.ctx.settings, self.peers
+        since = ctx.now - settings.dead_after_s / 2
+        most = peers.unsure and 2 * peers.num_in_touch(self.members, since) < len(self.members)
         if not most or self._waited_alone:
             ctx.timers.pop("alone", None)
             return False
@@ -307,75 +547,627 @@ class Coordinator(Departures):
             ctx.after("alone", settings.dead_after_s + 2 * settings.dial_timeout_s)
         return True
 
+    def _waited_long_enough(self) -> None:
+        self._waited_alone = True
+
+    # --- before an epoch -----------------------------------------------------------------
+
+    def advance(self) -> Transition | None:
+        """Do what the present state calls for: form, grow, park or nothing."""
+        if self.phase is Phase.ENDING:
+            return None
+        if self._stopping is not None and self.phase is Phase.IDLE:
+            why = f"{self._stopping}; {self.reason}; the newest checkpoint counts"
+            return self._stop(EXIT_SAVED, why)
+        if self.phase is Phase.IDLE and (transition := self._let_go()) is not None:
+            return transition
+        if self._waits_for_more():
+            return None
+        rung = self._rung
+        if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
+            if not self._waits_to_grow(rung):
+                self._ask_all(Request.GROW)
+        elif self.phase is Phase.IDLE and rung is None:
+            return self._park()
+        elif self.phase is Phase.IDLE and not self._may_be_cut_off():
+            self.phase = Phase.FORMING
+            self.lease.form()
+        return None
+
+    @property
+    def _rung(self) -> Rung | None:
+        """What the nodes that are able can run; None: they are too few."""
+        return self.ctx.settings.ladder.rung_for(len(self._able()))
+
+    def _waits_to_grow(self, rung: Rung) -> bool:
+        """Whether others are about to come too, with whom the epoch would grow again."""
+        ctx = self.ctx
+        if rung.num_nodes == ctx.settings.ladder.max_nodes:
+            return False
+        if self._grow_by is None:
+            self._grow_by = ctx.now + GROW_WAIT_S
+            self._expect_more()
+        elif self.peers.num_ready < len(self.peers) and "grow" not in ctx.timers:
+            self._expect_more()
+        return "grow" in ctx.timers
+
+    def _expect_more(self) -> None:
+        """Put off growth for a moment: somebody has come, or warms up."""
+        if self._grow_by is not None and self._grow_by > self.ctx.now:
+            self.ctx.timers["grow"] = min(self.ctx.now + GROW_SETTLE_S, self._grow_by)
+
+    def _have_come(self) -> None:
+        """Nobody else has come for a moment."""
+
     def _waits_for_more(self) -> bool:
         """Whether the first epoch of this coordinator waits for agents that should come."""
         if "gather" not in self.ctx.timers or self.members:
             return False
-        if self.expected is not None:
-            return bool(self.expected)
+        if self._expected is not None:
+            return bool(self._expected)
         settings, ctx = self.ctx.settings, self.ctx
-        wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.expected_nodes
-        return self.peers.num_ready + len(self.absent) < wanted
+        wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes
+        return self.peers.num_ready + len(self.peers.absent) < wanted
 
-    def _publish(self) -> Turn | None:
-        """Publish once the board has the epoch and its store listens; members are chosen now."""
-        ctx, keeper = self.ctx, self.lease
-        if self.phase != "forming" or keeper.epoch is None or keeper.store is None:
+    def _gather_over(self) -> Transition | None:
+        self._expected = None
+        settings, have = self.ctx.settings, len(self.peers)
+        if self.ctx.epoch == 0 and self.phase is Phase.IDLE and have < settings.ladder.min_nodes:
+            return self._stop(
+                EXIT_TOO_FEW_NODES,
+                f"{have} of at least {counted(settings.ladder.min_nodes, 'node')} joined within "
+                f"{settings.join_timeout_s:.0f} s",
+            )
+        return self.advance()
+
+    def _listen(self) -> None:
+        if self._expected:
+            self.ctx.after("hear", SILENT_BEATS * self.ctx.settings.heartbeat_s)
+
+    def _pass_over_the_silent(self) -> Transition | None:
+        """Stop waiting for members of which nothing was heard, once no other comes either.
+
+        Their kernels take connections, but nobody answers: they are stopped. One that is only
+        slow joins later.
+        """
+        if self._expected is None:
             return None
-        self.judge(self.lease.commits)
+        for conn in self._unheard:
+            self._expected.pop(conn, None)
+        return self.advance()
+
+    def _park(self) -> Transition | None:
+        """Too few nodes are left for the last rung: wait, or end where none can come.
+
+        An excluded node does not come back. A pod does, and may find another machine; its
+        coordinator must not be on an excluded one itself. Where no controller makes lost nodes
+        anew, none may ever come: after `join_timeout_s` the job ends with 92, so that the
+        scheduler finds others. The rest of the allocation would only be held for nothing.
+        """
+        ctx, need = self.ctx, self.ctx.settings.ladder.min_nodes
+        have = len(self._able())
+        may_move = ctx.in_pod and ctx.me.host not in ctx.excluded
+        warm = self.peers.num_ready == len(self.peers)
+        if ctx.excluded and warm and have + len(ctx.excluded) >= need and not may_move:
+            return self._give_up(have)
+        if self._parked is None or self._parked[0] != have:
+            since = ctx.now if self._parked is None else self._parked[1]
+            if self._parked is None and not ctx.in_pod:
+                ctx.after("parked", ctx.settings.join_timeout_s)
+            self._parked = have, since
+            ctx.log("membership.parked", have=have, need=need)
+        return None
+
+    def _parked_for_long(self) -> Transition | None:
+        """End a job that has waited long enough for nodes."""
+        if self._parked is None:
+            return None
+        have, settings = self._parked[0], self.ctx.settings
+        if self.peers.num_ready < len(self.peers):  # one has come, and warms up
+            self.ctx.after("parked", settings.join_timeout_s)
+            return None
+        return self._stop(
+            EXIT_TOO_FEW_NODES,
+            f"{have} nodes are left, the smallest layout needs {settings.ladder.min_nodes}; "
+            f"no other came within {settings.join_timeout_s:.0f} s",
+        )
+
+    def _give_up(self, have: int) -> Transition | None:
+        excluded, need = self.ctx.excluded, self.ctx.settings.ladder.min_nodes
+        why = "; ".join(f"{host}: {reason}" for host, reason in sorted(excluded.items()))
+        return self._stop(
+            EXIT_TOO_FEW_NODES,
+            f"{have} healthy nodes are left, the smallest layout needs {need} (excluded: {why})",
+        )
+
+    def _publish(self) -> Transition | None:
+        """Publish once the board has the epoch and its store listens; members are chosen now."""
+        ctx, lease = self.ctx, self.lease
+        if self.phase is not Phase.FORMING or lease.epoch is None or lease.store is None:
+            return None
+        self._attribute()
         if "backoff" in ctx.timers:
             return None
-        pool = self.peers.able(ctx.barred)
-        size = ctx.settings.rung_for(len(pool))
-        if self.final is not None or size == 0:
-            self.phase = "idle"
+        pool, rung = self._able(), self._rung
+        if self._final is not None:
+            return None
+        if rung is None:
+            self.phase = Phase.IDLE
             return self.advance()
         current = set(self.members or ctx.everyone.ids)
-        members = choose_members(pool, current, size, self.slow)
+        members = choose_members(pool, current, rung.num_nodes, self._slow)
         self.members = tuple(m.agent_id for m in members)
         chosen = set(self.members)
         spares = tuple(m for m in pool if m.agent_id not in chosen)
         if all(m.agent_id != ctx.me.agent_id for m in pool):  # coordinates, but runs no workers
             spares = (*spares, ctx.me)
         formed = Formed(
-            epoch=keeper.epoch,
+            epoch=lease.epoch,
             term=ctx.term,
             members=Members.of(members),
             spares=Members.of(spares),
-            store_address=keeper.store[0],
-            store_port=keeper.store[1],
+            left=Members.of(
+                left.member
+                for agent_id, left in ctx.left.items()
+                if ctx.now < left.until and self.peers.get(agent_id) is None
+            ),
+            store_address=lease.store[0],
+            store_port=lease.store[1],
             coordinator=ctx.me.agent_id,
             reason=self.reason,
             history=ctx.history.to_wire(ctx.now),
-            barred=ctx.barred,
+            excluded=ctx.excluded,
         )
-        self._ended, self._asked = {}, Request.NONE
-        self.phase, self.expected, self.parked = "starting", None, None
-        self.unsure.clear()
+        self._ended, self._asked, self._grow_by = {}, Request.NONE, None
+        ctx.timers.pop("grow", None)
+        self.phase, self._expected, self._parked = Phase.STARTING, None, None
+        self.peers.unsure.clear()
         self._waited_alone = False
-        self.send_all(formed)
+        self._send_all(formed)
         ctx.adopt(formed)
         ctx.log(
             "epoch.formed",
             members=[m.node for m in members],
             spares=[m.node for m in spares],
-            rung=size,
+            rung=rung.num_nodes,
+            layout=str(rung.layout),
             coordinator=ctx.me.node,
             reason=self.reason,
         )
-        return self.hand_over()
+        return self._hand_over()
 
-    # --- requests and the end ----------------------------------------------------------
+    def _hand_over(self) -> Transition | None:
+        """Go, if this agent's machine is excluded and its pod can be made anew on another.
 
-    def ask_all(self, request: Request) -> None:
+        All know what is excluded, by the epoch just published; another agent ends it and continues.
+        """
+        ctx = self.ctx
+        why = ctx.excluded.get(ctx.me.host)
+        if why is None or not ctx.in_pod:
+            return None  # where nodes stay what they are, it coordinates without workers
+        ctx.leaving.add(ctx.me.agent_id)
+        self._send_all(Leaves(agent_id=ctx.me.agent_id))
+        return ToDone(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
+
+    # --- while an epoch runs -------------------------------------------------------------
+
+    def _ready(self, peer: Peer, _report: WorkersReady) -> None:
+        self.peers.now_ready(peer)
+
+    def _running(self, _peer: Peer, _report: WorkersRunning) -> None:
+        self.phase = Phase.RUNNING
+
+    def _committed(self, _peer: Peer, report: WorkersCommitted) -> None:
+        """Nobody needs the snapshots of older epochs any more."""
+        left = self.ctx.left
+        self.ctx.left = {key: one for key, one in left.items() if one.epoch >= report.epoch}
+
+    def _paced(self, peer: Peer, report: WorkersPaced) -> None:
+        """Compare a node's ranks with their peers; swap a slow one where the job says so."""
+        ctx = self.ctx
+        if ctx.settings.straggler == "off":
+            return
+        if self._compared != ctx.epoch:
+            self.stragglers, self._compared = Stragglers(), ctx.epoch
+        for found in self.stragglers.take(peer.member.node, report.ranks):
+            swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
+            ctx.log(
+                "worker.slow",
+                member=found.node,
+                worker_rank=found.rank,
+                section=found.section,
+                ratio=found.ratio,
+                own_s=found.own_s,
+                swap=swap,
+            )
+            if swap:
+                self._slow.add(found.node)
+                self._ask_all(Request.GROW)  # the next epoch takes slow nodes last
+
+    def _has_better(self, node: str) -> bool:
+        """Whether a spare can take the place of `node` now."""
+        spares = (
+            member
+            for member in self._able()
+            if member.agent_id not in self.members and member.node not in self._slow
+        )
+        return self.phase is Phase.RUNNING and node not in self._slow and any(spares)
+
+    def _ended_well(self, peer: Peer, report: WorkersEnded) -> Transition | None:
+        """All workers of a node have left: when all nodes' have, the epoch or the job is over."""
+        self._ended[peer.member.agent_id] = report
+        if len(self._ended) < len(self.members) or self.phase not in BUSY:
+            return None  # the cheap question first: every member asks it
+        if not set(self.members) <= self._ended.keys():
+            return None
+        step = max(report.step for report in self._ended.values())
+        if all(report.finished for report in self._ended.values()):
+            return self._stop(EXIT_DONE, f"the last step, {step}, is done")
+        if self._stopping is not None:
+            saved = all(report.saved for report in self._ended.values())
+            where = f"saved at step {step}" if saved else f"stopped at step {step}; {NOT_SAID}"
+            return self._stop(EXIT_SAVED, f"{self._stopping}; {where}")
+        # Workers also leave by themselves, to continue from an older state (numbers: rollback).
+        self.phase = Phase.IDLE
+        self.reason = "growth" if self._asked else "workers left"
+        if leaving := named_leaving(self.peers):
+            self.reason = f"{leaving} left"
+        return self.advance()
+
+    def _ask_all(self, request: Request) -> None:
         """Have the workers of the epoch leave at the next boundary."""
         ctx = self.ctx
         self._asked |= request
-        self.phase = "draining"
-        self.send_members(Ask(epoch=ctx.epoch, request=int(request)))
+        self.phase = Phase.DRAINING
+        self._send_all(Ask(epoch=ctx.epoch, request=int(request)), self.members)
         if ctx.me.agent_id in self.members:
             ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
 
-    def swap(self) -> None:
-        """Have all leave at the next boundary: the next epoch takes slow nodes last."""
-        self.ask_all(Request.GROW)
+    # --- failures ------------------------------------------------------------------------
+
+    def _failed(self, peer: Peer, report: WorkersFailed) -> None:
+        """End the epoch once it is known what a failure is: one node's, or that of all.
+
+        That is when all nodes have said theirs, or a moment later (`attribution.settle_s`).
+        """
+        ctx, wait_s = self.ctx, settle_s(report.failure)
+        self._failures.append((peer.member.node, report))
+        if self.phase not in BUSY:
+            return
+        if not wait_s or self._all_have_failed():
+            self._settled()
+        else:
+            ctx.timers["settle"] = max(ctx.timers.get("settle", ctx.now), ctx.now + wait_s)
+
+    def _all_have_failed(self) -> bool:
+        if len(self._failures) < len(self.members):
+            return False  # the cheap question first: every member asks it
+        heard = {node for node, _ in self._failures}
+        peers = map(self.peers.get, self.members)
+        return all(peer.member.node in heard for peer in peers if peer is not None)
+
+    def _settled(self) -> None:
+        """End the epoch for the failures that were reported."""
+        if self.phase in BUSY and self._failures:
+            abort = abort_for(self._failures)
+            self._end_epoch(abort.reason, abort.victims, stacks=abort.stacks)
+
+    def _end_epoch(self, reason: str, victims: tuple[str, ...], *, stacks: bool = False) -> None:
+        """Have the workers of the epoch killed everywhere; `stacks`: dump theirs first."""
+        ctx = self.ctx
+        self.diagnosis.close(ctx.now)
+        ctx.timers.pop("settle", None)
+        self.phase, self.reason = Phase.IDLE, reason
+        ctx.log("epoch.aborted", reason=reason, victims=list(victims))
+        self._send_all(Abort(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
+        ctx.in_epoch = False
+        ctx.tell(EpochAborted(epoch=ctx.epoch, reason=reason, victims=victims, stacks=stacks))
+
+    def _attribute(self) -> None:
+        """Attribute what ended the last epoch, and do what follows from that."""
+        ctx, settings = self.ctx, self.ctx.settings
+        known = [self.peers.get(agent_id) for agent_id in self.members]
+        gone = [p.member.node for p in known if p and p.conn is None and p.member != ctx.me]
+        end = EpochEnd(
+            members=self.members,
+            everyone=ctx.everyone,
+            lost=self._lost_nodes + gone,
+            left=self.departures.left_nodes | {p.member.node for p in self.peers if p.leaving},
+            reports=self._failures,
+            committed=[commit.step for commit in self.lease.commits],
+        )
+        ruling = attribute_end(end, ctx.history, settings.limits, ctx.now, ctx.excluded)
+        if ruling is None:
+            return
+        self._lost_nodes, self._failures = [], []
+        self.departures.left_nodes.clear()
+        self.reason, ctx.history = ruling.reason, ruling.history
+        for found, consequence in ruling.consequences:
+            if found.kind is Kind.NODE_LOST and found.node and found.machine:
+                self._quarantine(found.node, found.machine)
+            if consequence.stop_code is not None:
+                self._stop(consequence.stop_code, consequence.reason)
+            elif consequence.exclude is not None:
+                node = found.node or consequence.exclude
+                self._exclude(node, consequence.exclude, consequence.reason)
+        if wait_s := ctx.history.backoff_s():
+            ctx.log("epoch.delayed", seconds=wait_s, reason=self.reason)
+            ctx.after("backoff", wait_s)
+
+    def _node_leaving(self, peer: Peer, report: NodeLeaving) -> None:
+        self._exclude(peer.member.node, peer.member.host, report.reason)
+
+    def _exclude(self, node: str, host: str, reason: str) -> None:
+        """Exclude a machine from the job, for good unless the operator readmits it.
+
+        Args:
+            node: for what it did there. It may have left since, or moved.
+            host: the machine; whoever is there goes.
+            reason: why.
+        """
+        ctx = self.ctx
+        ctx.excluded[host] = reason
+        ctx.log("member.evicted", member=node, host=host, reason=reason)
+        there = self.peers.on_host(host)
+        nodes = tuple(p.member.node for p in there if p.member.agent_id in self.members)
+        if nodes and self.phase in BUSY:
+            self._end_epoch(f"{named(node, host)} was excluded: {reason}", nodes)
+        why = excluded_message(host, reason)
+        for peer in there:
+            if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
+                self._send_all(Leaves(agent_id=peer.member.agent_id))
+                self._release(peer, EXIT_TOO_FEW_NODES, why)
+
+    # --- hangs ---------------------------------------------------------------------------
+
+    def _seen(self, peer: Peer, report: WorkersSeen) -> Transition | None:
+        """A node's workers stand still: ask all nodes which peers they wait for."""
+        ctx, diagnosis = self.ctx, self.diagnosis
+        if diagnosis.asked is None:
+            if not diagnosis.open(report, ctx.now):
+                return None
+            ctx.after("diagnose", ANSWER_S)
+            self._send_all(Show(epoch=ctx.epoch), self.members)
+            if ctx.me.agent_id in self.members:
+                ctx.tell(ShowWorkers(epoch=ctx.epoch))
+        diagnosis.heard(peer.member.agent_id, peer.member.node, report)
+        if diagnosis.is_complete(self.members):
+            self._conclude()
+        return None if self.phase in BUSY else self.advance()
+
+    def _diagnose(self) -> Transition | None:
+        """Count an agent that neither answers nor beats as dead; conclude when all others have."""
+        ctx, diagnosis = self.ctx, self.diagnosis
+        if diagnosis.asked is None:
+            return None
+        missing = (self.peers.get(agent_id) for agent_id in diagnosis.missing(self.members))
+        heard = {
+            p.member.agent_id: p.heard for p in missing if p is not None and p.conn is not None
+        }
+        if again_s := diagnosis.look_again_s(ctx.now, heard, ctx.settings.heartbeat_s):
+            ctx.after("diagnose", again_s)
+            return None
+        if diagnosis.asked is None:
+            return None  # dropped: the workers have gone on
+        silent = diagnosis.silent(heard)
+        # All before the first is lost: when most are silent, this agent may be the lost one.
+        self.peers.unsure.update(silent)
+        for peer in map(self.peers.get, silent):
+            if peer is None or peer.conn is None:
+                continue
+            reason = f"silent for {ctx.now - peer.heard:.1f} s while the others waited for it"
+            ctx.close(peer.conn)
+            if transition := self._lost(peer, reason):
+                return transition
+        if self.phase in BUSY:
+            self._conclude()
+        return self.advance()
+
+    def _conclude(self) -> None:
+        """Find the worker that hangs, or leave it to what the nodes see next."""
+        found = self.diagnosis.conclude(self.members)
+        self.diagnosis.close(self.ctx.now)
+        self.ctx.timers.pop("diagnose", None)
+        if found is None:
+            return
+        hung, report = found
+        self.ctx.log(
+            "worker.hung",
+            member=hung.node,
+            worker_rank=hung.view.rank,
+            section=hung.view.section,
+            part=hung.view.part,
+            idle_s=round(hung.view.idle_s, 3),
+            state=hung.view.state,
+            detail=hung.detail,
+        )
+        self._failures.append((hung.node, report))
+        self._end_epoch(f"hang: {hung.detail}", (hung.node,) if hung.node else (), stacks=True)
+
+    # --- departures ----------------------------------------------------------------------
+
+    def _stop_asked(self, _peer: Peer, report: StopAsked) -> Transition | None:
+        return self._save_and_stop(report.reason)
+
+    def _save_and_stop(self, reason: str) -> Transition | None:
+        """Have all save and leave; then the job ends with 91."""
+        if self._stopping is not None:
+            return None
+        self._stopping = reason
+        if self.phase in BUSY:
+            self._ask_all(Request.STOP)
+            return None
+        return self._stop(EXIT_SAVED, f"{reason}; no step was running")
+
+    def _leave_asked(self, peer: Peer, report: LeaveAsked) -> None:
+        """Take the wish of an agent; what follows is decided in a moment."""
+        ctx, member = self.ctx, peer.member
+        if peer.leaving:
+            return
+        peer.leaving, self.departures.why[member.agent_id] = True, report.reason
+        ctx.leaving.add(member.agent_id)
+        ctx.log("member.leaving", member=member.node, host=member.host, reason=report.reason)
+        self._send_all(Leaves(agent_id=member.agent_id))
+        if "together" not in ctx.timers:
+            ctx.after("together", TOGETHER_S)
+
+    def _departures_decided(self) -> Transition | None:
+        """Let those go that were asked to within a moment."""
+        ctx = self.ctx
+        if self._stopping is not None:
+            return None  # all go, once they have saved
+        how = decide(
+            all_leave=all(peer.leaving for peer in self.peers),
+            run_workers=self._held_by_epoch,
+            enough_stay=self._rung is not None,
+        )
+        if how is Departure.JOB_STOPS:
+            return self._save_and_stop(f"{next(iter(self.departures.why.values()))} on every node")
+        if how is Departure.NOW:
+            return self._let_go()
+        if how is Departure.AT_BOUNDARY:
+            ctx.after("boundary", BOUNDARY_S)
+        if self.phase is not Phase.DRAINING:
+            to_storage = how is Departure.SAVED_AT_BOUNDARY
+            self._ask_all(Request.STOP | Request.GROW if to_storage else Request.GROW)
+        return None
+
+    @property
+    def _held_by_epoch(self) -> bool:
+        """Whether some that leave run workers."""
+        return self.phase in BUSY and self.departures.run_workers(self.members)
+
+    def _no_boundary(self) -> Transition | None:
+        """End an epoch that does not come to a boundary."""
+        if not self._held_by_epoch:
+            return None
+        nodes = tuple(p.member.node for p in self.peers if p.leaving)
+        self._end_epoch(f"{', '.join(nodes)} left, no step has ended meanwhile", nodes)
+        return self.advance()
+
+    def _let_go(self) -> Transition | None:
+        """Let go of those that no epoch needs any more; this agent goes last."""
+        ctx, why = self.ctx, self.departures.why
+        if "together" in ctx.timers or self._held_by_epoch:
+            return None
+        for peer in self.peers:
+            if peer.leaving and peer.member != ctx.me:
+                member = peer.member
+                reason = f"left on request: {why.pop(member.agent_id, '')}"
+                self._release(peer, EXIT_SAVED, reason)
+                ctx.log("member.left", member=member.node, host=member.host, reason=reason)
+        if ctx.me.agent_id in why:
+            reason = f"left on request: {why.pop(ctx.me.agent_id)}"
+            ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
+            return ToDone(EXIT_SAVED, reason, serves=self._rung is not None)
+        return None
+
+    def _release(self, peer: Peer, code: int, reason: str) -> None:
+        """Let an agent go that the others continue without, or wait for another in its place.
+
+        Those that continue may need what it holds. A parked job has the rest of its state, or a
+        checkpoint; its pods are not made anew before they have gone.
+        """
+        serves = self._rung is not None
+        if serves:
+            self.ctx.has_left(peer.member)
+        self._dismiss(peer, Stop(code=code, reason=reason, serves=serves))
+        self._forget(peer)
+
+    # --- the board -----------------------------------------------------------------------
+
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Transition | None:
+        """Continue when the lease is still held, else step down."""
+        lease = state.lease
+        ours = won and lease is not None and lease.term == self.ctx.term
+        if ours and lease is not None and lease.beat != self._beat_sent:
+            self._beat_sent = lease.beat
+            self._send_all(Renewed(beat=lease.beat))
+        return self._with(self.lease.swapped(state, token, won=won))
+
+    def board_read(self, state: BoardState | None, token: Token | None) -> Transition | None:
+        """See what became of a swap whose answer was lost."""
+        return self._with(self.lease.swapped(state or BoardState(), token, won=False))
+
+    def board_failed(self, error: str) -> Transition | None:
+        """The board does not answer: no new epoch, but the running one continues."""
+        self.lease.failed()
+        return None
+
+    def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
+        """The store of the next epoch listens."""
+        self.lease.opened(epoch, address, port)
+        return self._publish()
+
+    def woken(self) -> Transition | None:
+        """Show at once that the lease is held, or learn that another has taken it."""
+        self.lease.renew()
+        return None
+
+    def _with(self, status: LeaseStatus) -> Transition | None:
+        match status:
+            case LeaseStatus.RELEASED:
+                return self._leave()
+            case LeaseStatus.DEPOSED:
+                return self._step_down()
+            case LeaseStatus.HELD:
+                return self._publish()
+
+    def _renew(self) -> None:
+        self.ctx.after("renew", self.ctx.settings.lease_renew_s)
+        self.lease.renew()
+
+    def _look_at_board(self) -> None:
+        self.lease.look()
+
+    def _step_down(self) -> Transition:
+        ctx = self.ctx
+        ctx.abandon_epoch("another coordinator holds the lease", ctx.me.node)
+        self._send_all(Reject(code=None, reason="no longer the coordinator"))
+        for conn in self.peers.conns():
+            ctx.close(conn)
+        ctx.timers.clear()
+        ctx.everyone = NOBODY
+        return ToSeeker()
+
+    def _stop(self, code: int, reason: str) -> Transition | None:
+        """End the job: first on the board, for a deposed coordinator ends nothing."""
+        if self._final is None:
+            self._final = ToDone(code, reason)
+            self.phase = Phase.ENDING
+            self.ctx.after("final", FINAL_SWAP_S)
+            self.lease.release(code, reason)
+        return None
+
+    def _leave(self) -> Transition:
+        """Tell all that the job is over."""
+        assert self._final is not None
+        code, reason = self._final.code, self._final.reason
+        self.ctx.log("job.stopped", code=code, reason=reason)
+        self._send_all(Stop(code=code, reason=reason))
+        return self._final
+
+    # --- sending -------------------------------------------------------------------------
+
+    def _send_all(self, message: Message, agent_ids: tuple[str, ...] | None = None) -> None:
+        """Send to every connected agent, or to those of `agent_ids`."""
+        if conns := self.peers.conns(agent_ids):
+            self.ctx.outbox.append(Send(conns, message))
+
+    def _dismiss(self, peer: Peer, last_word: Stop) -> None:
+        """Say a last word to an agent and hang up."""
+        if peer.conn is not None:
+            self.ctx.send(peer.conn, last_word)
+            self.ctx.close(peer.conn)
+
+
+def _newer(member: Member) -> str:
+    return f"a newer agent of {member.node} has joined"
+
+
+def _handlers(names: Iterable[str]) -> dict[str, Callable[..., Transition | None]]:
+    return {name: getattr(Coordinator, name) for name in names}
+
+
+_HANDLERS: Final = _handlers(on.handler for on in TRANSITIONS.values())
+"""Looked up once: a name in the table that is no method fails at import."""

@@ -7,11 +7,11 @@ perform them in a simulated network.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from elastic_trainer.agent.boards.board import BoardState, Token
-from elastic_trainer.agent.membership.history import History, Limits
+from elastic_trainer.agent.membership.attribution import History, Limits
 from elastic_trainer.agent.membership.messages import Formed, Join, Message
 from elastic_trainer.agent.membership.notices import (
     EpochAborted,
@@ -27,6 +27,15 @@ from elastic_trainer.agent.membership.notices import (
     WorkersSeen,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
+from elastic_trainer.board.state import BoardState, Token
+from elastic_trainer.config import ElasticSection
+from elastic_trainer.ladder import Ladder
+
+FENCE_RENEWALS: Final = 2.0
+"""Workers whose agents hear of neither a coordinator nor the board are ended after so many times
+`lease_renew_s`: another epoch may run elsewhere by then."""
+SERVE_S: Final = 300.0
+"""How long a node that leaves serves its snapshots at most, if no newer one is committed."""
 
 Conn = int
 """A connection. The transport numbers incoming ones with odd, the machine its dials with even."""
@@ -98,18 +107,17 @@ Effect = Dial | Send | Close | ReadBoard | SwapBoard | OpenStore | Tell | Log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Times in seconds. Defaults suit a cluster; tests and the emulation shorten some."""
+class Settings(ElasticSection):
+    """What the job file says, and what it does not; times in seconds.
 
-    rung_nodes: tuple[int, ...]
-    """num_nodes of the ladder's rungs, from most to fewest."""
-    expected_nodes: int
-    """The first epoch forms at once when so many agents are there."""
+    Defaults suit a cluster; tests and the emulation shorten some.
+    """
+
+    ladder: Ladder
+    """What the job runs on how many nodes. The first epoch forms at once when as many agents are
+    there as the first rung has nodes."""
     workers: int = 0
     """Workers of every node: one with fewer healthy accelerators is refused."""
-    join_timeout_s: float = 600.0
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 5.0
     probe_s: float = 0.05
     """Between two tries to reach a peer whose connection has ended: a dying process may still
     take a connection before its address refuses."""
@@ -124,14 +132,11 @@ class Settings:
     takeover_refused_s: float = 7.5
     """The same when the holder's address refuses connections. Well above `lease_renew_s`: to a
     job elsewhere an address may mean another machine, and then only the beat says who lives."""
-    max_restarts: int = 100
-    max_crashes: int = 10
-    max_hangs: int = 20
-    no_progress: int = 3
-    window_s: float = 86400.0
-    node_failures: int = 2
-    straggler: str = "report"
-    """`off`, `report`, or `swap`: a slow rank's node gives its place to a spare."""
+
+    @property
+    def fence_s(self) -> float:
+        """How long workers continue though another epoch may have begun elsewhere."""
+        return FENCE_RENEWALS * self.lease_renew_s
 
     @property
     def limits(self) -> Limits:
@@ -145,18 +150,19 @@ class Settings:
             node_failures=self.node_failures,
         )
 
-    @property
-    def min_nodes(self) -> int:
-        """Nodes of the last rung."""
-        return self.rung_nodes[-1]
-
-    def rung_for(self, num_nodes: int) -> int:
-        """Return the rung's size for `num_nodes` nodes, 0 when too few (ladder.rung_for)."""
-        return next((size for size in self.rung_nodes if size <= num_nodes), 0)
-
 
 _FOR_GOOD = (StopAsked, LeaveAsked, NodeLeaving)
 """Reports that hold beyond their epoch."""
+
+
+class Left(NamedTuple):
+    """An agent that has left."""
+
+    member: Member
+    epoch: int
+    """The newest of which it may hold what nobody else does."""
+    until: float
+    """When it has served for long enough, monotonic seconds."""
 
 
 @dataclass(slots=True)
@@ -166,9 +172,11 @@ class Context:
     me: Member
     job: str
     settings: Settings
+    random: Callable[[], float]
+    """Chance, from 0 to 1: those who wait for the same thing do not ask for it at once."""
     now: float = 0.0
     epoch: int = 0
-    """Newest epoch this agent was told of, or published."""
+    """Newest epoch this agent heard of, or published."""
     term: int = 0
     """Term of the newest coordinator this agent has followed or been."""
     everyone: Members = NOBODY
@@ -176,23 +184,27 @@ class Context:
     coordinator: str = ""
     """Agent id of the newest coordinator this agent has followed."""
     renewed: tuple[int, int, float] = (0, 0, 0.0)
-    """Its term, the newest beat of its lease that it told of, and when that was heard."""
+    """Its term, the newest beat of its lease that it reported, and when that was heard."""
     history: History = field(default_factory=History)
-    barred: dict[str, str] = field(default_factory=dict)
-    """Machines that were put out, and why: no agent there may take part."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Machines excluded, and why: no agent there may take part."""
     reports: list[Report] = field(default_factory=list)
-    """What the local agent said of the present epoch, or for good: told to every coordinator
+    """What the local agent said of the present epoch, or for good: sent to every coordinator
     that is joined anew, since the one before may have died with it unread."""
     ready: bool = True
     """Whether this node's workers can be forked at once."""
     leaving: set[str] = field(default_factory=set)
     """Agent ids of those that leave on request: their end is no failure."""
+    left: dict[str, Left] = field(default_factory=dict)
+    """Agents that have left and serve their snapshots, by id."""
     readmit: bool = False
-    """The operator lets this machine come back after it was put out."""
-    told_ready: bool = False
+    """The operator lets this machine come back after it was excluded."""
+    reported_ready: bool = False
     """Whether the newest Join said that this node is ready."""
+    heard: float = 0.0
+    """When this agent last heard of its coordinator, or of the board, that no newer epoch runs."""
     in_epoch: bool = False
-    """This node was told to run workers in `epoch` and the epoch was not aborted since."""
+    """This node was asked to run workers in `epoch` and the epoch was not aborted since."""
     outbox: list[Effect] = field(default_factory=list)
     timers: dict[str, float] = field(default_factory=dict)
     next_conn: Conn = 0
@@ -213,7 +225,7 @@ class Context:
 
     def join(self, conn: Conn) -> None:
         """Ask the agent on the other end to let this one take part."""
-        self.told_ready = self.ready
+        self.reported_ready = self.ready
         message = Join(
             member=self.me,
             job=self.job,
@@ -253,21 +265,39 @@ class Context:
         """The coordinator as a member of the newest epoch; None: it was not in that."""
         return self.everyone.by_id(self.coordinator)
 
+    def fits(self, formed: Formed) -> bool:
+        """Whether the members of an epoch are as many as a rung of the ladder has nodes."""
+        rung = self.settings.ladder.rung_for(len(formed.members))
+        return rung is not None and rung.num_nodes == len(formed.members)
+
+    def has_left(self, member: Member) -> None:
+        """Count on the snapshots of an agent that has left, until an epoch commits its own."""
+        left = Left(member, self.epoch, self.now + SERVE_S)
+        self.left.setdefault(member.agent_id, left)
+
     def adopt(self, formed: Formed) -> None:
         """Take over a published epoch and tell the local agent."""
+        known, self.left = self.left, {}
+        for member in formed.left:
+            if member.agent_id in known:
+                self.left[member.agent_id] = known[member.agent_id]
+            self.has_left(member)
         self.epoch, self.coordinator = formed.epoch, formed.coordinator
         self.everyone = formed.members + formed.spares
         self.history = History.from_wire(formed.history, self.now)
-        self.barred = dict(formed.barred)
+        self.excluded = dict(formed.excluded)
         self.reports = [r for r in self.reports if isinstance(r, _FOR_GOOD)]
         self.in_epoch = self.me.agent_id in formed.members.ids
         coordinator = self.coordinator_member
+        rung = self.settings.ladder.rung_for(len(formed.members))
+        assert rung is not None, f"epoch {formed.epoch} has {len(formed.members)} members"
         self.tell(
             EpochFormed(
                 epoch=formed.epoch,
                 members=formed.members,
                 spares=formed.spares,
-                rung_nodes=len(formed.members),
+                left=formed.left,
+                rung=rung,
                 store_address=formed.store_address,
                 store_port=formed.store_port,
                 coordinator=coordinator.node if coordinator else "",
@@ -280,6 +310,17 @@ class Context:
         if self.in_epoch:
             self.in_epoch = False
             self.tell(EpochAborted(epoch=self.epoch, reason=reason, victims=(victim,)))
+
+    def watch_fence(self, *, heard: bool) -> None:
+        """End the workers in `fence_s` from when the epoch was last known to be the newest."""
+        if heard:
+            self.heard = self.now
+        if self.in_epoch:
+            self.timers["fence"] = self.heard + self.settings.fence_s
+
+    def cut_off(self) -> None:
+        """End the workers: nobody says any more that their epoch is the newest."""
+        self.abandon_epoch("cut off from the coordinator and from the board", self.me.node)
 
     def after(self, name: str, delay_s: float) -> None:
         """Set (or set anew) the timer `name`."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from elastic_trainer.agent.membership.effects import Conn, Context
-from elastic_trainer.agent.membership.inquest import ANSWER_S, FORGET_S, RECHECK_S, SILENT_BEATS
+from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard
+from elastic_trainer.agent.membership.hang_diagnosis import (
+    ANSWER_S,
+    FORGET_S,
+    RECHECK_S,
+    SILENT_BEATS,
+)
 from elastic_trainer.agent.membership.messages import (
     Abort,
     Ask,
@@ -16,7 +21,7 @@ from elastic_trainer.agent.membership.messages import (
     Stop,
     Welcome,
     Won,
-    tell,
+    wrap,
 )
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
@@ -26,7 +31,14 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersSeen,
 )
-from elastic_trainer.agent.membership.roles import End, Role, Seek, Stand, Turn, follow_winner
+from elastic_trainer.agent.membership.roles import (
+    Role,
+    ToCandidate,
+    ToDone,
+    ToSeeker,
+    Transition,
+)
+from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.heartbeat import Request
 
 
@@ -37,6 +49,8 @@ class Follower(Role):
         super().__init__(ctx)
         self._link: Conn | None = link
         self._redial: Conn | None = None
+        self._called: tuple[Conn, Won] | None = None
+        """Who says to coordinate now, while the board is read."""
         self._heard = ctx.now
         self._asked = ctx.now
         """When this node last said that its workers stand still."""
@@ -44,7 +58,7 @@ class Follower(Role):
         """Whether one was past its limit then, and not only near it."""
         ctx.term = term
 
-    def start(self) -> Turn | None:
+    def start(self) -> Transition | None:
         """Say what a coordinator may have missed, and keep the heart beating."""
         ctx = self.ctx
         ctx.timers.clear()
@@ -54,42 +68,68 @@ class Follower(Role):
         return None
 
     def _tell_all(self, link: Conn) -> None:
-        if self.ctx.ready and not self.ctx.told_ready:
-            self.ctx.send(link, tell(WorkersReady()))
+        if self.ctx.ready and not self.ctx.reported_ready:
+            self.ctx.send(link, wrap(WorkersReady()))
         for report in self.ctx.reports:
-            self.ctx.send(link, tell(report))
+            self.ctx.send(link, wrap(report))
 
-    def received(self, conn: Conn, message: Message) -> Turn | None:
+    def received(self, conn: Conn, message: Message) -> Transition | None:
         """Pass the coordinator's word on to the local agent."""
         ctx = self.ctx
         if conn == self._redial:
             return self._answered(conn, message)
         if isinstance(message, Won) and message.term > ctx.term:
-            if self._link is not None:
-                ctx.close(self._link)
-            return follow_winner(ctx, conn, message)
+            return self._another_won(conn, message)
         if conn != self._link:
             return super().received(conn, message)
         self._heard = ctx.now
         match message:
+            case Formed() if not ctx.fits(message):
+                ctx.close(conn)
+                return self.closed(conn, refused=False)
             case Formed() | Renewed():
                 self._news(message)
             case Abort() | Show():
                 self._of_workers(message)
             case Ask(epoch=epoch, request=request):
                 ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
-            case (
-                Stop(code=int() as code, reason=reason) | Reject(code=int() as code, reason=reason)
-            ):
-                return End(code, reason)
+            case Stop() | Reject(code=int()):
+                return _end(message)
             case Reject():  # it knows of another coordinator
                 ctx.close(conn)
-                return Seek()
+                return ToSeeker()
             case _:
                 return super().received(conn, message)
         return None
 
-    def _answered(self, conn: Conn, message: Message) -> Turn | None:
+    def _another_won(self, conn: Conn, won: Won) -> Transition | None:
+        """See on the board whether that is so, before a coordinator that lives is left."""
+        if self._called is not None:
+            self.ctx.close(self._called[0])
+        self._called = conn, won
+        if self._link is None:
+            return ToSeeker(self._called)
+        self.ctx.outbox.append(ReadBoard())
+        return None
+
+    def board_read(self, state: BoardState | None, token: Token | None) -> Transition | None:
+        """Leave for a coordinator that has called, if the board knows a newer one."""
+        ctx, called, self._called = self.ctx, self._called, None
+        if called is None:
+            return None
+        lease = state.lease if state is not None else None
+        if lease is None or lease.term <= ctx.term:
+            ctx.close(called[0])
+            return None
+        if self._link is not None:
+            ctx.close(self._link)
+        return ToSeeker(called)
+
+    def board_failed(self, error: str) -> Transition | None:
+        """Stay: who has called is found on the board later, should it be so."""
+        return self.board_read(None, None)
+
+    def _answered(self, conn: Conn, message: Message) -> Transition | None:
         """Hear what the coordinator's address says to our coming back."""
         ctx = self.ctx
         match message:
@@ -100,7 +140,7 @@ class Follower(Role):
                 self._heard = ctx.now
                 self._tell_all(conn)
             case Reject(code=int() as code, reason=reason):
-                return End(code, reason)
+                return ToDone(code, reason)
             case Welcome() | Reject():
                 ctx.close(conn)
                 return self._lost("its connection ended and it coordinates no more", sure=True)
@@ -132,11 +172,11 @@ class Follower(Role):
         elif news.epoch > ctx.epoch:
             ctx.adopt(news)
 
-    def reported(self, report: Report) -> Turn | None:
+    def reported(self, report: Report) -> Transition | None:
         """Send it on; it is also kept, for a link that breaks with it unread."""
         self.ctx.note(report)
         if self._link is not None:
-            self.ctx.send(self._link, tell(report))
+            self.ctx.send(self._link, wrap(report))
             stalled = isinstance(report, WorkersSeen) and report.stalled
             if isinstance(report, WorkersSeen):
                 self._hangs = report.hangs
@@ -145,7 +185,7 @@ class Follower(Role):
                 self.ctx.after("answer", ANSWER_S)
         return None
 
-    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
         """EOF, after one quick reconnect, is a death."""
         ctx = self.ctx
         if conn == self._redial:
@@ -161,14 +201,14 @@ class Follower(Role):
             return self.timer("redial")
         return None
 
-    def opened(self, conn: Conn) -> Turn | None:
+    def opened(self, conn: Conn) -> Transition | None:
         """Join again over the new connection."""
         ctx = self.ctx
         if conn == self._redial:
             ctx.join(conn)
         return None
 
-    def timer(self, name: str) -> Turn | None:
+    def timer(self, name: str) -> Transition | None:
         """Beat; a silent coordinator, or one that does not welcome us back, is lost."""
         ctx = self.ctx
         if name == "reconnect":
@@ -191,7 +231,7 @@ class Follower(Role):
             ctx.after("beat", ctx.settings.heartbeat_s)
         return None
 
-    def _look_for_the_coordinator(self) -> Turn | None:
+    def _look_for_the_coordinator(self) -> Transition | None:
         """The workers stand still: a coordinator that asks nothing and beats no more is dead."""
         ctx = self.ctx
         left_s = SILENT_BEATS * ctx.settings.heartbeat_s - (ctx.now - self._heard)
@@ -208,13 +248,19 @@ class Follower(Role):
         silent_s = ctx.now - self._heard
         return self._lost(f"no word from the coordinator for {silent_s:.1f} s, nor any progress")
 
-    def _lost(self, reason: str, *, sure: bool = False) -> Turn:
+    def _lost(self, reason: str, *, sure: bool = False) -> Transition:
         ctx = self.ctx
+        ctx.heard = self._heard
         coordinator = ctx.coordinator_member
         if coordinator is None or coordinator.agent_id not in ctx.leaving:
             node, host = (coordinator.node, coordinator.host) if coordinator else ("?", "?")
             ctx.log("member.lost", member=node, host=host, reason=reason)
         # Else it was asked to go, and has put that on record itself: no failure of anybody's.
-        if coordinator is not None and ctx.me in ctx.everyone:
-            return Stand(sure)
-        return Seek()
+        if self._called is None and coordinator is not None and ctx.me in ctx.everyone:
+            return ToCandidate(sure)
+        return ToSeeker(self._called)
+
+
+def _end(word: Stop | Reject) -> ToDone:
+    assert word.code is not None
+    return ToDone(word.code, word.reason, serves=isinstance(word, Stop) and word.serves)

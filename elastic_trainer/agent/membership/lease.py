@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 from dataclasses import replace
 
-from elastic_trainer.agent.boards.board import BoardState, Commit, Ended, Lease, Token
 from elastic_trainer.agent.membership.effects import Context, OpenStore, ReadBoard, SwapBoard
+from elastic_trainer.board.state import BoardState, Commit, Ended, Lease, Token
 
 BOARD_RETRY_S = 0.5
 
 
-class Standing(enum.Enum):
+class LeaseStatus(enum.Enum):
     """What the board's answer means for the coordinator."""
 
     HELD = "held"
@@ -33,7 +33,7 @@ def lease_of(ctx: Context, term: int) -> Lease:
     )
 
 
-class LeaseKeeper:
+class LeaseHolder:
     """Holds what the coordinator last saw on the board, and what it wants there.
 
     An epoch is ready to be published once the board has its number (`epoch`) and its store
@@ -46,6 +46,8 @@ class LeaseKeeper:
         self._forming = False
         self._store_asked = 0
         self._ended: Ended | None = None
+        self.confirmed = ctx.now
+        """When the board last said that this agent holds the lease."""
         self.epoch: int | None = None
         self.store: tuple[str, int] | None = None
 
@@ -75,20 +77,21 @@ class LeaseKeeper:
         # A board that somebody emptied must not make epochs fall.
         return max(self._state.epoch, self._ctx.epoch) + 1
 
-    def swapped(self, state: BoardState, token: Token | None, *, won: bool) -> Standing:
+    def swapped(self, state: BoardState, token: Token | None, *, won: bool) -> LeaseStatus:
         """Take the answer of a swap, or of a read after a failed one (`won` False)."""
         purpose, self._swapping = self._swapping, None
         self._state, self._token = state, token
         if self._ended is not None and state.lease is None and state.ended == self._ended:
-            return Standing.RELEASED
+            return LeaseStatus.RELEASED
         lease, ctx = state.lease, self._ctx
         if lease is None or lease.term != ctx.term or lease.holder != ctx.me.agent_id:
-            return Standing.DEPOSED
+            return LeaseStatus.DEPOSED
+        self.confirmed = ctx.now
         if won and purpose == "form":
             self._forming, self.epoch = False, state.epoch
         if self._forming or self._ended is not None or not won:
             self._swap()  # also a renewal that was lost: two beats must not be far apart
-        return Standing.HELD
+        return LeaseStatus.HELD
 
     def opened(self, epoch: int, address: str, port: int) -> None:
         """Take the store's address."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from elastic_trainer.agent.boards.board import BoardState, Token
-from elastic_trainer.agent.membership.campaign import Campaign
+from elastic_trainer.agent.membership.candidate import Candidate
 from elastic_trainer.agent.membership.coordinator import Coordinator
 from elastic_trainer.agent.membership.effects import (
     Conn,
@@ -24,15 +23,25 @@ from elastic_trainer.agent.membership.effects import (
 from elastic_trainer.agent.membership.follower import Follower
 from elastic_trainer.agent.membership.messages import Message
 from elastic_trainer.agent.membership.notices import Member, Report
-from elastic_trainer.agent.membership.roles import Done, End, Follow, Lead, Role, Seek, Stand, Turn
+from elastic_trainer.agent.membership.roles import (
+    Done,
+    Role,
+    ToCandidate,
+    ToCoordinator,
+    ToDone,
+    ToFollower,
+    ToSeeker,
+    Transition,
+)
 from elastic_trainer.agent.membership.seeker import Seeker
+from elastic_trainer.board.state import BoardState, Token
 
 
 class Membership:
     """One agent's part.
 
     Every method takes the agent's own monotonic time in seconds, without those in which it was
-    stopped: in these it could hear nobody, so nobody is judged by them.
+    stopped: in these it could hear nobody, so nobody counts as dead for them.
     """
 
     def __init__(
@@ -41,10 +50,13 @@ class Membership:
         job: str,
         settings: Settings,
         *,
+        random: Callable[[], float],
         ready: bool = True,
         readmit: bool = False,
     ) -> None:
-        self.ctx = Context(me=me, job=job, settings=settings, ready=ready, readmit=readmit)
+        self.ctx = Context(
+            me=me, job=job, settings=settings, random=random, ready=ready, readmit=readmit
+        )
         self.role: Role = Seeker(self.ctx)
         self._asked: deque[Role] = deque()
         """Roles that wait for an answer of the board, which answers in order."""
@@ -53,11 +65,6 @@ class Membership:
     def is_coordinator(self) -> bool:
         """Whether this agent believes to hold the lease."""
         return isinstance(self.role, Coordinator)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the job is over for this agent."""
-        return isinstance(self.role, Done)
 
     def start(self, now: float) -> list[Effect]:
         """Begin."""
@@ -98,7 +105,7 @@ class Membership:
         return self._run(now, lambda role: role.reported(report))
 
     def woken(self, now: float) -> list[Effect]:
-        """This process was stopped for a while, which `now` leaves out, and goes on."""
+        """This process was stopped for a while, which `now` leaves out, and continues."""
         return self._run(now, lambda role: role.woken())
 
     def tick(self, now: float) -> list[Effect]:
@@ -114,7 +121,7 @@ class Membership:
         """When `tick` is to be called next; None: never."""
         return min(self.ctx.timers.values(), default=None)
 
-    def _answered(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
+    def _answered(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
         """Give the board's answer to the role that asked.
 
         A role that has taken its place would take it for the answer to a call of its own.
@@ -122,13 +129,13 @@ class Membership:
         current = self._asked.popleft() is self.role
         return self._run(now, handle) if current else []
 
-    def _run(self, now: float, handle: Callable[[Role], Turn | None]) -> list[Effect]:
+    def _run(self, now: float, handle: Callable[[Role], Transition | None]) -> list[Effect]:
         self.ctx.now = now
-        turn = handle(self.role)
+        transition = handle(self.role)
         effects = self._take_effects()
-        while turn is not None:
-            self.role = _role_of(self.ctx, turn)
-            turn = self.role.start()
+        while transition is not None:
+            self.role = _role_of(self.ctx, transition)
+            transition = self.role.start()
             effects += self._take_effects()
         return effects
 
@@ -138,15 +145,15 @@ class Membership:
         return effects
 
 
-def _role_of(ctx: Context, turn: Turn) -> Role:
-    match turn:
-        case Seek():
-            return Seeker(ctx)
-        case Follow(link, term):
+def _role_of(ctx: Context, transition: Transition) -> Role:
+    match transition:
+        case ToSeeker(called):
+            return Seeker(ctx, called)
+        case ToFollower(link, term):
             return Follower(ctx, link, term)
-        case Stand(sure):
-            return Campaign(ctx, sure=sure)
-        case Lead():
-            return Coordinator(ctx, turn)
-        case End():
-            return Done(ctx, turn)
+        case ToCandidate(sure):
+            return Candidate(ctx, sure=sure)
+        case ToCoordinator():
+            return Coordinator(ctx, transition)
+        case ToDone():
+            return Done(ctx, transition)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_trainer.agent.membership.notices import (
@@ -18,6 +18,7 @@ from elastic_trainer.agent.membership.notices import (
     RankPace,
     Report,
     StopAsked,
+    WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
     WorkersPaced,
@@ -27,12 +28,14 @@ from elastic_trainer.agent.membership.notices import (
     WorkerView,
     is_numeric,
 )
+from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.membership.table import Members
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.typed import check_types
 
 MAX_NAME_CHARS: Final = 255
 """Of a node's name, as of a host's."""
+MAX_RANKS: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,11 @@ class Join:
     member: Member
     job: str
     last_epoch: int
-    """Newest epoch this agent was told of; 0 when none."""
+    """Newest epoch this agent heard of; 0 when none."""
     ready: bool = True
     """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
     readmit: bool = False
-    """The operator says that this machine may come back after it was put out."""
+    """The operator says that this machine may come back after it was excluded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +103,15 @@ class Formed:
     term: int
     members: Members
     spares: Members
+    left: Members
+    """Agents that have left and serve their snapshots: no epoch since has committed its own."""
     store_address: str
     store_port: int
     coordinator: str
     """Agent id."""
     reason: str
     history: tuple[PastFailure, ...]
-    barred: dict[str, str]
+    excluded: dict[str, str] = field(metadata={"wire": "barred"})
     """Machine -> why no agent on it may take part."""
 
 
@@ -145,14 +150,18 @@ class Leaves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Coordinator -> all: the job (or this node's part in it) is over."""
+    """Coordinator -> all: the job (or this node's part in it) is over.
+
+    `serves`: the others continue, and may need the snapshots that this node holds.
+    """
 
     code: int
     reason: str
+    serves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ReportMessage:
     """Agent -> coordinator: a report of this node."""
 
     kind: str
@@ -197,19 +206,31 @@ Message = (
     | Ask
     | Leaves
     | Stop
-    | Told
+    | ReportMessage
     | Elect
     | Vote
     | Won
 )
 
 _TYPES: Final[dict[str, Any]] = {
-    cls.__name__: cls
-    for cls in (
-        *(Join, Welcome, Reject, Ping, Renewed, Formed, Abort, Show),
-        *(Ask, Leaves, Stop, Told, Elect, Vote, Won),
-    )
+    "Join": Join,
+    "Welcome": Welcome,
+    "Reject": Reject,
+    "Ping": Ping,
+    "Renewed": Renewed,
+    "Formed": Formed,
+    "Abort": Abort,
+    "Show": Show,
+    "Ask": Ask,
+    "Leaves": Leaves,
+    "Stop": Stop,
+    "Told": ReportMessage,
+    "Elect": Elect,
+    "Vote": Vote,
+    "Won": Won,
 }
+"""By their names on the wire, which are a format: they stay when a class is renamed."""
+_NAMES: Final = {cls: name for name, cls in _TYPES.items()}
 _REPORTS: Final[dict[str, Any]] = {
     cls.__name__: cls
     for cls in (
@@ -217,6 +238,7 @@ _REPORTS: Final[dict[str, Any]] = {
         WorkersFailed,
         WorkersEnded,
         WorkersRunning,
+        WorkersCommitted,
         WorkersSeen,
         WorkersPaced,
         StopAsked,
@@ -228,7 +250,7 @@ _REPORTS: Final[dict[str, Any]] = {
 
 def encode(message: Message) -> bytes:
     """Return the frame's payload."""
-    raw = {"t": type(message).__name__, **_fields(message)}
+    raw = {"t": _NAMES[type(message)], **_fields(message)}
     return json.dumps(raw, separators=(",", ":"), default=_fields).encode()
 
 
@@ -236,7 +258,10 @@ def _fields(record: Any) -> Any:
     """Return the fields of a part of a message; JSON asks again for those of its parts."""
     if isinstance(record, Members):
         return record.to_wire()
-    return {spec.name: getattr(record, spec.name) for spec in dataclasses.fields(record)}
+    return {
+        spec.metadata.get("wire", spec.name): getattr(record, spec.name)
+        for spec in dataclasses.fields(record)
+    }
 
 
 def decode(payload: bytes) -> Message:
@@ -253,7 +278,9 @@ def decode(payload: bytes) -> Message:
         elif cls is Formed:
             raw["members"] = Members.from_wire(raw["members"])
             raw["spares"] = Members.from_wire(raw["spares"])
+            raw["left"] = Members.from_wire(raw["left"])
             raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
+            raw["excluded"] = raw.pop("barred")
         elif cls is Abort:
             raw["victims"] = tuple(raw["victims"])
         message = cls(**raw)
@@ -276,6 +303,7 @@ def _check_member(member: Member) -> None:
     good = (
         0 < len(member.node) <= MAX_NAME_CHARS
         and 0 < len(member.host) <= MAX_NAME_CHARS
+        and len(member.domain) <= MAX_NAME_CHARS
         and 0 < len(member.agent_id) <= 2 * MAX_NAME_CHARS
         and is_numeric(member.address)
         and 0 < member.port < 1 << 16
@@ -286,20 +314,20 @@ def _check_member(member: Member) -> None:
         raise ValueError(f"Join.member is {member!r:.200}")
 
 
-def tell(report: Report) -> Told:
+def wrap(report: Report) -> ReportMessage:
     """Wrap a report of the local agent for the wire."""
-    return Told(kind=type(report).__name__, report=dataclasses.asdict(report))
+    return ReportMessage(kind=type(report).__name__, report=dataclasses.asdict(report))
 
 
-def untell(told: Told) -> Report:
+def unwrap(message: ReportMessage) -> Report:
     """Unwrap a report.
 
     Raises:
         ValueError: not a report of ours.
     """
     try:
-        raw = dict(told.report)
-        if told.kind == WorkersFailed.__name__:
+        raw = dict(message.report)
+        if message.kind == WorkersFailed.__name__:
             failure = dict(raw["failure"])
             raw["failure"] = Failure(
                 kind=Kind(failure["kind"]),
@@ -307,14 +335,30 @@ def untell(told: Told) -> Report:
                 detail=str(failure["detail"]),
                 sure=failure.get("sure") is True,
             )
-        elif told.kind == WorkersSeen.__name__:
+        elif message.kind == WorkersSeen.__name__:
             raw["workers"] = tuple(WorkerView(**view) for view in raw["workers"])
-        elif told.kind == WorkersPaced.__name__:
+        elif message.kind == WorkersPaced.__name__:
             raw["ranks"] = tuple(
                 RankPace(**{**pace, "own_s": tuple(pace["own_s"])}) for pace in raw["ranks"]
             )
-        report: Report = _REPORTS[told.kind](**raw)
+        report: Report = _REPORTS[message.kind](**raw)
     except (KeyError, TypeError) as error:
-        raise ValueError(f"not a report: {told!r} ({error})") from error
+        raise ValueError(f"not a report: {message!r} ({error})") from error
     check_types(report)
+    _check_ranks(report)
     return report
+
+
+def _check_ranks(report: Report) -> None:
+    """Refuse ranks that are none, and paces that cannot be compared."""
+    about: tuple[Any, ...] = ()
+    match report:
+        case WorkersFailed():
+            about = (report,)
+        case WorkersSeen(workers=workers):
+            about = workers
+        case WorkersPaced(ranks=about):
+            if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):
+                raise ValueError(f"WorkersPaced.ranks is {about!r:.80}")
+    if any(not 0 <= one.rank < MAX_RANKS for one in about):
+        raise ValueError(f"a rank in {report!r:.80}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.failures import Failure
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.ladder import Rung
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class Member:
     """Healthy accelerators, so workers it can run."""
     snapshot_port: int = 0
     """Where its keeper listens, at the same address; 0 when it keeps no snapshots."""
+    domain: str = ""
+    """Its failure domain: rack, block or switch, lost with all its nodes; empty: unknown."""
 
 
 def named(node: str, host: str) -> str:
@@ -47,10 +50,12 @@ class EpochFormed:
 
     epoch: int
     members: Sequence[Member]
-    """Those that run workers, in rank order (rung.num_nodes of them)."""
+    """Those that run workers, in rank order: `rung.num_nodes` of them."""
     spares: Sequence[Member]
-    rung_nodes: int
-    """num_nodes of the rung, to look it up in the ladder."""
+    left: Sequence[Member] = ()
+    """Those that have left and serve their snapshots until this epoch has committed one."""
+    rung: Rung
+    """What the epoch runs: this is how its layout reaches the workers."""
     store_address: str
     store_port: int
     """torch TCPStore hosted by the coordinator's agent, fresh for this epoch."""
@@ -89,10 +94,14 @@ class AskWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopped:
-    """The job is over; kill what is left and exit with `code`."""
+    """The job is over; kill what is left and exit with `code`.
+
+    `serves`: the others continue, and may need the snapshots that this node holds.
+    """
 
     code: int
     reason: str
+    serves: bool = False
 
 
 Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped
@@ -120,7 +129,7 @@ class WorkersEnded:
     """Agent: all workers of this node ended well, or as they were asked to, in `epoch`.
 
     `finished`: the last step is done, by exit 0 that nobody asked for or by `api.Run.finish`.
-    Else they left on request, or to go on from an older state; `saved`: all said so by exit 91.
+    Else they left on request, or to continue from an older state; `saved`: all said so by exit 91.
     """
 
     epoch: int
@@ -143,6 +152,13 @@ class WorkersRunning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersCommitted:
+    """Agent of the first node: `epoch` has committed its first snapshot; older ones may go."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked:
     """Agent: somebody asked this node for a clean stop (SIGTERM): all save and leave with 91."""
 
@@ -151,7 +167,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveAsked:
-    """Agent: this node is to go (its pod is drained). The job goes on without it, unless all go."""
+    """Agent: this node is to go (its pod is drained). The job continues unless all go."""
 
     reason: str
 
@@ -227,6 +243,7 @@ Report = (
     | WorkersFailed
     | WorkersEnded
     | WorkersRunning
+    | WorkersCommitted
     | WorkersSeen
     | WorkersPaced
     | StopAsked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_trainer.agent.boards.board import BoardState, Token
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
 from elastic_trainer.agent.membership.messages import (
     Elect,
@@ -16,15 +15,18 @@ from elastic_trainer.agent.membership.messages import (
     Won,
 )
 from elastic_trainer.agent.membership.notices import JobStopped, Member, Report
+from elastic_trainer.board.state import BoardState, Token
 
 
 @dataclass(frozen=True, slots=True)
-class Seek:
-    """Turn to the board."""
+class ToSeeker:
+    """Transition to the board. `called`: who says to have won it, on which connection."""
+
+    called: tuple[Conn, Won] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class ToFollower:
     """Take part under the coordinator of `term`, on the other end of `link`."""
 
     link: Conn
@@ -32,14 +34,14 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class ToCandidate:
     """The coordinator is gone: campaign. `sure`: its address refused, so its process is dead."""
 
     sure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
+class ToCoordinator:
     """The board is won. `expected`: members of the last epoch that will join on these links.
 
     `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
@@ -54,14 +56,15 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The job is over for this agent."""
+class ToDone:
+    """The job is over for this agent; `serves`: the others may need its snapshots."""
 
     code: int
     reason: str
+    serves: bool = False
 
 
-Turn = Seek | Follow | Stand | Lead | End
+Transition = ToSeeker | ToFollower | ToCandidate | ToCoordinator | ToDone
 """What a handler returns to hand over to another role; `machine.py` makes the role."""
 
 
@@ -73,33 +76,33 @@ def unfit_message(member: Member, settings: Settings) -> str:
     )
 
 
-def put_out(host: str, reason: str) -> str:
+def excluded_message(host: str, reason: str) -> str:
     """Say why no agent on a machine may take part."""
-    return f"{host} was put out of the job: {reason}"
+    return f"{host} is excluded from the job: {reason}"
 
 
 class Role:
     """Base of all roles: answers what any agent must answer, ignores the rest.
 
-    A handler that returns a turn hands over.
+    A handler that returns a transition hands over.
     """
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
 
-    def start(self) -> Turn | None:
+    def start(self) -> Transition | None:
         """Called once when the role is taken."""
         return None
 
-    def opened(self, conn: Conn) -> Turn | None:
+    def opened(self, conn: Conn) -> Transition | None:
         """A dial succeeded."""
         return None
 
-    def closed(self, conn: Conn, *, refused: bool) -> Turn | None:
+    def closed(self, conn: Conn, *, refused: bool) -> Transition | None:
         """A connection ended or a dial failed; `refused`: the host answered, nobody listens."""
         return None
 
-    def received(self, conn: Conn, message: Message) -> Turn | None:
+    def received(self, conn: Conn, message: Message) -> Transition | None:
         """Handle a message; other roles override and fall back to this."""
         match message:
             case Join():
@@ -118,52 +121,46 @@ class Role:
         """Whether this agent, too, has lost the coordinator of `term`."""
         return False
 
-    def board_read(self, state: BoardState | None, token: Token | None) -> Turn | None:
+    def board_read(self, state: BoardState | None, token: Token | None) -> Transition | None:
         """Take the answer to ReadBoard."""
         return None
 
-    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Turn | None:
+    def board_swapped(self, state: BoardState, token: Token, *, won: bool) -> Transition | None:
         """Take the answer to SwapBoard: the newest content, and whether it is ours."""
         return None
 
-    def board_failed(self, error: str) -> Turn | None:
+    def board_failed(self, error: str) -> Transition | None:
         """Take a failed board call: its storage does not answer. Roles try again by a timer."""
         return None
 
-    def store_opened(self, epoch: int, address: str, port: int) -> Turn | None:
+    def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
         """Take the answer to OpenStore."""
         return None
 
-    def reported(self, report: Report) -> Turn | None:
-        """Take a report of the local agent; a coordinator to come is told then."""
+    def reported(self, report: Report) -> Transition | None:
+        """Take a report of the local agent; a later coordinator gets it then."""
         self.ctx.note(report)
         return None
 
-    def woken(self) -> Turn | None:
-        """This process was stopped, and goes on."""
+    def woken(self) -> Transition | None:
+        """This process was stopped, and continues."""
         return None
 
-    def timer(self, name: str) -> Turn | None:
+    def timer(self, name: str) -> Transition | None:
         """Handle a timer that fired."""
         return None
-
-
-def follow_winner(ctx: Context, conn: Conn, won: Won) -> Follow:
-    """Join the new coordinator over the connection it called on."""
-    ctx.coordinator = won.coordinator
-    ctx.join(conn)
-    return Follow(conn, won.term)
 
 
 class Done(Role):
     """The job is over for this agent."""
 
-    def __init__(self, ctx: Context, end: End) -> None:
+    def __init__(self, ctx: Context, end: ToDone) -> None:
         super().__init__(ctx)
         self._end = end
 
-    def start(self) -> Turn | None:
+    def start(self) -> Transition | None:
         """Tell the local agent, once."""
         self.ctx.timers.clear()
-        self.ctx.tell(JobStopped(code=self._end.code, reason=self._end.reason))
+        end = self._end
+        self.ctx.tell(JobStopped(code=end.code, reason=end.reason, serves=end.serves))
         return None

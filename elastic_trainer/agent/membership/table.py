@@ -11,7 +11,7 @@ from typing import Any, Final, Self, overload
 
 from elastic_trainer.agent.membership.notices import Member
 
-_TEXTS: Final = ("agent_id", "node", "host", "address")
+_TEXTS: Final = ("agent_id", "node", "host", "address", "domain")
 _NUMBERS: Final = ("port", "workers", "snapshot_port")
 _COLUMNS: Final = (*_TEXTS, *_NUMBERS)
 _MAX_NUMBER: Final = (1 << 16) - 1
@@ -85,18 +85,8 @@ class Members(Sequence[Member]):
             return None
 
     def _row(self, index: int) -> Member:
-        agent_id, node, host, address, port, workers, snapshot_port = (
-            column[index] for column in self._columns
-        )
-        return Member(
-            agent_id=agent_id,
-            node=node,
-            host=host,
-            address=address,
-            port=port,
-            workers=workers,
-            snapshot_port=snapshot_port,
-        )
+        row = (column[index] for column in self._columns)
+        return Member(**dict(zip(_COLUMNS, row, strict=True)))
 
     def __len__(self) -> int:
         return len(self._columns[0])

@@ -74,6 +74,7 @@ class WorkerExited:
     signal: int | None
     record: dict[str, Any] | None
     """The error file's content."""
+    error_file: Path
     log_tail: str
     """What it last wrote, of this epoch alone. Empty where a record says more."""
     beat: Beat

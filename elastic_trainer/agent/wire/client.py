@@ -1,6 +1,6 @@
 """MembershipClient: performs the membership machine's effects on real sockets and a real board.
 
-Three threads' worth of work, kept apart: the reactor answers peers and never waits;
+Three threads' worth of work, kept apart: the network's answers peers and never waits;
 one worker talks to the board, whose storage may stall; one opens stores.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import random
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from elastic_trainer.agent.boards.board import Board, BoardState, Token
 from elastic_trainer.agent.membership.effects import (
     Close,
     Dial,
@@ -29,9 +29,8 @@ from elastic_trainer.agent.membership.effects import (
 from elastic_trainer.agent.membership.machine import Membership
 from elastic_trainer.agent.membership.messages import decode, encode
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
-from elastic_trainer.agent.wire.door import Throttle
-from elastic_trainer.agent.wire.reactor import Reactor
-from elastic_trainer.agent.wire.transport import Endpoint
+from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
+from elastic_trainer.board.state import Board, BoardState, Token
 
 EVENT_S = 10.0
 """Of connections that did not prove themselves, and of a board that fails, one event in so long
@@ -50,12 +49,12 @@ class MembershipClient:
         settings: rungs and times.
         board: shared by all jobs of the run.
         endpoint: listens already, so that its port is known.
-        reactor: serves `endpoint`; started and stopped by its owner.
+        network: serves `endpoint`; started and stopped by its owner.
         open_store: hosts the store of an epoch; may take a while.
-        log: `log(event, epoch, fields)`, called on the reactor's thread.
-        notify: called on the reactor's thread whenever a notice was queued.
+        log: `log(event, epoch, fields)`, called on the network's thread: it must not wait.
+        notify: called on the network's thread whenever a notice was queued.
         ready: whether this node's workers can be forked at once; else `WorkersReady` says when.
-        readmit: the operator lets the machine come back after it was put out.
+        readmit: the operator lets the machine come back after it was excluded.
         executors: for the board and for stores; own threads when left out. The board's keeps the
             order of one agent's calls: `Membership` tells by it which call an answer is to.
     """
@@ -68,7 +67,7 @@ class MembershipClient:
         settings: Settings,
         board: Board,
         endpoint: Endpoint,
-        reactor: Reactor,
+        network: NetworkThread,
         open_store: OpenStoreCall,
         log: Callable[[str, int | None, dict[str, Any]], None],
         notify: Callable[[], None] = lambda: None,
@@ -76,9 +75,11 @@ class MembershipClient:
         readmit: bool = False,
         executors: tuple[Executor, Executor] | None = None,
     ) -> None:
-        self._machine = Membership(me, job, settings, ready=ready, readmit=readmit)
+        self._machine = Membership(
+            me, job, settings, random=random.random, ready=ready, readmit=readmit
+        )
         self._settings, self._board, self._endpoint = settings, board, endpoint
-        self._reactor, self._open_store, self._log, self._notify = reactor, open_store, log, notify
+        self._network, self._open_store, self._log, self._notify = network, open_store, log, notify
         self._board_work, self._store_work = executors or (
             ThreadPoolExecutor(1, "holdfast-board"),
             ThreadPoolExecutor(1, "holdfast-store"),
@@ -88,14 +89,14 @@ class MembershipClient:
         self._timer: float | None = None
         self._started = self._closed = False
         self._stopped_s = 0.0
-        """As the reactor's clock said when it was looked at last."""
+        """As the network's clock said when it was looked at last."""
         self._strangers, self._board_failures = Throttle(EVENT_S), Throttle(EVENT_S)
 
     def start(self) -> None:
         """Join the job; returns at once. Further calls do nothing."""
         if not self._started:
             self._started = True
-            self._reactor.call(self._begin)
+            self._network.call(self._begin)
 
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
@@ -109,33 +110,33 @@ class MembershipClient:
 
     def report(self, report: Report) -> None:
         """Tell the coordinator; returns at once."""
-        self._reactor.call(lambda: self._do(self._machine.reported(report, self._reactor.now())))
+        self._network.call(lambda: self._do(self._machine.reported(report, self._network.now())))
 
     def close(self) -> None:
         """Leave: peers see the connections end. Waits for nothing, a stalled board least of all."""
-        self._reactor.call(self._shut)
+        self._network.call(self._shut)
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this agent coordinates, as far as it knows."""
         return self._machine.is_coordinator
 
-    # --- Handler, on the reactor's thread -----------------------------------------------
+    # --- Handler, on the network's thread -----------------------------------------------
 
     def opened(self, conn: int) -> None:
         """A dial succeeded."""
-        self._do(self._machine.opened(conn, self._reactor.now()))
+        self._do(self._machine.opened(conn, self._network.now()))
 
     def closed(self, conn: int, *, refused: bool) -> None:
         """A connection ended or a dial failed."""
-        self._do(self._machine.closed(conn, self._reactor.now(), refused=refused))
+        self._do(self._machine.closed(conn, self._network.now(), refused=refused))
 
     def stranger(self, address: str, reason: str) -> None:
         """A connection did not prove itself: said now and then, however many they are."""
         self._say_now_and_then(self._strangers, "peer.refused", reason, address=address)
 
     def _say_now_and_then(self, throttle: Throttle, event: str, reason: str, **more: str) -> None:
-        held_back = throttle.admit(self._reactor.now())
+        held_back = throttle.admit(self._network.now())
         if held_back is not None and not self._closed:
             self._log(event, None, {**more, "reason": reason, "held_back": held_back})
 
@@ -145,15 +146,15 @@ class MembershipClient:
             message = decode(payload)
         except ValueError:
             self._endpoint.close(conn)
-            self._do(self._machine.closed(conn, self._reactor.now()))
+            self._do(self._machine.closed(conn, self._network.now()))
             return
-        self._do(self._machine.received(conn, message, self._reactor.now()))
+        self._do(self._machine.received(conn, message, self._network.now()))
 
     # --- effects ----------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._endpoint.serve(self)
-        self._do(self._machine.start(self._reactor.now()))
+        self._do(self._machine.start(self._network.now()))
 
     def _shut(self) -> None:
         self._closed = True
@@ -168,9 +169,7 @@ class MembershipClient:
         for effect in effects:
             match effect:
                 case Send(conns, message):
-                    payload = encode(message)
-                    for conn in conns:
-                        self._endpoint.send(conn, payload)
+                    self._endpoint.send(conns, encode(message))
                 case Dial(conn, address, port, patience):
                     timeout_s = self._settings.dial_timeout_s * patience
                     self._endpoint.dial(conn, address, port, timeout_s)
@@ -193,12 +192,12 @@ class MembershipClient:
         due = self._machine.next_timer()
         if due is not None and (self._timer is None or due < self._timer):
             self._timer = due
-            self._reactor.call_at(due, lambda: self._tick(due))
+            self._network.call_at(due, lambda: self._tick(due))
 
     def _tick(self, due: float) -> None:
         if self._timer == due and not self._closed:
             self._timer = None
-            clock = self._reactor.now
+            clock = self._network.now
             now = clock()
             if clock.stopped_s != self._stopped_s:
                 self._stopped_s = clock.stopped_s
@@ -231,7 +230,7 @@ class MembershipClient:
 
     def _board_failed(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._reactor.call(
+        self._network.call(
             lambda: self._say_now_and_then(self._board_failures, "board.failed", text)
         )
         self._later(lambda now: self._machine.board_failed(text, now))
@@ -241,10 +240,10 @@ class MembershipClient:
             address, port = self._open_store(epoch)
         except Exception as error:  # noqa: BLE001  said to the agent, tried again below
             text = f"the store of epoch {epoch} could not be opened: {error}"
-            self._reactor.call(lambda: self._log("store.failed", epoch, {"reason": text}))
-            self._reactor.call(
-                lambda: self._reactor.call_at(
-                    self._reactor.now() + 1.0,
+            self._network.call(lambda: self._log("store.failed", epoch, {"reason": text}))
+            self._network.call(
+                lambda: self._network.call_at(
+                    self._network.now() + 1.0,
                     lambda: self._submit(self._store_work, partial(self._open, epoch)),
                 )
             )
@@ -258,9 +257,30 @@ class MembershipClient:
 
         def raise_here(done: Future[None]) -> None:
             if not done.cancelled() and done.exception() is not None:
-                self._reactor.call(done.result)
+                self._network.call(done.result)
 
         executor.submit(work).add_done_callback(raise_here)
 
     def _later(self, step: Callable[[float], list[Effect]]) -> None:
-        self._reactor.call(lambda: self._do(step(self._reactor.now())))
+        self._network.call(lambda: self._do(step(self._network.now())))
+
+
+class Throttle:
+    """Lets one message through per `period_s`, and counts those it held back.
+
+    Args:
+        period_s: seconds between two messages.
+    """
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._last: float | None = None
+        self._held = 0
+
+    def admit(self, now: float) -> int | None:
+        """Return how many were held back since the last one; None: hold this one back too."""
+        if self._last is not None and now - self._last < self._period_s:
+            self._held += 1
+            return None
+        self._last, held, self._held = now, self._held, 0
+        return held

@@ -1,34 +1,40 @@
-"""The run's secret: its file, and the handshake by which two ends prove that they know it.
+"""The run's secret: its file, the handshake that proves it, and the session that follows.
 
 The file is `RUN/secret`, mode 0600, made by whichever agent comes first. It is handed on by
 path only: never in arguments, environment, logs or events. The handshake is a mutual
 challenge-response with HMAC-SHA256 (RFC 2104), in three flights of fixed size:
 
     dialer    -> MAGIC, nonce D
-    listener  -> MAGIC, nonce L, HMAC(key, "listener", label, context, D, L)
-    dialer    -> HMAC(key, "dialer", label, context, D, L)
+    listener  -> MAGIC, nonce L, HMAC(key, "listener", label, context, ends, D, L)
+    dialer    -> HMAC(key, "dialer", label, context, ends, D, L)
 
 Nonces of both sides keep an old proof from counting again, the roles keep one's own proof
 from being sent back, label and context keep a proof for one port or run from opening another.
+The ends are the addresses and ports of both, each as the end that signs sees them: who passes on
+what two agents say has other ends, and neither takes it for the other. Each direction then has a
+key of its own, made in the same way, and each frame a MAC over its number and its bytes.
 The dialer may send its data right behind its proof. Pure but for the two file functions.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 SECRET_NAME: Final = "secret"  # noqa: S105  the file's name
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
-MAGIC: Final = b"HFauth1\n"
+MAGIC: Final = b"HFauth2\n"
+TAG_BYTES: Final = 16
+"""Of a frame's MAC."""
 
 _HELLO_BYTES: Final = len(MAGIC) + NONCE_BYTES
 _CHALLENGE_BYTES: Final = _HELLO_BYTES + PROOF_BYTES
@@ -44,7 +50,7 @@ class SecretError(Exception):
 
 
 class AuthError(ConnectionError):
-    """The other end did not prove in time that it knows the secret. `str` says why."""
+    """The other end has not proved itself in time, or a frame is not what was sent: `str` says."""
 
 
 class Secret:
@@ -135,7 +141,9 @@ def load_secret(directory: Path) -> Secret:
 def _check_private(path: Path, found: os.stat_result) -> None:
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
-        raise SecretError(f"{path} is no plain file; delete it, the next start makes a new one")
+        raise SecretError(
+            f"{path} is not a regular file; delete it, the next start makes a new one"
+        )
     if found.st_uid != os.geteuid():
         raise SecretError(
             f"{path} belongs to user {found.st_uid}, this is user {os.geteuid()}; run all agents "
@@ -157,6 +165,58 @@ def _write_private(path: Path, content: bytes) -> None:
         os.fsync(fd)
 
 
+def fingerprint(payload: bytes | bytearray) -> bytes:
+    """Return the digest that stands for a payload in `Session.tag`: made once for many peers."""
+    return hashlib.blake2b(payload, digest_size=32).digest()
+
+
+class Session:
+    """Authenticates what both ends of one connection say after the handshake, in its order.
+
+    Args:
+        sends: key of this end's frames.
+        hears: key of the other end's.
+    """
+
+    __slots__ = ("_heard", "_hears", "_sends", "_sent")
+
+    def __init__(self, sends: bytes, hears: bytes) -> None:
+        self._sends, self._hears = sends, hears
+        self._sent = self._heard = 0
+
+    def tag(self, digest: bytes) -> bytes:
+        """Return the MAC of the next frame to send, whose payload has this fingerprint."""
+        self._sent += 1
+        return _tag(self._sends, self._sent, digest)
+
+    def check(self, payload: bytes | bytearray, tag: bytes) -> None:
+        """Take the next frame that came.
+
+        Raises:
+            AuthError: it is not the one that the other end sent: changed, repeated, left out, or
+                of somebody else. End the connection.
+        """
+        self._heard += 1
+        if not hmac.compare_digest(tag, _tag(self._hears, self._heard, fingerprint(payload))):
+            raise AuthError("a frame is not the one that was sent")
+
+
+def _tag(key: bytes, number: int, digest: bytes) -> bytes:
+    whole = number.to_bytes(8, "big") + digest
+    return hashlib.blake2b(whole, digest_size=TAG_BYTES, key=key).digest()
+
+
+class Socket(Protocol):
+    """What is asked of a connected socket."""
+
+    def getsockname(self) -> Any: ...  # noqa: D102
+    def getpeername(self) -> Any: ...  # noqa: D102
+    def gettimeout(self) -> float | None: ...  # noqa: D102
+    def settimeout(self, value: float | None, /) -> None: ...  # noqa: D102
+    def sendall(self, data: bytes, /) -> None: ...  # noqa: D102
+    def recv(self, size: int, /) -> bytes: ...  # noqa: D102
+
+
 class Handshake:
     """One end of a handshake; give it bytes as they come, send what it returns.
 
@@ -165,16 +225,26 @@ class Handshake:
         dials: whether this end opened the connection.
         label: what the port is for, as `agents` or `snapshots`.
         context: what both ends must agree on besides, as the run's id.
+        ends: of the connection as this end sees them, its own first: (address, port, ...) each.
         nonce: NONCE_BYTES fresh random bytes; left out: from the system.
     """
 
-    __slots__ = ("_context", "_dials", "_label", "_nonce", "_secret", "_theirs", "_wants", "rest")
+    __slots__ = ("_dials", "_nonce", "_said", "_secret", "_theirs", "_wants", "rest")
 
     def __init__(
-        self, secret: Secret, *, dials: bool, label: str, context: str, nonce: bytes | None = None
+        self,
+        secret: Secret,
+        *,
+        dials: bool,
+        label: str,
+        context: str,
+        ends: tuple[Any, Any],
+        nonce: bytes | None = None,
     ) -> None:
         self._secret, self._dials = secret, dials
-        self._label, self._context = label.encode(), context.encode()
+        mine, theirs = (f"{end[0]} {end[1]}" for end in ends)
+        order = (mine, theirs) if dials else (theirs, mine)
+        self._said = tuple(text.encode() for text in (label, context, *order))
         self._nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
         assert len(self._nonce) == NONCE_BYTES
         self._theirs = b""
@@ -191,6 +261,13 @@ class Handshake:
     def needs(self) -> int:
         """How many bytes to read next at most, so that none of the conversation is taken."""
         return self._wants - len(self.rest)
+
+    def session(self) -> Session:
+        """Return the session of two ends that have proved themselves."""
+        assert self.done
+        from_dialer, from_listener = self._sign("from dialer"), self._sign("from listener")
+        keys = (from_dialer, from_listener) if self._dials else (from_listener, from_dialer)
+        return Session(*keys)
 
     def first(self) -> bytes:
         """Return what to send before anything has come; empty for a listener."""
@@ -225,14 +302,19 @@ class Handshake:
 
     def _verify(self, proof: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(dialer=not self._dials)):
-            raise AuthError("it does not know the run's secret, or means another run or port")
+            dialer, listener = (end.decode() for end in self._said[2:])
+            raise AuthError(
+                "it does not know the run's secret, means another run or port, or something "
+                f"between changes addresses: here {dialer} dials {listener}"
+            )
         self._wants = 0
 
     def _proof(self, *, dialer: bool) -> bytes:
-        mine, theirs = self._nonce, self._theirs
-        nonces = (mine, theirs) if self._dials else (theirs, mine)
-        role = b"dialer" if dialer else b"listener"
-        return self._secret.sign(MAGIC, role, self._label, self._context, *nonces)
+        return self._sign("dialer" if dialer else "listener")
+
+    def _sign(self, role: str) -> bytes:
+        nonces = (self._nonce, self._theirs) if self._dials else (self._theirs, self._nonce)
+        return self._secret.sign(MAGIC, role.encode(), *self._said, *nonces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,21 +327,16 @@ class Badge:
     context: str
     """Whom it is for: the run's id."""
 
-    def handshake(self, *, dials: bool) -> Handshake:
+    def handshake(self, *, dials: bool, ends: tuple[Any, Any]) -> Handshake:
         """Return one end of a new handshake."""
-        return Handshake(self.secret, dials=dials, label=self.label, context=self.context)
-
-
-class _Socket(Protocol):
-    def gettimeout(self) -> float | None: ...
-    def settimeout(self, value: float | None, /) -> None: ...
-    def sendall(self, data: bytes, /) -> None: ...
-    def recv(self, size: int, /) -> bytes: ...
+        return Handshake(
+            self.secret, dials=dials, label=self.label, context=self.context, ends=ends
+        )
 
 
 def authenticate(
-    sock: _Socket, secret: Secret, *, server: bool, label: str, context: str, timeout_s: float
-) -> None:
+    sock: Socket, secret: Secret, *, server: bool, label: str, context: str, timeout_s: float
+) -> Session:
     """Prove both ends of a blocking socket to each other; no byte beyond that is read.
 
     Args:
@@ -270,21 +347,26 @@ def authenticate(
         context: see Handshake; the same on both ends.
         timeout_s: for the whole of it, however slowly the other end sends.
 
+    Returns:
+        What authenticates all that follows.
+
     Raises:
         AuthError: the other end is not of this run, or was too slow, or hung up. Close it.
     """
     before = sock.gettimeout()
     try:
-        shake = Handshake(secret, dials=not server, label=label, context=context)
+        ends = sock.getsockname(), sock.getpeername()
+        shake = Handshake(secret, dials=not server, label=label, context=context, ends=ends)
         _authenticate(sock, shake, timeout_s)
         sock.settimeout(before)
     except AuthError:
         raise
     except OSError as error:  # a time-out too
         raise AuthError(f"{type(error).__name__}: {error}") from error
+    return shake.session()
 
 
-def _authenticate(sock: _Socket, shake: Handshake, timeout_s: float) -> None:
+def _authenticate(sock: Socket, shake: Handshake, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     answer = shake.first()
     while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from elastic_trainer.agent.wire.sockets import listen
+from elastic_trainer.agent.wire.network import listen
 
 
 def parse_ports(text: str | None) -> range:

@@ -1,24 +1,41 @@
-"""What a worker finds in its environment."""
+"""What each worker of a node is started with in an epoch, its environment above all."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from elastic_trainer.agent.membership.notices import EpochFormed, Member
-from elastic_trainer.agent.wire.addresses import interface_of
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
 
-ROLE = "default"
+from elastic_trainer.agent.membership.notices import EpochFormed, Member
+from elastic_trainer.agent.membership.tasks import Launch
+from elastic_trainer.agent.wire.addresses import interface_of
+from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.snapshots.peer import Peer, write_peers
 
 
 def base_environment(
-    inherited: Mapping[str, str], *, workers: int, address: str, run_dir: Path | None
+    inherited: Mapping[str, str],
+    *,
+    workers: int,
+    address: str,
+    run_dir: Path | None,
+    record_dir: Path,
 ) -> dict[str, str]:
     """Return what every worker of this node, and the zygote, starts with.
 
     What the user set stays. One OpenMP thread each by default, like torchrun: libraries
     read it while they load, so it must be there before the zygote imports them.
+
+    Args:
+        inherited: the agent's own.
+        workers: per node.
+        address: of this node, which picks the network interface.
+        run_dir: of a rendered run; None where only flags describe the job.
+        record_dir: where the job's events and logs are.
     """
     env = dict(inherited)
     if workers > 1 or address.startswith("127."):
@@ -33,71 +50,80 @@ def base_environment(
             env.setdefault(name, interface)
     if run_dir is not None:
         env["HOLDFAST_RUN_DIR"] = str(run_dir)
+    env["HOLDFAST_RECORD_DIR"] = str(record_dir)
     return env
 
 
-def worker_environment(
-    formed: EpochFormed,
-    me: Member,
-    local_rank: int,
-    *,
-    workers: int,
-    run_id: str,
-    max_restarts: int,
-    error_file: Path,
-    heartbeat: Path,
-    snapshots: Path | None = None,
-    peers: Path | None = None,
-    role: str = ROLE,
-) -> dict[str, str]:
-    """Return the variables of one worker in one epoch: torchrun's names and meanings, and ours.
+def launches_of(group: WorkerGroup, formed: EpochFormed, config: AgentConfig) -> list[Launch]:
+    """Return one launch per worker of this node, and write what they all read.
 
     Args:
-        formed: the epoch; node i of the rung is `formed.members[i]`.
-        me: this node, one of the members.
-        local_rank: which of its workers.
-        workers: workers per node, the same on every node.
-        run_id: id of the run.
-        max_restarts: the job's restart budget.
-        error_file: where a failing worker writes its error, in torchelastic's format.
-        heartbeat: file of the worker's `Heartbeat`.
-        snapshots: directory in memory for the worker's snapshots; None for none.
-        role: the workers' role, one for all.
-        peers: file that says where the keepers of the epoch's nodes listen.
+        group: the node's workers, with their ranks of the epoch.
+        formed: the epoch; this node is one of its members.
+        config: of the node's agent.
     """
-    group_rank = group_rank_of(formed, me)
-    world_size = workers * len(formed.members)
-    rank = group_rank * workers + local_rank
-    values: dict[str, object] = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": workers,
-        "GROUP_RANK": group_rank,
-        "GROUP_WORLD_SIZE": len(formed.members),
-        "ROLE_NAME": role,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": formed.store_address,
-        "MASTER_PORT": formed.store_port,
+    peers = _write_peers(formed, config.scratch)
+    return [_launch(worker, group, formed, config, peers) for worker in group.workers]
+
+
+def _launch(
+    worker: Worker, group: WorkerGroup, formed: EpochFormed, config: AgentConfig, peers: Path
+) -> Launch:
+    stem = f"{formed.epoch}-{worker.local_rank}"
+    heartbeat = config.scratch / f"{stem}.heartbeat"
+    error_file = config.scratch / f"{stem}.error.json"
+    env: dict[str, object] = {  # torchrun's names and meanings, and ours
+        "RANK": worker.global_rank,
+        "LOCAL_RANK": worker.local_rank,
+        "WORLD_SIZE": worker.world_size,
+        "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+        "GROUP_RANK": group.group_rank,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "ROLE_NAME": group.spec.role,
+        "ROLE_RANK": worker.role_rank,
+        "ROLE_WORLD_SIZE": worker.role_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
         "TORCHELASTIC_RESTART_COUNT": formed.epoch,
-        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
-        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
+        "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "HOLDFAST_EPOCH": formed.epoch,
-        "HOLDFAST_RUNG": formed.rung_nodes,
-        "HOLDFAST_NODE": me.node,
-        "HOLDFAST_ADDRESS": me.address,
+        "HOLDFAST_RUNG": json.dumps(formed.rung.to_dict()),
+        "HOLDFAST_NODE": config.me.node,
+        "HOLDFAST_ADDRESS": config.me.address,
         "HOLDFAST_HEARTBEAT": heartbeat,
     }
-    if snapshots is not None:
-        values |= {"HOLDFAST_SNAPSHOTS": snapshots, "HOLDFAST_PEERS": peers}
-    return {name: str(value) for name, value in values.items()}
+    if config.snapshots is not None:
+        env |= {"HOLDFAST_SNAPSHOTS": config.snapshots, "HOLDFAST_PEERS": peers}
+    return Launch(
+        local_rank=worker.local_rank,
+        rank=worker.global_rank,
+        env={name: str(value) for name, value in env.items()},
+        log=config.log_dir / f"{worker.global_rank}.log",
+        heartbeat=heartbeat,
+        error_file=error_file,
+    )
 
 
-def group_rank_of(formed: EpochFormed, me: Member) -> int:
-    """Return this node's index among the members; -1 when it is not one of them."""
-    ids = [member.agent_id for member in formed.members]
-    return ids.index(me.agent_id) if me.agent_id in ids else -1
+def _write_peers(formed: EpochFormed, scratch: Path) -> Path:
+    """Say where the keepers of the epoch are, in a file: an environment is too small."""
+    for old in scratch.glob("*.peers.json"):
+        old.unlink()
+    path = scratch / f"{formed.epoch}.peers.json"
+    # One that has left may meet its successor, of the same name.
+    left = [replace(_peer(m), node=m.agent_id) for m in formed.left]
+    write_peers(path, [*map(_peer, formed.members)], [*map(_peer, formed.spares)], left)
+    return path
+
+
+def _peer(member: Member) -> Peer:
+    return Peer(
+        node=member.node,
+        address=member.address,
+        port=member.snapshot_port,
+        machine=member.host,
+        domain=member.domain,
+    )

@@ -1,16 +1,17 @@
-"""What a node tells of its workers: to membership, and to the record."""
+"""What a node reports of its workers: to membership, and to the record."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from elastic_trainer.agent.hangs.hang import Standing
+from elastic_trainer.agent.hangs.hang import WorkerProgress
 from elastic_trainer.agent.hangs.stacks import dump_stacks
-from elastic_trainer.agent.membership.notices import WorkersFailed
-from elastic_trainer.agent.membership.tasks import WorkerStarted
-from elastic_trainer.agent.workers.environment import group_rank_of
-from elastic_trainer.agent.workers.running import Running
+from elastic_trainer.agent.membership.notices import EpochFormed, WorkersFailed
+from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted
+from elastic_trainer.agent.workers.group import group_rank_of
+from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.settings import AgentConfig, Membership
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
@@ -20,13 +21,38 @@ STACKS_JOIN_S = 1.0
 """How long the agent's end waits for stacks that storage has yet to take."""
 
 
+@dataclass(slots=True)
+class Running:
+    """The epoch that runs on this node, as its agent sees it."""
+
+    """One epoch on this node."""
+
+    formed: EpochFormed
+    monitor: HangMonitor
+    fork_begun: float
+    started: int = 0
+    running: bool = False
+    failed: bool = False
+    freed: bool = False
+    """Older epochs' snapshots have been let go."""
+    finished: bool = True
+    """No worker that ended well left before the last step."""
+    step: int = 0
+    """Highest completed step seen."""
+    committed: int = 0
+    """Newest step that workers said to be committed."""
+    held: WorkersFailed | None = None
+    """A consequence, kept back in the hope of its cause; or an error others may have too."""
+    held_until: float = 0.0
+
+
 class Reporter:
     """Reports of one node's workers. It decides nothing.
 
     Args:
         config: of the agent.
         workers: of this node.
-        membership: is told where the workers stand.
+        membership: is notified of the progress of workers.
         log: the agent's events.
         clock: monotonic seconds.
     """
@@ -56,8 +82,8 @@ class Reporter:
             committed=self._committed(epoch),
         )
 
-    def overdue(self, epoch: Running, worst: Standing) -> WorkersFailed:
-        """Put a hang that nobody has blamed on anybody on record; return its report."""
+    def overdue(self, epoch: Running, worst: WorkerProgress) -> WorkersFailed:
+        """Put a hang that no coordinator has acted upon on record; return its report."""
         section, step = worst.beat.section.name.lower(), worst.beat.step
         detail = (
             f"no progress for {worst.idle_s:.1f} s in {section} "
@@ -80,11 +106,11 @@ class Reporter:
     def show(self, epoch: Running, *, stalled: bool) -> None:
         """Tell the coordinator where the workers stand; also put those that hang on record."""
         self._membership.report(
-            epoch.lookout.seen(
+            epoch.monitor.seen(
                 epoch.formed.epoch, stalled=stalled, committed=self._committed(epoch)
             )
         )
-        for worker in epoch.lookout.newly_hung():
+        for worker in epoch.monitor.newly_hung():
             self._log.emit(
                 "worker.stalled",
                 step=worker.beat.step,
@@ -95,6 +121,21 @@ class Reporter:
                 limit_s=round(worker.limit_s, 3),
                 state=worker.state,
             )
+
+    def exited(self, exited: WorkerExited, failure: Failure | None, detail: str = "") -> None:
+        """Put the end of a worker on record; `detail` stands where there is no failure."""
+        self._log.emit(
+            "worker.exit",
+            step=exited.beat.step,
+            pid=exited.pid,
+            local_rank=exited.local_rank,
+            worker_rank=exited.rank,
+            code=exited.code,
+            signal=exited.signal,
+            kind=failure.kind if failure else None,
+            action=failure.action if failure else None,
+            detail=failure.detail if failure else detail,
+        )
 
     def started(self, started: WorkerStarted) -> None:
         """Put the start of a worker on record."""

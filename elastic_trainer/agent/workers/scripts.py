@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic_trainer.agent.command.flags import Std
+from torch.distributed.elastic.multiprocessing import Std
+
 from elastic_trainer.agent.membership.notices import EpochFormed
 from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
@@ -20,7 +21,6 @@ from elastic_trainer.agent.workers.workers import Workers, size_of
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure
 from elastic_trainer.heartbeat import Beat, Request, Section
-from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.script_steps import newest_step
 from elastic_trainer.templates import fill, values_of
 
@@ -44,10 +44,9 @@ class Scripts:
 
     Args:
         task: what the workers run.
-        layouts: nodes of a rung -> its layout; empty where nobody asks.
         log: the agent's events.
         shown: where the steps go that the script shows, see script_steps.py; None: to `log`.
-        record_dir: where the job's events and logs are, for the workers; None for none.
+        record_dir: where the job's events and logs are; None for none.
         follower: follows the logs; None where there is nothing to show and to look for.
         split: stdout and stderr have logs of their own.
         grace_s: between SIGTERM and SIGKILL.
@@ -56,7 +55,6 @@ class Scripts:
     def __init__(
         self,
         task: Task,
-        layouts: Mapping[int, ParallelLayout],
         log: EventLog,
         *,
         shown: EventLog | None = None,
@@ -65,7 +63,7 @@ class Scripts:
         split: bool = False,
         grace_s: float = 30.0,
     ) -> None:
-        self._task, self._layouts, self._log, self._shown = task, layouts, log, shown or log
+        self._task, self._log, self._shown = task, log, shown or log
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s = grace_s
         self._stop: _Stop | None = None
@@ -97,32 +95,26 @@ class Scripts:
         return dressed
 
     def _dressed(self, launch: Launch, formed: EpochFormed) -> Launch:
-        layout = self._layouts.get(formed.rung_nodes)
-        if layout is None:
-            return launch
-        env = {**launch.env, "HOLDFAST_LAYOUT": str(layout)}
-        if self._record_dir is not None:
-            env["HOLDFAST_RECORD_DIR"] = str(self._record_dir)
         args = self._task.args
         if self._task.kind != "main":
-            values = values_of(layout, formed.rung_nodes, str(self._record_dir or "."))
+            values = values_of(formed.rung, str(self._record_dir or "."))
             args = fill(args, values, local_rank=launch.local_rank)
         if not self._split:
-            return replace(launch, env=env, args=args)
+            return replace(launch, args=args)
         out, err = (launch.log.with_suffix(f".{name}.log") for name in ("stdout", "stderr"))
-        return replace(launch, env=env, args=args, log=out, error_log=err)
+        return replace(launch, args=args, log=out, error_log=err)
 
     # -- progress ---------------------------------------------------------------------------
 
     def _go_on_from(self, epoch: int) -> None:
-        """Find out where steps go on that are counted from a worker's start.
+        """Find out where steps continue that are counted from a worker's start.
 
         From what this node saw of the epoch before; a node that had no part in that, as any
         after a requeue, from the record.
         """
         known, self._epoch = self._epoch == epoch - 1, epoch
         if not known and self._record_dir is not None and self._task.kind != "main":
-            # It is for people to read: storage that fails now does not keep a script from going on.
+            # It is for people to read: storage that fails now must not stop a script.
             with contextlib.suppress(OSError):
                 self._newest = newest_step(self._record_dir) or 0
         self._before = self._newest
@@ -201,7 +193,7 @@ class Scripts:
         """Whether scripts are being asked to leave: how they end from now on is no failure."""
         return self._task.kind != "main" and (self._stop is not None or self._signalled)
 
-    def judge(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
+    def classify(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
         """Return what the end of a worker means: one that was asked to leave did not fail.
 
         It may not have had its own SIGTERM yet: the peers that left first take it along.
@@ -217,8 +209,8 @@ class Scripts:
         Its exit code 0 says so unless it was asked to leave: handlers of SIGTERM end with 0 in
         the midst of training. Then only `api.Run.finish` does.
         """
-        told = exited.beat.section is Section.FINISHED
-        return exited.code == EXIT_DONE and (told or not self.asked)
+        finished = exited.beat.section is Section.FINISHED
+        return exited.code == EXIT_DONE and (finished or not self.asked)
 
     def close(self) -> None:
         """Show what was written last."""

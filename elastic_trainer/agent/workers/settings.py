@@ -1,4 +1,4 @@
-"""What an agent is given: its configuration, and membership as it needs it."""
+"""What an agent is given besides its WorkerSpec: its configuration, membership as it needs it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from elastic_trainer.agent.membership.notices import Member, Notice, Report
 
 
 class Membership(Protocol):
-    """What the agent needs of `MembershipClient`."""
+    """What the agent needs of the rendezvous handler in its WorkerSpec (`HoldfastRendezvous`)."""
 
-    def start(self) -> None:
-        """Join the job; returns at once."""
+    def get_backend(self) -> str:
+        """Return the name of the backend."""
+
+    def get_run_id(self) -> str:
+        """Return the id of the run."""
 
     def notice(self, timeout_s: float) -> Notice | None:
         """Return the next notice, waiting at most `timeout_s`; None when there is none."""
@@ -22,7 +25,17 @@ class Membership(Protocol):
         """Tell the coordinator. Never blocks on a peer."""
 
     def close(self) -> None:
-        """Leave, and end the client's threads."""
+        """Leave, and end the handler's threads."""
+
+
+class SnapshotKeeper(Protocol):
+    """What the agent needs of the keeper of its node's snapshots (`agent/keeper.py`)."""
+
+    def free(self, before_epoch: int) -> None:
+        """Remove images of epochs before `before_epoch`."""
+
+    def holds_any(self) -> bool:
+        """Return whether there is an image that was not freed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +43,6 @@ class AgentConfig:
     """What one agent needs to know besides its workers and its membership."""
 
     me: Member
-    run_id: str
     workers: int
     """Per node."""
     scratch: Path
@@ -41,21 +53,18 @@ class AgentConfig:
     """Directory in memory for the workers' snapshots; None when none are kept."""
     stacks_dir: Path
     """`stacks`: hung workers' go to a folder for each epoch in it."""
-    max_restarts: int
     hang_ceiling_s: float
     start_ceiling_s: float
-    role: str = "default"
-    """The workers' ROLE_NAME."""
     hang_floor_s: float = 2.0
     """Shortest limit that may be learned."""
     pace_s: float = 10.0
     """Between two reports of how long the workers' own work takes."""
-    blame_s: float = 2.0
+    unattributed_s: float = 2.0
     """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     leaves_alone: bool = False
-    """SIGTERM means this node only; the job goes on without it."""
+    """SIGTERM means this node only; the job continues without it."""
     kill_deadline_s: float = 10.0
     """A worker not reaped by then costs the node its place."""
     settle_s: float = 0.05

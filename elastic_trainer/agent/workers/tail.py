@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from elastic_trainer.agent.command.flags import Std, Streams
+from torch.distributed.elastic.multiprocessing import Std
+
+from elastic_trainer.agent.command.flags import Streams
 
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
@@ -125,7 +127,7 @@ class LogFollower:
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
     def follow(self, epoch: int, logs: Sequence[Followed]) -> None:
-        """Go on with the logs of a new epoch, once the last one's are read to their end."""
+        """Continue with the logs of a new epoch, once the last one's are read to their end."""
         opened = [_Open(log, LogTail(log.path, log.offset)) for log in logs]
         with self._changed:
             self._epochs.append(_Epoch(epoch, opened))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -23,12 +22,13 @@ from elastic_trainer.agent.membership.tasks import (
     ZygoteLost,
 )
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.stack_signal import flight_path, stacks_path
 
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
-"""How long workers may take to die after their zygote."""
+"""How long workers and what they started may take to die after their zygote."""
 
 
 OOM_KILLED = "the kernel has killed processes of this machine for memory (oom_kill in /proc/vmstat)"
@@ -69,12 +69,12 @@ class _Epoch:
 class Workers:
     """The workers of the current epoch, and the zygote behind them.
 
-    Every call returns at once but for `kill_all`, which has a deadline. The zygote starts
-    with the object, so that it warms up while the agent imports and joins.
+    Every call returns at once but for `kill_all`, which has a deadline.
 
     Args:
         task: what they run.
         env: of all of them.
+        zygote: one that runs already, for this task; None: it starts in an interpreter of its own.
         clock: monotonic seconds.
         oom_kills: how many processes the kernel has killed for memory so far.
     """
@@ -84,13 +84,16 @@ class Workers:
         task: Task,
         *,
         env: Mapping[str, str],
+        zygote: ZygoteClient | None = None,
         clock: Callable[[], float] = time.monotonic,
         oom_kills: Callable[[], int] = oom_kills,
     ) -> None:
         self.task, self._env, self._clock = task, dict(env), clock
         self._oom_kills = oom_kills
-        self._zygote = self._start_zygote()
+        self._zygote = zygote or self._start_zygote()
         self._ready = False
+        self.cleared = True
+        """Nothing that a worker of an ended epoch has started is left."""
         self._epoch = _Epoch()
         self._unsent: list[dict[str, Any]] = []
         self._found: list[Happening] = []
@@ -145,7 +148,7 @@ class Workers:
         self._flush()
 
     def poll(self, timeout_s: float = 0.0) -> list[Happening]:
-        """Return what has happened, waiting up to `timeout_s` for something to happen."""
+        """Return what has happened, maybe nothing; wait up to `timeout_s` for the zygote's word."""
         self._read(0.0 if self._found else timeout_s)
         found, self._found = self._found, []
         return found
@@ -188,7 +191,7 @@ class Workers:
             worker.heartbeat.ask(request)
 
     def kill_all(self, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
-        """SIGKILL every worker and wait until all are reaped, at most `deadline_s`.
+        """SIGKILL every worker and all they started; wait until all are gone, at most `deadline_s`.
 
         Returns:
             Those that ended, and the process ids of those that could not be made to.
@@ -200,38 +203,39 @@ class Workers:
                 self._forget(local_rank)
         if self._epoch.workers:
             self._signal_all()
-        while self._epoch.workers and (left := deadline - self._clock()) > 0:
+        while not self._gone and (left := deadline - self._clock()) > 0:
             self._read(left)
-        if self._epoch.workers:
+        if not self._gone:
             self._replace_zygote("did not reap its workers")
         exits = [item for item in self._found if isinstance(item, WorkerExited)]
         lost = [item for item in self._found if isinstance(item, ZygoteLost)]
         self._found = list(lost)
         return exits, [pid for item in lost for pid in item.unreapable]
 
+    @property
+    def _gone(self) -> bool:
+        return not self._epoch.workers and self.cleared
+
     def close(self) -> None:
         """Kill the zygote and whatever runs, and unmap the heartbeats."""
         self._signal_all()
-        self._zygote.close()
+        self._zygote.close(ORPHANS_S)
         for local_rank in list(self._epoch.workers):
             self._forget(local_rank)
 
     # -- zygote ---------------------------------------------------------------------------
 
     def _start_zygote(self) -> ZygoteClient:
-        return ZygoteClient(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
+        return ZygoteClient.spawned(preload=self.task.preload, env=self._env, cwd=self.task.cwd)
 
     def _replace_zygote(self, why: str) -> None:
-        self._zygote.close()
-        # Workers die with it, by the kernel's hand. The kernel says who is really left, too.
         lost = list(self._epoch.workers.items())
-        deadline = self._clock() + ORPHANS_S
-        unreapable = [w.pid for _, w in lost if not _ended(w, deadline - self._clock())]
+        unreapable = self._zygote.close(ORPHANS_S)
         # Before the exits, of which it is the cause.
         self._found.append(ZygoteLost(detail=why, workers=len(lost), unreapable=tuple(unreapable)))
         for local_rank, worker in lost:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
-        self._zygote, self._ready = self._start_zygote(), False
+        self._zygote, self._ready, self.cleared = self._start_zygote(), False, True
 
     def _flush(self) -> None:
         """Send what waits, once the zygote is warm: what was not sent can be taken back."""
@@ -257,9 +261,14 @@ class Workers:
                 self._ready = True
                 self._flush()
                 continue
-            worker = self._epoch.workers.get(message["local_rank"])
-            if message["epoch"] != self._epoch.number or worker is None:
+            if message["epoch"] != self._epoch.number:
                 continue  # of an epoch that was given up
+            if message["event"] == "cleared":
+                self.cleared = True
+                continue
+            worker = self._epoch.workers.get(message["local_rank"])
+            if worker is None:
+                continue
             if message["event"] == "started":
                 self._started(worker, message)
             else:
@@ -268,7 +277,7 @@ class Workers:
     # -- workers --------------------------------------------------------------------------
 
     def _started(self, worker: _Worker, message: Mapping[str, Any]) -> None:
-        worker.pid = message["pid"]
+        worker.pid, self.cleared = message["pid"], False
         # Kernels before 5.3 have none, and one that ended and was reaped is gone:
         # the zygote's word has to do then.
         with contextlib.suppress(OSError):
@@ -299,6 +308,7 @@ class Workers:
                 code=status if status >= 0 else None,
                 signal=-status if status < 0 else None,
                 record=record,
+                error_file=worker.launch.error_file,
                 log_tail=tail,
                 beat=worker.heartbeat.read(),
             )
@@ -322,13 +332,6 @@ class Workers:
         # A zygote that is gone took its workers along; `_read` will find out.
         with contextlib.suppress(ZygoteDiedError):
             self._zygote.send(op="kill")
-
-
-def _ended(worker: _Worker, timeout_s: float) -> bool:
-    """Wait for the kernel to say that the process has ended, reaped or not."""
-    if worker.pidfd < 0:
-        return not worker.pid or not Path(f"/proc/{worker.pid}").exists()
-    return bool(select.select([worker.pidfd], [], [], max(0.0, timeout_s))[0])
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -360,3 +363,21 @@ def size_of(log: Path) -> int:
 def has_run(beat: Beat) -> bool:
     """Return whether the worker of this reading has completed a step of its epoch."""
     return beat.section >= Section.STEP
+
+
+def failure_of(exited: WorkerExited, *, beats: bool) -> Failure | None:
+    """Classify the end of a worker; None for a good end.
+
+    Args:
+        exited: how it ended.
+        beats: its heartbeat tells how far it came; of a script without one nobody knows.
+    """
+    if exited.code in {EXIT_DONE, EXIT_SAVED}:
+        return None
+    return classify(
+        code=exited.code,
+        signal=exited.signal,
+        record=exited.record,
+        log_tail=exited.log_tail,
+        at_start=beats and not has_run(exited.beat),
+    )

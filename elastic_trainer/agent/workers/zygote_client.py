@@ -12,11 +12,14 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from elastic_trainer.children import adopt_orphans, children, kill_children
+from elastic_trainer.zygote import become_zygote
 
 SEND_TIMEOUT_S = 10.0
 """A zygote that takes no message for this long is broken."""
@@ -27,33 +30,51 @@ class ZygoteDiedError(Exception):
 
 
 class ZygoteClient:
-    """One zygote process. Start it from the main thread, and before anything slow."""
+    """One zygote process, a child of this one."""
 
-    def __init__(self, *, preload: str, env: Mapping[str, str], cwd: str) -> None:
-        # The kernel ties a child's fate to the *thread* that started it.
-        assert threading.current_thread() is threading.main_thread(), "start from the main thread"
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P passes on: no module of the working directory shadows a library.
-            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
-            command += ["-m", "elastic_trainer.zygote"]
-            command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-            self._process = subprocess.Popen(
-                [*command, "--preload", preload],
-                env=dict(env),
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for the agent
-            )
-        ours.settimeout(SEND_TIMEOUT_S)
-        self._sock = ours
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        sock.settimeout(SEND_TIMEOUT_S)
+        self._sock, self.pid = sock, pid
+        self._own = children() - {pid}
+        self._ended: int | None = None
+        """As subprocess.Popen.returncode."""
         self._unread = b""
 
-    @property
-    def pid(self) -> int:
-        """Process id of the zygote."""
-        return self._process.pid
+    @classmethod
+    def forked(cls, *, preload: str, env: Mapping[str, str], cwd: str) -> ZygoteClient:
+        """Fork a zygote that has what this process has imported; no thread may run yet."""
+        _assert_main_thread()
+        adopt_orphans()
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            become_zygote(theirs, parent=parent, preload=preload, env=env, cwd=cwd)
+        theirs.close()
+        return cls(ours, pid)
+
+    @classmethod
+    def spawned(cls, *, preload: str, env: Mapping[str, str], cwd: str) -> ZygoteClient:
+        """Start a zygote in an interpreter of its own: this process may have threads."""
+        _assert_main_thread()
+        adopt_orphans()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            theirs.set_inheritable(True)
+            # -P passes on: no module of the working directory shadows a library.
+            command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-u"]
+            command += ["-m", "elastic_trainer.zygote", str(theirs.fileno()), str(os.getpid())]
+            pid = os.posix_spawn(
+                sys.executable,
+                [*command, preload, cwd],
+                env,
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                setsid=True,  # a terminal's Ctrl-C is for the agent
+            )
+        return cls(ours, pid)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `receive` has news."""
@@ -87,22 +108,61 @@ class ZygoteClient:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def close(self) -> None:
-        """Kill the zygote, and thereby its workers. Never raises, may be called twice."""
+    def close(self, timeout_s: float) -> list[int]:
+        """Kill the zygote, its workers and what they started. May be called twice.
+
+        Returns:
+            The process ids of those that have not ended within `timeout_s`.
+        """
         self._bury("closed")
+        deadline = time.monotonic() + timeout_s
+        while left := self._orphans():
+            kill_children(left)
+            for pid in left:
+                os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() >= deadline:
+                return sorted(left)
+            time.sleep(0.002)
+        return []
+
+    def _orphans(self) -> set[int]:
+        """Return what has become this process's child since the zygote, and was not started by it.
+
+        The zygote and all below it have left this process's session.
+        """
+        mine, found = os.getsid(0), set()
+        for pid in children() - self._own:
+            with contextlib.suppress(ProcessLookupError):  # another thread's, and reaped meanwhile
+                if os.getsid(pid) != mine:
+                    found.add(pid)
+        return found
 
     def _bury(self, why: str) -> str:
         """Make sure that the process is gone and return how it ended."""
         self._sock.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            # It may be on its way out by itself, with a status worth telling.
-            self._process.wait(0.2 if why != "closed" else 0.0)
-        ended = self._process.returncode
-        self._process.kill()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return f"{why}; process {self.pid} cannot be killed"
+        # It may be on its way out by itself, with a status worth telling.
+        ended = self._wait(0.2 if why != "closed" else 0.0)
         if ended is None:
+            os.kill(self.pid, signal.SIGKILL)
+            if self._wait(5.0) is None:
+                return f"{why}; process {self.pid} cannot be killed"
             return why
         return f"signal {signal.Signals(-ended).name}" if ended < 0 else f"exit code {ended}"
+
+    def _wait(self, timeout_s: float) -> int | None:
+        """Reap the process; None: it has not ended within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self._ended is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._ended = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.002)
+        return self._ended
+
+
+def _assert_main_thread() -> None:
+    # The kernel ties a child's fate to the *thread* that started it.
+    assert threading.current_thread() is threading.main_thread(), "start from the main thread"

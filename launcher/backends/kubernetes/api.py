@@ -1,20 +1,20 @@
-"""The launcher's client of the Kubernetes API: the official one, with time-outs and retries.
+"""The launcher's client of the Kubernetes API: the official one, with our time-outs and errors.
 
-Objects are plain JSON types. The package `kubernetes` is imported when a cluster is spoken to.
+Objects are plain JSON types. The package `kubernetes` is imported when a cluster is spoken to, and
+only its public surface is used: DynamicClient.request() and Watch.stream().
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-import tenacity
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from launcher.backends.kubernetes.documents import Object, Resource
 from launcher.backends.kubernetes.errors import (
@@ -26,16 +26,23 @@ from launcher.backends.kubernetes.errors import (
     UnreachableError,
     refusal,
 )
-from launcher.errors import HoldfastError, TemporaryError, UserError
+from launcher.errors import HoldfastError, UserError
+from launcher.installed import need
+from launcher.retries import retried
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiClient
 
-_Result = TypeVar("_Result")
 _Query = Sequence[tuple[str, str]]
 
 _PAGE: Final = 500
 """Objects of one answer to a list."""
+_JSON: Final = "application/json"
+_MERGE_PATCH: Final = "application/merge-patch+json"
+_SILENCE_S: Final = 30.0
+"""So long after the end of a watch its connection is dead."""
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""What a pod is given to speak to its cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,30 +56,6 @@ class Patience:
     """For what a node has to answer; one that is dead says nothing."""
     retry_s: float = 30.0
     """No call is tried again after this."""
-    longest_wait_s: float = 8.0
-    """Between two tries, where the server does not say how long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """One HTTP request."""
-
-    method: str
-    call: Call
-    """What it is for."""
-    path: str = ""
-    """Empty: of the call's object, or of all of its kind."""
-    query: _Query = ()
-    body: Object | None = None
-    kind: str = "application/json"
-    read_s: float | None = None
-    """Longest silence; None: as for all."""
-
-    @property
-    def target(self) -> str:
-        """The path on the server."""
-        name = "" if self.method == "POST" else self.call.name
-        return self.path or self.call.resource.path(self.call.namespace, name)
 
 
 class KubernetesApi:
@@ -109,9 +92,8 @@ class KubernetesApi:
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
         """Return an object; None: there is none of that name."""
-        call = self._call("get", resource, namespace, name)
         try:
-            return self._retried(lambda: self._object(_Request(method="GET", call=call)))
+            return self._object("GET", self._call("get", resource, namespace, name))
         except NotThereError:
             return None
 
@@ -127,12 +109,11 @@ class KubernetesApi:
             fields: field selector.
         """
         call = self._call("list", resource, namespace)
-        selected = [("labelSelector", labels), ("fieldSelector", fields)]
-        wanted = [(key, text) for key, text in selected if text]
+        selected = _selected(labels, fields)
         try:
-            return self._pages(call, [*wanted, ("limit", str(_PAGE))])
+            return self._pages(call, [*selected, ("limit", str(_PAGE))])
         except GoneError:  # it took longer than the server keeps a state for
-            return self._pages(call, wanted)
+            return self._pages(call, selected)
 
     def create(
         self, resource: Resource, namespace: str, document: Object, *, dry_run: bool = False
@@ -148,8 +129,7 @@ class KubernetesApi:
         name = str(document["metadata"].get("name", ""))
         call = self._call("create", resource, namespace, name)
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
-        request = _Request(method="POST", call=call, query=query, body=document)
-        return self._retried(lambda: self._object(request), unsure=dry_run)
+        return self._object("POST", call, query=query, body=document, repeatable=dry_run)
 
     def delete(
         self,
@@ -169,15 +149,13 @@ class KubernetesApi:
             uid: only if it is still this one.
             grace_s: seconds its processes get; None: what it says itself.
         """
-        call = self._call("delete", resource, namespace, name)
         options: Object = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace_s is not None:
             options["gracePeriodSeconds"] = int(grace_s)
-        request = _Request(method="DELETE", call=call, body=options)
         try:
-            self._retried(lambda: self._object(request))
+            self._object("DELETE", self._call("delete", resource, namespace, name), body=options)
         except NotThereError:
             return False
         return True
@@ -185,9 +163,7 @@ class KubernetesApi:
     def patch(self, resource: Resource, namespace: str, name: str, change: Object) -> Object:
         """Change an object by a merge patch."""
         call = self._call("patch", resource, namespace, name)
-        kind = "application/merge-patch+json"
-        request = _Request(method="PATCH", call=call, body=change, kind=kind)
-        return self._retried(lambda: self._object(request))
+        return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
         """Return what a container has written; empty where it has not started. Not tried again.
@@ -195,38 +171,55 @@ class KubernetesApi:
         Raises:
             UnreachableError: the pod's node does not answer.
         """
-        resource = Resource("v1", "pods")
         call = self._call("get", Resource("v1", "pods/log"), namespace, pod)
-        path = f"{resource.path(namespace, pod)}/log"
+        path = f"{Resource('v1', 'pods').path(namespace, pod)}/log"
         limit_s = self._patience.node_s
-        request = _Request(method="GET", call=call, path=path, query=query, read_s=limit_s)
         try:
-            return self._text(request)
+            return self._text("GET", call, path=path, query=query, read_s=limit_s)
         except NotThereError:
             return ""
         except BrokenOffError as error:
             raise UnreachableError(f"pod {pod} did not answer in {limit_s:g} s") from error
 
-    @contextlib.contextmanager
-    def stream(
-        self, resource: Resource, namespace: str, query: _Query, *, read_s: float
-    ) -> Iterator[Iterator[str]]:
-        """Open a watch; yield its lines. Not tried again.
+    def watch(
+        self,
+        resource: Resource,
+        namespace: str,
+        *,
+        version: str,
+        seconds: int,
+        labels: str = "",
+        fields: str = "",
+    ) -> Iterator[tuple[str, Object]]:
+        """Yield what changes after a version, as (type of event, object), bookmarks too.
 
-        Args:
-            resource: kind of objects.
-            namespace: where.
-            query: what is watched.
-            read_s: longest silence.
+        The server ends it after so many seconds. It is not begun again here.
+
+        Raises:
+            GoneError: the server has forgotten that version.
+            UserError, PlatformError: it is refused, or broke off.
         """
+        from kubernetes.watch import Watch
+
         call = self._call("watch", resource, namespace)
-        query = [*query, ("watch", "true")]
-        answer = self._send(_Request(method="GET", call=call, query=query, read_s=read_s))
-        try:
-            yield self._lines(answer)
-        finally:
-            answer.close()
-            answer.release_conn()
+
+        def begin(**options: Any) -> Any:
+            query = [
+                *_selected(labels, fields),
+                ("allowWatchBookmarks", "true"),
+                ("resourceVersion", str(options["resource_version"])),
+                ("timeoutSeconds", str(options["timeout_seconds"])),
+                ("watch", "true"),
+            ]
+            return self._send("GET", call, query=query, read_s=seconds + _SILENCE_S)
+
+        events = Watch().stream(begin, resource_version=version, timeout_seconds=seconds)
+        with contextlib.closing(events), self._failures(call):
+            try:
+                for event in events:
+                    yield event["type"], event["raw_object"]
+            except (ValueError, KeyError, TypeError) as error:  # cut off, or of a proxy
+                raise BrokenOffError(f"cannot {call}: it broke off: {error}") from error
 
     def _call(self, verb: str, resource: Resource, namespace: str, name: str = "") -> Call:
         return Call(
@@ -237,112 +230,202 @@ class KubernetesApi:
         items: list[Object] = []
         more: list[tuple[str, str]] = []
         while True:
-            request = _Request(method="GET", call=call, query=[*query, *more])
-            page = self._retried(partial(self._object, request))
+            page = self._object("GET", call, query=[*query, *more])
             items += page.get("items") or []
             about = page.get("metadata") or {}
             if not about.get("continue"):
                 return items, str(about.get("resourceVersion") or "")
             more = [("continue", str(about["continue"]))]
 
-    def _object(self, request: _Request) -> Object:
-        text = self._text(request)
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            shown = " ".join(text.split())[:200]
-            raise BusyError(f"{self.server} gave an answer that cannot be read: {shown}")
-        return found
+    def _object(
+        self, method: str, call: Call, *, repeatable: bool = True, **options: Any
+    ) -> Object:
+        """Return the object that a request is answered with; after temporary failures again.
 
-    def _text(self, request: _Request) -> str:
-        answer = self._send(request)
+        Args:
+            method: of HTTP.
+            call: what it is for.
+            repeatable: also after a request that may have been carried out.
+            options: see `_send`.
+        """
+
+        def once() -> Object:
+            text = self._text(method, call, **options)
+            try:
+                found = json.loads(text)
+            except ValueError:
+                found = None
+            if not isinstance(found, dict):
+                shown = " ".join(text.split())[:200]
+                raise BusyError(f"{self.server} gave an answer that cannot be read: {shown}")
+            return found
+
+        return retried(
+            once,
+            for_s=self._patience.retry_s,
+            but_not=() if repeatable else (BrokenOffError,),
+            sleep=self._sleep,
+        )
+
+    def _text(self, method: str, call: Call, **options: Any) -> str:
+        answer = self._send(method, call, **options)
         try:
-            data: bytes = answer.read()
-        except _broken_types() as error:
-            raise _broken(error, self.server) from error
+            with self._failures(call):
+                data: bytes = answer.read()
         finally:
             answer.release_conn()
         return data.decode("utf-8", errors="replace")
 
-    def _send(self, request: _Request) -> Any:
-        """Send one request; every failure becomes an error of ours."""
+    def _send(
+        self,
+        method: str,
+        call: Call,
+        *,
+        path: str = "",
+        query: _Query = (),
+        body: Object | None = None,
+        content_type: str = _JSON,
+        read_s: float | None = None,
+    ) -> Any:
+        """Send one request; return urllib3's response, of which nothing has been read.
+
+        Args:
+            method: of HTTP.
+            call: what it is for.
+            path: on the server; empty: of the call's object, or of all of its kind.
+            query: of the request.
+            body: of the request.
+            content_type: of the body.
+            read_s: longest silence; None: as for all.
+        """
+        name = "" if method == "POST" else call.name
+        limits = (self._patience.connect_s, read_s or self._patience.read_s)
+        with self._failures(call):
+            return self._dynamic.request(
+                method,
+                path or call.resource.path(call.namespace, name),
+                body=body,
+                query_params=list(query),
+                header_params={"Accept": _JSON},
+                content_type=content_type,
+                serialize=False,
+                _request_timeout=limits,
+            )
+
+    @contextlib.contextmanager
+    def _failures(self, call: Call) -> Iterator[None]:
+        """Turn whatever the client raises into an error of ours."""
         from kubernetes.client.exceptions import ApiException
         from kubernetes.config.config_exception import ConfigException
+        from urllib3.exceptions import HTTPError
 
-        patience = self._patience
         try:
-            return self._dynamic.request(
-                request.method,
-                request.target,
-                body=request.body,
-                query_params=list(request.query),
-                header_params={"Accept": "application/json"},
-                content_type=request.kind,
-                serialize=False,
-                _request_timeout=(patience.connect_s, request.read_s or patience.read_s),
-            )
+            yield
         except ApiException as error:
             if not error.status:
                 raise _broken(error, self.server) from error
-            text = error.body or ""
+            text = error.body or error.reason or ""
             said = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else str(text)
-            headers = dict(error.headers or {})
-            raise refusal(request.call, int(error.status), said, headers) from error
+            raise refusal(call, int(error.status), said, dict(error.headers or {})) from error
         except ConfigException as error:  # a command that gives new credentials
             raise UserError(
                 "HF752", f"the kubeconfig gives no credentials: {_flat(error)}; log in again"
             ) from error
-        except _broken_types() as error:
+        except (HTTPError, HTTPException, OSError) as error:
             raise _broken(error, self.server) from error
 
-    def _lines(self, answer: Any) -> Iterator[str]:
-        rest = b""
-        try:
-            for chunk in answer.stream(amt=None, decode_content=False):
-                *whole, rest = (rest + chunk).split(b"\n")
-                for line in whole:
-                    if line.strip():
-                        yield line.decode("utf-8", errors="replace")
-        except _broken_types() as error:
-            raise _broken(error, self.server) from error
 
-    def _retried(self, call: Callable[[], _Result], *, unsure: bool = True) -> _Result:
-        """Return what `call` returns; after temporary failures it is called again.
+def connect(
+    context: str = "",
+    *,
+    env: Mapping[str, str] | None = None,
+    patience: Patience | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    pod_files: Path = SERVICE_ACCOUNT,
+) -> KubernetesApi:
+    """Return a client of the cluster that `context` names.
 
-        Args:
-            call: what to do.
-            unsure: also when it is not known whether it was done.
-        """
+    As kubectl does: the kubeconfig ($KUBECONFIG, else ~/.kube/config); in a pod without one, the
+    pod's own service account.
 
-        def again(error: BaseException) -> bool:
-            return isinstance(error, TemporaryError) and (
-                unsure or not isinstance(error, BrokenOffError)
+    Args:
+        context: of the kubeconfig; empty: its current one.
+        env: environment; None: this process's.
+        patience: time-outs.
+        sleep: waits between tries.
+        pod_files: what a pod is given.
+
+    Raises:
+        UserError: HF632 the package is not installed; HF750 there is no kubeconfig; HF751 it has
+            no such context; HF752 its credentials cannot be had.
+    """
+    need("a Kubernetes cluster", "kubernetes", extra="kubernetes")
+    from kubernetes import client, config
+    from kubernetes.config.config_exception import ConfigException
+
+    base = os.environ if env is None else env
+    configuration = client.Configuration()
+    files = _kubeconfigs(base)
+    if not any(Path(path).is_file() for path in files):
+        if context or not (base.get("KUBERNETES_SERVICE_HOST") and pod_files.is_dir()):
+            raise UserError(
+                "HF750",
+                f"no kubeconfig: {' and '.join(files)} does not exist; create one, or name it"
+                " in KUBECONFIG. Or use `holdfast render` here and `kubectl create` elsewhere",
             )
+        config.load_incluster_config(client_configuration=configuration)
+        namespace = _read(pod_files / "namespace") or "default"
+        found = ""
+    else:
+        found, namespace = _chosen(config, ConfigException, os.pathsep.join(files), context)
+        try:
+            config.load_kube_config(os.pathsep.join(files), found, configuration)
+        except (ConfigException, OSError, KeyError, TypeError, ValueError) as error:
+            message = f"context {found} of {' and '.join(files)} gives no credentials"
+            raise UserError("HF752", f"{message}: {_flat(error)}; log in again") from error
+    configuration.retries = False  # ours know what may be done twice
+    made = client.ApiClient(configuration)
+    made.user_agent = "holdfast"
+    return KubernetesApi(made, context=found, namespace=namespace, patience=patience, sleep=sleep)
 
-        random = tenacity.wait_random_exponential(multiplier=0.5, max=self._patience.longest_wait_s)
 
-        def wait(state: tenacity.RetryCallState) -> float:
-            error = state.outcome.exception() if state.outcome is not None else None
-            told = error.retry_after_s if isinstance(error, BusyError) else None
-            return random(state) if told is None else told
+def _chosen(config: Any, missing: type[Exception], files: str, context: str) -> tuple[str, str]:
+    """Return the name and the namespace of the context to use."""
+    from yaml import YAMLError
 
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(again),
-            stop=tenacity.stop_after_delay(self._patience.retry_s),
-            wait=wait,
-            sleep=self._sleep,
-            reraise=True,
+    try:
+        contexts, active = config.list_kube_config_contexts(config_file=files)
+    except (missing, YAMLError, OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            "HF750", f"the kubeconfig {files} cannot be used: {_flat(error)}; fix it"
+        ) from error
+    known = {str(one["name"]): one.get("context") or {} for one in contexts or ()}
+    wanted = context or str((active or {}).get("name") or "")
+    if wanted not in known:
+        listed = ", ".join(sorted(known)[:8]) + (", …" if len(known) > 8 else "")
+        raise UserError(
+            "HF751",
+            f"the kubeconfig {files} has no context {wanted!r}; it has {listed or 'none'}: fix "
+            "kubernetes.context, or choose one with kubectl config use-context",
         )
-        return retrying(call)
+    return wanted, str(known[wanted].get("namespace") or "default")
 
 
-def _broken_types() -> tuple[type[Exception], ...]:
-    """Return what a connection that fails raises."""
-    from urllib3.exceptions import HTTPError
+def _kubeconfigs(env: Mapping[str, str]) -> list[str]:
+    named = [path for path in env.get("KUBECONFIG", "").split(os.pathsep) if path]
+    return named or [str(Path(env.get("HOME") or "~").expanduser() / ".kube" / "config")]
 
-    return HTTPError, HTTPException, OSError
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _selected(labels: str, fields: str) -> list[tuple[str, str]]:
+    found = [("labelSelector", labels), ("fieldSelector", fields)]
+    return [(key, text) for key, text in found if text]
 
 
 def _broken(error: BaseException, server: str) -> HoldfastError:
@@ -354,7 +437,7 @@ def _broken(error: BaseException, server: str) -> HoldfastError:
     if isinstance(error, exceptions.SSLError) or "CERTIFICATE_VERIFY" in text or "SSLError" in text:
         return UserError(
             "HF752",
-            f"the cluster at {server} cannot be trusted: {text}; mend certificate-authority in the "
+            f"the cluster at {server} cannot be trusted: {text}; fix certificate-authority in the "
             "kubeconfig",
         )
     unsent = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError)

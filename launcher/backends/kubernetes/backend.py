@@ -12,36 +12,48 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 from launcher import stop_request
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.commands import Answer
-from launcher.backends.kubernetes.api import KubernetesApi
-from launcher.backends.kubernetes.config import connect
+from launcher.backends.kubernetes.api import KubernetesApi, connect
 from launcher.backends.kubernetes.documents import (
+    EVENT,
+    MANAGED_BY,
+    NODE,
     POD,
     RESOURCES,
+    WORKLOADS,
     Bundle,
     Object,
+    Resource,
     attempt_of,
     read_bundle,
     stamped,
 )
-from launcher.backends.kubernetes.exec import run_in_pod, terminal_in_pod
-from launcher.backends.kubernetes.fetch import Fetcher
-from launcher.backends.kubernetes.files import Fetched, upload_stop
-from launcher.backends.kubernetes.look import Look
-from launcher.backends.kubernetes.pods import has_ended, is_ending, name_of, runs, time_of
-from launcher.backends.kubernetes.storage import Storage, StoragePatience
+from launcher.backends.kubernetes.files import Fetched
+from launcher.backends.kubernetes.pods import (
+    has_ended,
+    host_of,
+    is_ending,
+    is_true,
+    label_of,
+    made_at,
+    name_of,
+    runs,
+    trouble_of,
+)
+from launcher.backends.kubernetes.status_text import Seen, description_of, events_of, status_of
+from launcher.backends.kubernetes.storage import Storage
 from launcher.backends.kubernetes.submit import Creation
-from launcher.backends.kubernetes.watch import Watcher
-from launcher.backends.kubernetes.words import Seen, description_of, events_of, status_of
+from launcher.backends.kubernetes.watch import watch_until
 from launcher.errors import PlatformError, UserError
 from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
-from launcher.render.kubernetes_names import RUN_LABEL
+from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
 
 CANCEL_S: Final = 30.0
 """What pods of a job that is cancelled have to end; as Slurm's KillWait."""
@@ -51,6 +63,10 @@ _RECENT_S: Final = 9.0
 """What was seen of a job serves `fetch` for so long: thousands of pods are megabytes."""
 _ROUND_S: Final = 20.0
 """A watch that nobody waits for any more ends within this."""
+_MOST_NAMES: Final = 40
+"""Jobs that a selector names one by one; of more, all of ours are listed."""
+_MOST_NODES: Final = 16
+"""Nodes that are asked about one by one."""
 _FILES: Final = {JOB_FILE, MANIFESTS, *FORMER_NAMES.values()}
 
 
@@ -59,7 +75,6 @@ class KubernetesBackend:
 
     Args:
         connected: returns the client of a context.
-        patience: time-outs of the storage.
         sleep: waits.
         mono: monotonic seconds.
         wall: Unix seconds.
@@ -69,14 +84,12 @@ class KubernetesBackend:
         self,
         connected: Callable[[str], KubernetesApi] = connect,
         *,
-        patience: StoragePatience | None = None,
         sleep: Callable[[float], None] = time.sleep,
         mono: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._connected, self._sleep, self._mono, self._wall = connected, sleep, mono, wall
-        self._patience = patience or StoragePatience()
-        self._apis: dict[str, KubernetesApi] = {}
+        self._sleep, self._mono, self._wall = sleep, mono, wall
+        self._api = cache(connected)
         self._bundles: dict[str, Bundle] = {}
         self._kind = "kubernetes"
         self._last: dict[JobRef, tuple[float, Seen]] = {}
@@ -132,7 +145,7 @@ class KubernetesBackend:
             made = self._submit_elsewhere(run_dir, creation, storage, fresh=not attempt_of(files))
         return JobRef(
             id=JobId(bundle.name),
-            submit_time=time_of((made.get("metadata") or {}).get("creationTimestamp")),
+            submit_time=made_at(made),
             run_dir=str(run_dir),
             cluster=f"{creation.api.context}/{creation.namespace}",
         )
@@ -205,8 +218,7 @@ class KubernetesBackend:
 
     def cancel(self, job: JobRef) -> None:
         """Delete the job; its pods have 30 s. One that has ended already is no error."""
-        api, namespace = self._where(job)
-        seen = self._seen([job])[job]
+        here, seen = self._at(job), self._seen([job])[job]
         if seen.job is not None:
             if has_ended(seen.job) and not is_ending(seen.job):
                 return
@@ -214,7 +226,7 @@ class KubernetesBackend:
             self._delete(job, seen.job)
 
         def end(pod: Object) -> None:
-            api.delete(POD, namespace, name_of(pod), grace_s=CANCEL_S)
+            here.api.delete(POD, here.namespace, name_of(pod), grace_s=CANCEL_S)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(end, seen.pods))
@@ -226,9 +238,9 @@ class KubernetesBackend:
 
     def describe(self, job: JobRef) -> dict[str, str]:
         """Return what the API has of the job and its pods."""
-        api, _ = self._where(job)
         found = description_of(self._seen([job])[job])
-        return {"Context": api.context or "in the cluster", **found} if found else {}
+        context = self._at(job).api.context or "in the cluster"
+        return {"Context": context, **found} if found else {}
 
     def events(self, job: JobRef) -> list[PlatformEvent]:
         """Return the events of the job and its pods; clusters keep them for an hour or so."""
@@ -241,13 +253,11 @@ class KubernetesBackend:
             UserError: HF753, HF759: it cannot be had.
             PlatformError: the cluster is away.
         """
-        bundle = self._bundle(job)
-        api, namespace = self._where(job)
+        storage = self._at(job)
         asked_at, seen = self._last.pop(job, (float("-inf"), None))
         if seen is None or self._mono() - asked_at > _RECENT_S:
             asked_at, seen = self._mono(), self._seen([job])[job]
-        fetcher = Fetcher(storage=self._storage(api, namespace, bundle), run_dir=Path(job.run_dir))
-        fetcher.fetch(seen, mark=f"{job.id} {job.submit_time}")
+        storage.fetch(Path(job.run_dir), seen, mark=f"{job.id} {job.submit_time}")
         self._last[job] = (asked_at, seen)  # only what led to files is used again
 
     def run_on(self, job: JobRef, node: str, argv: Sequence[str], *, timeout_s: float) -> Answer:
@@ -256,9 +266,7 @@ class KubernetesBackend:
         Raises:
             UserError, PlatformError: it cannot be started there.
         """
-        api, namespace = self._where(job)
-        container = str(self._bundle(job).container["name"])
-        return run_in_pod(api, namespace, node, argv, container=container, timeout_s=timeout_s)
+        return self._at(job).exec.run(node, argv, timeout_s=timeout_s)
 
     def terminal_on(self, job: JobRef, node: str, argv: Sequence[str]) -> int:
         """Run a command in the pod called `node` with this terminal; return its exit code.
@@ -266,28 +274,36 @@ class KubernetesBackend:
         Raises:
             UserError, PlatformError: it cannot be started there.
         """
-        api, namespace = self._where(job)
-        container = str(self._bundle(job).container["name"])
-        return terminal_in_pod(api, namespace, node, argv, container=container)
+        return self._at(job).exec.terminal(node, argv)
 
     @contextlib.contextmanager
     def noticing(self, job: JobRef) -> Iterator[threading.Event]:
         """Set the event whenever the job or a pod of it changes; see `Notices`.
 
-        Who may not watch, or cannot, is not told: asking now and then goes on anyway.
+        Who may not watch, or cannot, is not notified: polling continues anyway.
         """
-        api, namespace = self._where(job)
+        here, labels = self._at(job), f"{RUN_LABEL}={job.id}"
         changed, over = threading.Event(), threading.Event()
-        labels = f"{RUN_LABEL}={job.id}"
-        for resource in (POD, RESOURCES[self._bundle(job).kind]):
-            watcher = Watcher(api=api, resource=resource, namespace=namespace, labels=labels)
-            threading.Thread(target=_notice, args=(watcher, changed, over), daemon=True).start()
+        watched = partial(watch_until, here.api, for_s=_ROUND_S, labels=labels)
+
+        def on_change(objects: Mapping[str, Object]) -> bool:
+            del objects
+            changed.set()
+            return over.is_set()
+
+        def watch(resource: Resource) -> None:
+            with contextlib.suppress(UserError, PlatformError):
+                while not over.is_set():
+                    watched(resource, here.namespace, on_change)
+
+        for resource in (POD, RESOURCES[here.bundle.kind]):
+            threading.Thread(target=watch, args=(resource,), daemon=True).start()
         try:
             yield changed
         finally:
             over.set()
 
-    def inside(self, job: JobRef) -> tuple[str, str]:
+    def remote_paths(self, job: JobRef) -> tuple[str, str]:
         """Return the interpreter with holdfast and the run directory, as the pods have them."""
         bundle = self._bundle(job)
         return bundle.python, bundle.run_dir
@@ -297,31 +313,19 @@ class KubernetesBackend:
         listed = list(jobs)
         if not listed:
             return {}
-        bundles = {str(job.id): self._bundle(job) for job in listed}
-        api, namespace = self._where(listed[0])
-        look = Look(api=api, namespace=namespace, now_unix=self._wall())
+        bundles, here = {str(job.id): self._bundle(job) for job in listed}, self._at(listed[0])
+        look = _Look(api=here.api, namespace=here.namespace, now_unix=self._wall())
         found = look.at(bundles, details=details)
         self._kind = self._bundle(listed[-1]).target
         return {job: _same(found[str(job.id)], job) for job in listed}
 
     def _tell_stop(self, job: JobRef, pods: Sequence[str]) -> None:
         """Let the agents know that the whole run is to end, where their storage is elsewhere."""
-        bundle, run_dir = self._bundle(job), Path(job.run_dir)
-        if bundle.run_dir == job.run_dir or not pods or not stop_request.asked(run_dir):
-            return
-        argv = [bundle.python, "-P", "-m", "launcher.node.files", "put", bundle.run_dir]
-        api, namespace = self._where(job)
-        # Should it not get there: the deletion, which every pod is told of, is enough.
-        with contextlib.suppress(UserError, PlatformError):
-            run_in_pod(
-                api,
-                namespace,
-                pods[0],
-                argv,
-                container=str(bundle.container["name"]),
-                stdin=upload_stop(run_dir),
-                timeout_s=30.0,
-            )
+        here, run_dir = self._at(job), Path(job.run_dir)
+        if here.bundle.run_dir != job.run_dir and pods and stop_request.asked(run_dir):
+            # Should it not get there: the deletion, which every pod is notified of, is enough.
+            with contextlib.suppress(UserError, PlatformError):
+                here.put_stop(pods[0], run_dir)
 
     def _delete(self, job: JobRef, found: Object) -> None:
         """Delete the job's object; what belongs to it follows.
@@ -329,9 +333,8 @@ class KubernetesBackend:
         Not in the foreground, as others may have: Trainer's webhook refuses to let go of a TrainJob
         whose TrainingRuntime has gone before it. To delete it once more frees such a one too.
         """
-        api, namespace = self._where(job)
-        uid = str((found.get("metadata") or {}).get("uid") or "")
-        api.delete(RESOURCES[self._bundle(job).kind], namespace, job.id, uid=uid)
+        here, uid = self._at(job), str((found.get("metadata") or {}).get("uid") or "")
+        here.api.delete(RESOURCES[here.bundle.kind], here.namespace, job.id, uid=uid)
 
     def _bundle(self, job: JobRef) -> Bundle:
         """Return what was submitted, from the files in the run directory.
@@ -348,26 +351,16 @@ class KubernetesBackend:
             self._bundles[job.run_dir] = read_bundle(files)
         return self._bundles[job.run_dir]
 
-    def _where(self, job: JobRef) -> tuple[KubernetesApi, str]:
-        """Return the cluster and the namespace that `job` was submitted to."""
+    def _at(self, job: JobRef) -> Storage:
+        """Return the cluster, the namespace and the bundle of a job that was submitted."""
         context, _, namespace = job.cluster.rpartition("/")
-        return self._api(context), namespace
-
-    def _place(self, bundle: Bundle) -> tuple[KubernetesApi, str]:
-        """Return the cluster and the namespace that `bundle` is to go to."""
-        self._kind = bundle.target
-        api = self._api(bundle.context)
-        return api, bundle.namespace or api.namespace
-
-    def _api(self, context: str) -> KubernetesApi:
-        if context not in self._apis:
-            self._apis[context] = self._connected(context)
-        return self._apis[context]
+        return self._storage(self._api(context), namespace, self._bundle(job))
 
     def _creation(
         self, bundle: Bundle, files: Mapping[str, str], without: Sequence[str] = ()
     ) -> Creation:
-        api, namespace = self._place(bundle)
+        self._kind, api = bundle.target, self._api(bundle.context)
+        namespace = bundle.namespace or api.namespace
         documents = stamped(
             bundle,
             namespace=namespace,
@@ -378,24 +371,120 @@ class KubernetesBackend:
         return Creation(api=api, namespace=namespace, documents=documents, sleep=self._sleep)
 
     def _storage(self, api: KubernetesApi, namespace: str, bundle: Bundle) -> Storage:
-        return Storage(
-            api=api, namespace=namespace, bundle=bundle, patience=self._patience, wall=self._wall
+        return Storage(api=api, namespace=namespace, bundle=bundle, wall=self._wall)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """Looks at jobs of one namespace.
+
+    Args:
+        api: the cluster.
+        namespace: where.
+        now_unix: the time.
+    """
+
+    api: KubernetesApi
+    namespace: str
+    now_unix: float
+
+    def at(self, bundles: Mapping[str, Bundle], *, details: bool = False) -> dict[str, Seen]:
+        """Return what there is of jobs, by name.
+
+        Args:
+            bundles: name of the job -> what was submitted.
+            details: also events of jobs that are well.
+
+        Raises:
+            UserError, PlatformError: the cluster cannot be asked.
+        """
+        labels = _selector(list(bundles))
+        jobs: dict[tuple[str, str], Object] = {}
+        for kind in sorted({bundle.kind for bundle in bundles.values()}):
+            found, _ = self.api.list_all(RESOURCES[kind], self.namespace, labels=labels)
+            # Objects in lists do not say what they are.
+            said = {"apiVersion": RESOURCES[kind].api, "kind": kind}
+            jobs |= {(kind, name_of(one)): said | one for one in found}
+        pods, _ = self.api.list_all(POD, self.namespace, labels=labels)
+        by_run: dict[str, list[Object]] = {}
+        for pod in pods:
+            by_run.setdefault(label_of(pod, RUN_LABEL), []).append(pod)
+        seen = {
+            name: Seen(
+                job=jobs.get((bundle.kind, name)),
+                pods=tuple(by_run.get(name, ())),
+                num_pods=bundle.num_pods,
+            )
+            for name, bundle in bundles.items()
+        }
+        return self._explained(seen, details=details)
+
+    def _explained(self, seen: dict[str, Seen], *, details: bool) -> dict[str, Seen]:
+        """Add what says why jobs do not run; a user without the right to it does without."""
+        unwell = [name for name, one in seen.items() if self._is_unwell(one)]
+        events = self._optional(EVENT) if details or unwell else ()
+        queued = any(label_of(seen[name].job or {}, QUEUE_LABEL) for name in unwell)
+        workloads = self._optional(*WORKLOADS) if queued else ()
+        hosts = {
+            host_of(pod)
+            for name in unwell
+            for pod in seen[name].pods
+            if host_of(pod) and (is_ending(pod) or not is_true(pod, "Ready"))
+        }
+        ready = {host: self._answers(host) for host in sorted(hosts)[:_MOST_NODES]}
+        known = {host: answers for host, answers in ready.items() if answers is not None}
+        return {
+            name: replace(one, events=events, workloads=workloads, ready=known)
+            if details or name in unwell
+            else one
+            for name, one in seen.items()
+        }
+
+    def _is_unwell(self, seen: Seen) -> bool:
+        """Whether more has to be asked about it."""
+        if seen.job is None or has_ended(seen.job):
+            return False
+        count = sum(runs(pod) for pod in seen.pods)
+        if count < (seen.num_pods or 1):
+            return True
+        return any(
+            trouble_of(pod, now_unix=self.now_unix) is not None or not is_true(pod, "Ready")
+            for pod in seen.pods
         )
 
+    def _optional(self, *versions: Resource) -> Sequence[Object]:
+        """Return all objects of a kind, by the first of its versions that can be read; or none.
 
-def _notice(watcher: Watcher, changed: threading.Event, over: threading.Event) -> None:
-    with contextlib.suppress(UserError, PlatformError):
-        while not over.is_set():
-            for _ in watcher.states(_ROUND_S):
-                changed.set()
-                if over.is_set():
-                    return
+        It may not be installed, or the user may not read it.
+        """
+        for resource in versions:
+            try:
+                found, _ = self.api.list_all(resource, self.namespace)
+            except (UserError, PlatformError):
+                continue
+            return tuple(found)
+        return ()
+
+    def _answers(self, host: str) -> bool | None:
+        """Return whether a node answers; None: it is not known (a right of its own)."""
+        try:
+            node = self.api.get(NODE, "", host)
+        except (UserError, PlatformError):
+            return None
+        return False if node is None else is_true(node, "Ready") is not None
+
+
+def _selector(names: Sequence[str]) -> str:
+    mine = f"{MANAGED_LABEL}={MANAGED_BY}"
+    if len(names) > _MOST_NAMES:
+        return mine
+    return f"{mine},{RUN_LABEL} in ({','.join(sorted(names))})"
 
 
 def _same(seen: Seen, job: JobRef) -> Seen:
     """Return `seen` without an object that is a later submission under the same name."""
     if seen.job is None or job.submit_time is None:
         return seen
-    made = time_of((seen.job.get("metadata") or {}).get("creationTimestamp"))
+    made = made_at(seen.job)
     later = made is not None and made > job.submit_time + 1.0
     return replace(seen, job=None, pods=()) if later else seen

@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from launcher.errors import UserError
@@ -169,18 +168,18 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     Raises:
         UserError: HF613 it is no bundle of ours, or has been changed beyond reading.
     """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    import yaml
+
+    from launcher.jobspec.source import parse_value
 
     name, job_file = MANIFESTS, JOB_FILE
     if MANIFESTS not in files:
         name, job_file = FORMER_NAMES[MANIFESTS], FORMER_NAMES[JOB_FILE]
     text = files.get(name, "")
-    yaml = YAML(typ="safe", pure=True)
     try:
-        documents = tuple(one for one in yaml.load_all(text) if one is not None)
-        spec = yaml.load(files.get(job_file, "")) or {}
-    except YAMLError as error:
+        documents = tuple(one for one in yaml.safe_load_all(text) if one is not None)
+        spec = parse_value(files.get(job_file, ""), job_file)
+    except (yaml.YAMLError, UserError) as error:
         raise UserError("HF613", f"{name} cannot be read: {error}") from error
     kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
     if not kinds or kinds[-1] not in TARGETS or any(kind not in RESOURCES for kind in kinds):
@@ -376,8 +375,3 @@ def _harmless(context: Mapping[str, Any]) -> Object:
     if isinstance(capabilities, dict):
         capabilities.pop("add", None)
     return found
-
-
-def is_under(path: str, folder: str) -> bool:
-    """Return whether `path` lies in `folder`, or is it."""
-    return PurePosixPath(path).is_relative_to(PurePosixPath(folder))

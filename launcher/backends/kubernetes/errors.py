@@ -1,4 +1,4 @@
-"""What the API server refuses, as errors with the way out. Pure.
+"""What the API server refuses, as errors with how to fix them. Pure.
 
 Whether to try again is a type. What the caller may expect (no such object, one that is there
 already) has a type of its own.
@@ -130,7 +130,7 @@ def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> H
         case 400 | 413 | 422:
             found = UserError(
                 "HF757",
-                f"Kubernetes refuses to {call}: {message}; mend what it names in the job file's "
+                f"Kubernetes refuses to {call}: {message}; fix what it names in the job file's "
                 "section kubernetes",
             )
         case _ if status >= 500 and call.resource.plural in _OF_NODES:
@@ -185,10 +185,10 @@ def _forbidden(call: Call, message: str) -> UserError:
         )
     if "denied the request" in message:
         return UserError(
-            "HF757", f"a policy of the cluster refuses to {call}: {message}; mend what it names"
+            "HF757", f"a policy of the cluster refuses to {call}: {message}; fix what it names"
         )
     if "service account" in message or re.search(r'serviceaccount "[^"]*" not found', message):
-        return UserError("HF757", f"cannot {call}: {message}; mend kubernetes.service_account")
+        return UserError("HF757", f"cannot {call}: {message}; fix kubernetes.service_account")
     return _missing_right(call, message)
 
 
@@ -196,7 +196,7 @@ def _missing_right(call: Call, message: str) -> UserError:
     """Return who lacks which right, and what grants it."""
     who, verb, resource, said = "YOU", call.verb, call.resource.name, f": {message}"
     match = _RIGHT.search(message)
-    if match is not None:  # then all of it is told in our words
+    if match is not None:  # then all of it is said in our words
         who, verb, plural, group = match.groups()
         resource, said = f"{plural}.{group}" if group else plural, f", as {who}"
     role = ACCOUNTS_ROLE if resource.partition(".")[0] in _OF_ACCOUNTS else ROLE
@@ -216,8 +216,8 @@ def _not_found(call: Call, answer: Mapping[str, Any], message: str) -> HoldfastE
     if about.get("kind") == "namespaces" or re.search(r'namespaces? "[^"]*" not found', message):
         return UserError(
             "HF755",
-            f"there is no namespace {call.namespace}: make it with kubectl create namespace "
-            f"{call.namespace}, or mend kubernetes.namespace",
+            f"namespace {call.namespace} does not exist: create it with kubectl create namespace "
+            f"{call.namespace}, or fix kubernetes.namespace",
         )
     if about.get("name") or not call.resource.group:
         return NotThereError(f"cannot {call}: {message}")

@@ -23,13 +23,13 @@ _MOST_CHARS: Final = 400
 """Of a message of the platform's."""
 
 _WAITING: Final[dict[str, str]] = {
-    "ImagePullBackOff": "its image cannot be pulled; mend kubernetes.image, or name a secret for "
+    "ImagePullBackOff": "its image cannot be pulled; fix kubernetes.image, or name a secret for "
     "the registry in kubernetes.image_pull_secrets",
-    "ErrImagePull": "its image cannot be pulled; mend kubernetes.image, or name a secret for the "
+    "ErrImagePull": "its image cannot be pulled; fix kubernetes.image, or name a secret for the "
     "registry in kubernetes.image_pull_secrets",
-    "ErrImageNeverPull": "its image is not on the node and must not be pulled; mend "
+    "ErrImageNeverPull": "its image is not on the node and must not be pulled; fix "
     "kubernetes.image_pull_policy",
-    "InvalidImageName": "its image has no valid name; mend kubernetes.image",
+    "InvalidImageName": "its image has no valid name; fix kubernetes.image",
     "CreateContainerConfigError": "its container cannot be set up: a Secret or ConfigMap that it "
     "names is missing",
     "CreateContainerError": "its container cannot be made",
@@ -37,6 +37,8 @@ _WAITING: Final[dict[str, str]] = {
     "CrashLoopBackOff": "its container ends again and again, and is started later each time",
 }
 """Reasons of a waiting container -> what they mean."""
+_PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
+"""Those of them that may pass."""
 
 _UNSCHEDULABLE: Final = (
     (
@@ -49,7 +51,7 @@ _UNSCHEDULABLE: Final = (
     ),
     (
         re.compile(r'persistentvolumeclaim "([^"]+)" not found'),
-        "there is no claim {0}; make it, or mend kubernetes.claim",
+        "claim {0} does not exist; create it, or fix kubernetes.claim",
     ),
     (
         re.compile(r"unbound immediate PersistentVolumeClaims"),
@@ -74,7 +76,9 @@ class Trouble:
     reason: str
     """The platform's own words."""
     words: str
-    """For people, with the way out."""
+    """For people, with how to fix them."""
+    is_final: bool = False
+    """It will not start however long one waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,21 @@ def time_of(value: Any) -> float | None:
 def name_of(thing: Mapping[str, Any]) -> str:
     """Return the name of an object."""
     return str((thing.get("metadata") or {}).get("name") or "")
+
+
+def made_at(thing: Mapping[str, Any]) -> float | None:
+    """Return when an object was made, in Unix seconds; None: it does not say."""
+    return time_of((thing.get("metadata") or {}).get("creationTimestamp"))
+
+
+def label_of(thing: Mapping[str, Any], key: str) -> str:
+    """Return a label of an object; empty: it has none."""
+    return str(((thing.get("metadata") or {}).get("labels") or {}).get(key) or "")
+
+
+def joined(reason: str, message: str) -> str:
+    """Return the platform's reason and message as one text."""
+    return f"{reason}: {message}" if reason and message else reason or message
 
 
 def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
@@ -160,6 +179,13 @@ def is_alive(pod: Mapping[str, Any]) -> bool:
     """Whether a command can be run in it: its agent runs, though it may be ending."""
     state = agent_status(pod).get("state") or {}
     return phase_of(pod) == "Running" and ("running" in state or not state)
+
+
+def has_started(pod: Mapping[str, Any]) -> bool:
+    """Whether its agent runs or has run: only then can it have something to save."""
+    status = agent_status(pod)
+    states = {**(status.get("lastState") or {}), **(status.get("state") or {})}
+    return phase_of(pod) != "Pending" or "running" in states or "terminated" in states
 
 
 def is_lost(pod: Mapping[str, Any], ready: Mapping[str, bool]) -> bool:
@@ -230,7 +256,10 @@ def trouble_of(
     reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
     if reason in _WAITING:
         return Trouble(
-            pod=name, reason=_joined(reason, message), words=_WAITING[reason] + _last_end(pod)
+            pod=name,
+            reason=joined(reason, message),
+            words=_WAITING[reason] + _last_end(pod),
+            is_final=reason not in _PASSES,
         )
     scheduled = condition(pod, "PodScheduled")
     if scheduled is not None and str(scheduled.get("status")).lower() == "false":
@@ -289,7 +318,7 @@ def _stuck(
     # Kubernetes says so only where it was asked about nodes, which takes a right of its own.
     silent = "is NotReady" if ready.get(node) is False else "does not say that it has ended"
     minutes = max(1, int(late_s / 60))
-    so = "The job goes on without it; no new pod takes its place while this one is there"
+    so = "The job continues without it; no new pod takes its place while this one is there"
     if job_ends:
         so = "The job stays while this pod is there"
     taint = f"kubectl taint node {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
@@ -317,8 +346,8 @@ def _started_badly(
         if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
             return Trouble(
                 pod=name,
-                reason=_joined(str(event["reason"]), text_of(event.get("message"))),
-                words="its volumes cannot be mounted; mend kubernetes.claim or volumes, or see "
+                reason=joined(str(event["reason"]), text_of(event.get("message"))),
+                words="its volumes cannot be mounted; fix kubernetes.claim or volumes, or see "
                 f"kubectl describe pod {name}",
             )
     return _lost(pod, ready)
@@ -345,7 +374,8 @@ def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:
         if match is not None:
             words = meaning.format(*match.groups())
             break
-    return Trouble(pod=name, reason=_joined(reason, message), words=words)
+    reason = joined(reason, message)
+    return Trouble(pod=name, reason=reason, words=words, is_final="persistentvolumeclaim" in reason)
 
 
 def _last_end(pod: Mapping[str, Any]) -> str:
@@ -356,7 +386,3 @@ def _last_end(pod: Mapping[str, Any]) -> str:
     reason = str(ended.get("reason") or "")
     said = f", {reason}" if reason not in ("", "Error", "Completed") else ""
     return f"; last with code {ended['exitCode']}{said}"
-
-
-def _joined(reason: str, message: str) -> str:
-    return f"{reason}: {message}" if reason and message else reason or message

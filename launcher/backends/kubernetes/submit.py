@@ -9,7 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import not_
 from typing import Any, Final
+
+import tenacity
 
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.documents import (
@@ -24,6 +27,7 @@ from launcher.backends.kubernetes.errors import BrokenOffError, ConflictError, N
 from launcher.backends.kubernetes.pods import has_ended, is_ending, name_of
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError
 from launcher.render.kubernetes_names import MANAGED_LABEL, RUN_LABEL
+from launcher.retries import polled
 
 KEEP: Final = "holdfast.dev/keep"
 """Annotation: it outlives the job. The first such document is the board, the others are its."""
@@ -41,14 +45,12 @@ class Creation:
         namespace: where.
         documents: in order, the job last, marked by `stamped`.
         sleep: waits between tries.
-        mono: monotonic seconds.
     """
 
     api: KubernetesApi
     namespace: str
     documents: Sequence[Object]
     sleep: Callable[[float], None] = time.sleep
-    mono: Callable[[], float] = time.monotonic
     made: list[Object] = field(default_factory=list)
     """What may have been made, in order."""
 
@@ -132,22 +134,31 @@ class Creation:
 
     def _create(self, document: Object) -> Object:
         """Make one document; one that was made although the answer was lost is taken for it."""
-        for left in reversed(range(_TRIES)):
+
+        def once() -> Object:
             try:
                 return self.api.create(resource_of(document), self.namespace, document)
-            except (BrokenOffError, ConflictError) as error:
+            except (BrokenOffError, ConflictError):
                 found = self._get(document)
                 if found is not None and _mark(found) == _mark(document):
                     return found
                 if found is not None:
                     self._check_ours(document, found)
-                if isinstance(error, ConflictError) or not left:
-                    raise
-            except UserError as error:  # Trainer's webhook sees a new runtime a little later
-                if not (left and _lacks_another(document, error)):
-                    raise
-            self.sleep(1.0)
-        raise AssertionError("the last try returns or raises")
+                raise
+
+        def again(error: BaseException) -> bool:
+            if isinstance(error, UserError):  # Trainer's webhook sees a new runtime a little later
+                return _lacks_another(document, error)
+            return isinstance(error, BrokenOffError)
+
+        policy = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(again),
+            stop=tenacity.stop_after_attempt(_TRIES),
+            wait=tenacity.wait_fixed(1.0),
+            sleep=self.sleep,
+            reraise=True,
+        )
+        return policy(once)
 
     def _undo(self, error: BaseException) -> None:
         """Remove what was made, last first.
@@ -199,15 +210,14 @@ class Creation:
 
     def _wait_gone(self, document: Object) -> None:
         """Wait by asking: watching such objects takes rights that submitting does not."""
-        resource, name = resource_of(document), name_of(document)
-        end = self.mono() + GONE_S
-        while self._is_there(document):
-            if self.mono() >= end:
-                raise TemporaryError(
-                    f"{resource.name}/{name} of the former submission is still being removed; see "
-                    "holdfast why RUN, and submit again"
-                )
-            self.sleep(0.5)
+        what = f"{resource_of(document).name}/{name_of(document)}"
+        if polled(
+            lambda: self._is_there(document), not_, for_s=GONE_S, every_s=0.5, sleep=self.sleep
+        ):
+            raise TemporaryError(
+                f"{what} of the former submission is still being removed; see holdfast why RUN, "
+                "and submit again"
+            )
 
 
 def _lacks_another(document: Object, error: Exception) -> bool:

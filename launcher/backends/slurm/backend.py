@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Final
 
 from launcher import stop_request
+from launcher.atomic_file import read_json
 from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.commands import (
     Answer,
     Commands,
     SystemCommands,
     TimedOutError,
-    retried,
 )
-from launcher.backends.slurm import parse, words
+from launcher.backends.slurm import parse, status_text
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError, Where
-from launcher.whole_file import read_json
+from launcher.retries import polled, retried
 
-SCRIPT: Final = words.SCRIPT
+SCRIPT: Final = status_text.SCRIPT
 """Name of the batch script in a bundle."""
 
-_WAY_OUT: Final = (
+_FIX: Final = (
     "run this where Slurm's commands are, as on a login node, or use `holdfast render --to slurm` "
     "here and `sbatch` there"
 )
@@ -69,7 +69,7 @@ class SlurmBackend:
         self.ignored = ignored_variables(base)
         """Variables of sbatch that are set here and were not passed on."""
         self._commands = commands or SystemCommands(
-            slurm_environment(base), way_out=dict.fromkeys(_PROGRAMS, _WAY_OUT)
+            slurm_environment(base), fix=dict.fromkeys(_PROGRAMS, _FIX)
         )
         self._patience = patience or Patience()
         self._sleep, self._mono, self._wall = sleep, mono, wall
@@ -128,8 +128,8 @@ class SlurmBackend:
         job = JobRef(id=JobId(job_id), submit_time=before, run_dir=str(run_dir), cluster=cluster)
         # By the script alone: this machine's clock may be anything.
         timeless = dataclasses.replace(job, submit_time=None)
-        told = self.status([timeless])[timeless].submitted
-        return job if told is None else dataclasses.replace(job, submit_time=told)
+        found = self.status([timeless])[timeless].submitted
+        return job if found is None else dataclasses.replace(job, submit_time=found)
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return `run_dir`: it is on storage that all nodes share."""
@@ -151,8 +151,8 @@ class SlurmBackend:
             asked = [job for job in jobs if job.cluster == cluster]
             known, away = self._queries.jobs(asked, cluster)
             for job in asked:
-                told = known.get(job)
-                answers[job] = _unknown(away, job) if told is None else _status(told, job)
+                found = known.get(job)
+                answers[job] = _unknown(away, job) if found is None else _status(found, job)
         return answers
 
     def ask_to_save(self, job: JobRef) -> bool:
@@ -173,14 +173,14 @@ class SlurmBackend:
             answer = self._commands.run(argv, timeout_s=self._patience.query_s)
         except TimedOutError:
             return False  # it was put back into the queue a moment ago
-        if answer.code and not words.had_ended(answer.err):
+        if answer.code and not status_text.had_ended(answer.err):
             raise failure(answer)
         return answer.code == 0
 
     def cancel(self, job: JobRef) -> None:
         """End the job by scancel; one that has ended already is no error."""
         answer = self._act(["scancel", *_cluster(job), job.id])
-        if answer.code and not words.had_ended(answer.err):
+        if answer.code and not status_text.had_ended(answer.err):
             raise failure(answer)
 
     def output_files(self, job: JobRef) -> list[Path]:
@@ -225,7 +225,7 @@ class SlurmBackend:
 
         def act() -> Answer:
             answer = self._commands.run(argv, timeout_s=self._patience.act_s, stdin=stdin)
-            if answer.code and words.is_temporary(answer.complaint):
+            if answer.code and status_text.is_temporary(answer.complaint):
                 raise failure(answer)
             return answer
 
@@ -241,8 +241,8 @@ class SlurmBackend:
             raise _UnsureError(str(error)) from error
         if answer.code == 0:
             return answer
-        if words.is_temporary(answer.complaint):
-            if words.was_not_sent(answer.complaint):
+        if status_text.is_temporary(answer.complaint):
+            if status_text.was_not_sent(answer.complaint):
                 raise failure(answer)
             raise _UnsureError(str(failure(answer)))
         raise self._refused(answer)
@@ -253,45 +253,51 @@ class SlurmBackend:
         Raises:
             PlatformError: `lost`, when it is not in the queue.
         """
-        deadline = self._mono() + self._patience.adopt_s
-        while True:
-            job = self._queries.job_of(str(script))
-            if job is not None:
-                return JobRef(id=JobId(job.id), submit_time=job.submit, run_dir=str(run_dir))
-            if self._mono() >= deadline:
-                raise lost
-            self._sleep(2.0)
+        job = polled(
+            lambda: self._queries.job_of(str(script)),
+            lambda found: found is not None,
+            for_s=self._patience.adopt_s,
+            every_s=2.0,
+            sleep=self._sleep,
+            mono=self._mono,
+        )
+        if job is None:
+            raise lost
+        return JobRef(id=JobId(job.id), submit_time=job.submit, run_dir=str(run_dir))
 
     def _refused(self, answer: Answer) -> UserError | PlatformError:
         """Return the error for what sbatch will not take, in its own words."""
         said = flat(answer.complaint) or f"exit code {answer.code}"
-        if words.is_not_configured(said):
+        if status_text.is_not_configured(said):
             return failure(answer)
-        key, way_out = words.refusal(said)
+        key, fix = status_text.refusal(said)
         names = self._queries.partitions() if key == "slurm.partition" else []
         if names:
             listed = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
-            way_out = f"there are {listed}"
-        return UserError("HF652", f"Slurm refuses the job: {said}; {way_out}", where=Where(key=key))
+            fix = f"there are {listed}"
+        return UserError("HF652", f"Slurm refuses the job: {said}; {fix}", where=Where(key=key))
 
 
 class _UnsureError(PermanentError):
     """Sbatch broke off: the controller may have taken the job. Never tried again blindly."""
 
 
-def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of Slurm's commands: what is asked is what we ask.
+def outside_jobs(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without Slurm's variables.
 
-    Its variables override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and those of
-    a job that this runs in would leak into the new one. Times come as Unix seconds, messages in
-    English.
+    They override options and scripts (SBATCH_PARTITION, SQUEUE_FORMAT), and those of a job that
+    this runs in would leak into another one.
     """
-    kept = {
+    return {
         name: value
         for name, value in env.items()
         if name in _KEPT or not name.startswith(_PREFIXES)
     }
-    return {**kept, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+
+
+def slurm_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of our queries: times come as Unix seconds, messages in English."""
+    return {**outside_jobs(env), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
 
 
 def ignored_variables(env: Mapping[str, str]) -> list[str]:
@@ -303,26 +309,26 @@ def _cluster(job: JobRef) -> list[str]:
     return [f"--clusters={job.cluster}"] if job.cluster else []
 
 
-def _status(told: SlurmJob, job: JobRef) -> JobStatus:
+def _status(found: SlurmJob, job: JobRef) -> JobStatus:
     """Return the answer about a job, with the nodes that it was given and has lost."""
-    status = words.status_of(told)
+    status = status_text.status_of(found)
     if status.state is not JobState.RUNNING or not status.nodes:
         return status
-    starts = Path(job.run_dir).glob(f"attempts/{told.raw_id}.*/begin.json")
+    starts = Path(job.run_dir).glob(f"attempts/{found.raw_id}.*/begin.json")
     begun = max(map(read_json, starts), key=lambda raw: raw.get("t_unix", 0.0), default={})
     given = begun.get("nodes")
-    if not isinstance(given, str) or begun["t_unix"] < (status.started or 0.0) - words.SAME_S:
+    if not isinstance(given, str) or begun["t_unix"] < (status.started or 0.0) - status_text.SAME_S:
         return status  # it has not begun yet, as after a requeue
     lost = [name for name in parse.expand_nodes(given) if name not in status.nodes]
     return dataclasses.replace(status, nodes_lost=tuple(lost))
 
 
 def _unknown(away: str, job: JobRef) -> JobStatus:
-    """Return the answer about a job that nobody told about."""
+    """Return the answer about a job that nothing is known about."""
     if not away and stop_request.asked(Path(job.run_dir)):
         # Slurm keeps no trace at all of a task that is cancelled while it waits with others.
-        words_ = "it was cancelled, and Slurm knows nothing of it (any more)"
-        return JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words=words_)
+        text = "it was cancelled, and Slurm knows nothing of it (any more)"
+        return JobStatus(state=JobState.CANCELLED, reason=NO_SUCH_JOB, words=text)
     if away:
         return JobStatus(state=JobState.UNKNOWN, reason=away, words="nothing is known of it now")
     return JobStatus(
@@ -343,7 +349,7 @@ def _local(t_unix: float) -> str:
 
 
 def _events(job: SlurmJob) -> list[PlatformEvent]:
-    status = words.status_of(job)
+    status = status_text.status_of(job)
     found = []
     if job.submit is not None:
         found.append(PlatformEvent(t_unix=job.submit, text="queued"))

@@ -44,7 +44,7 @@ _WILL_START = re.compile(r"to start at (\S+)(?: using .*? on (?:nodes? )?(\S+))?
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """One job, or one task of an array, as one of the commands told it."""
+    """One job, or one task of an array, as one of the commands shows it."""
 
     id: str
     """As the user knows it: 123, or 123_4 for a task of an array."""

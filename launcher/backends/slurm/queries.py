@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from launcher.backends.base import JobRef
-from launcher.backends.commands import Answer, Commands, retried
-from launcher.backends.slurm import parse, words
+from launcher.backends.commands import Answer, Commands
+from launcher.backends.slurm import parse, status_text
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError
+from launcher.retries import retried
 
 _MOST_DETAILS: Final = 64
 """Jobs that are looked up one by one in one call, for their exit codes."""
@@ -63,7 +64,7 @@ class SlurmQueries:
         by_id = parse.by_id(self._squeue(jobs, cluster, troubles))
         is_away = bool(troubles)
         for job in jobs:
-            mine = words.choose(by_id.get(job.id, []), job)
+            mine = status_text.choose(by_id.get(job.id, []), job)
             if mine is not None:
                 known[job] = mine
         if not any(isinstance(trouble, TemporaryError) for trouble in troubles):
@@ -71,9 +72,9 @@ class SlurmQueries:
         left = [job for job in jobs if job not in known or _wants_code(known[job])]
         by_id = parse.by_id(self._sacct(left, cluster, troubles))
         for job in left:
-            mine = words.choose(by_id.get(job.id, []), job)
+            mine = status_text.choose(by_id.get(job.id, []), job)
             # Accounts may be behind: what has not ended there may have ended since.
-            if mine is not None and (not is_away or words.status_of(mine).state.is_final):
+            if mine is not None and (not is_away or status_text.status_of(mine).state.is_final):
                 known[job] = mine
         return known, "; ".join(dict.fromkeys(str(trouble) for trouble in troubles))
 
@@ -82,15 +83,15 @@ class SlurmQueries:
         argv = ["scontrol", "--oneliner", *_cluster(job.cluster), "show", "job", job.id]
         answer = self._query(argv, [])
         for fields in [] if answer is None else parse.parse_scontrol(answer.out):
-            told = parse.of_scontrol(fields)
-            if told is not None and words.same_job(told, job):
+            found = parse.of_scontrol(fields)
+            if found is not None and status_text.same_job(found, job):
                 return fields
         return {}
 
     def accounts(self, job: JobRef) -> list[SlurmJob]:
         """Return what accounting has about `job`: a row for each time it was queued."""
         rows = self._sacct([job], job.cluster, [])
-        return words.mine(parse.by_id(rows).get(job.id, []), job)
+        return status_text.mine(parse.by_id(rows).get(job.id, []), job)
 
     def job_of(self, script: str) -> SlurmJob | None:
         """Return this user's job of the batch script at path `script`; None: there is none."""
@@ -108,9 +109,9 @@ class SlurmQueries:
     def _look_up(self, known: dict[JobRef, SlurmJob], wanted: Sequence[JobRef]) -> None:
         """Ask scontrol about jobs one by one: for exit codes, or where squeue failed."""
         for job in wanted[:_MOST_DETAILS]:
-            told = parse.of_scontrol(self.fields(job))
-            if told is not None:
-                known[job] = told
+            found = parse.of_scontrol(self.fields(job))
+            if found is not None:
+                known[job] = found
 
     def _squeue(
         self, jobs: Sequence[JobRef], cluster: str, troubles: list[PlatformError]
@@ -132,7 +133,7 @@ class SlurmQueries:
         if not jobs:
             return []
         times = [job.submit_time for job in jobs if job.submit_time is not None]
-        # Some versions look at today alone unless they are told. A day covers any time zone.
+        # Some versions look at today only unless given a start. A day covers any time zone.
         since = time.gmtime(max(0.0, min(times, default=0.0) - 86400.0))
         common = ["sacct", "--noheader", "--parsable2", f"--delimiter={parse.SEPARATOR}"]
         common += [f"--jobs={','.join(_numbers(jobs))}", *_cluster(cluster)]
@@ -171,7 +172,7 @@ class SlurmQueries:
 
     def _asked(self, argv: list[str]) -> Answer:
         answer = self._commands.run(argv, timeout_s=self._patience.query_s)
-        if answer.code == 0 or words.knows_no_such_job(answer.err):
+        if answer.code == 0 or status_text.knows_no_such_job(answer.err):
             return answer
         raise failure(answer)
 
@@ -180,9 +181,9 @@ def failure(answer: Answer) -> PlatformError:
     """Return why a command failed, as a type that says whether to try again."""
     said = flat(answer.complaint) or f"exit code {answer.code}, and nothing said"
     text = f"{answer.argv[0]}: {said}"
-    if words.is_not_configured(said):
+    if status_text.is_not_configured(said):
         return PermanentError(f"Slurm is not configured here: {text}; set SLURM_CONF")
-    if words.is_temporary(said):
+    if status_text.is_temporary(said):
         return TemporaryError(f"the Slurm controller does not answer: {text}")
     return PermanentError(text)
 
@@ -201,7 +202,7 @@ def _garbage(answer: Answer) -> PermanentError:
 
 
 def _wants_code(job: SlurmJob | None) -> bool:
-    return job is not None and job.code is None and words.status_of(job).state.is_final
+    return job is not None and job.code is None and status_text.status_of(job).state.is_final
 
 
 def _numbers(jobs: Iterable[JobRef]) -> list[str]:

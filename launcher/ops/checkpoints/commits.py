@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.boards.board import Commit
-from elastic_trainer.agent.boards.open_board import read_board
+from elastic_trainer.board.open_board import read_board
+from elastic_trainer.board.state import Commit
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.index import check_index
 from elastic_trainer.checkpoint.manifest import (
@@ -119,7 +119,7 @@ class RunCheckpoints:
             ) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what counts, newest last, as plain JSON types; damage is told, not raised."""
+        """Return what counts, newest last, as plain JSON types; damage is reported, not raised."""
         rows = [(commit, self._row(commit)) for commit in self.commits]
         if any("damaged" in row for _, row in rows):
             current = _commits(self.run)
@@ -289,7 +289,7 @@ def _commits(run: Path) -> tuple[Commit, ...]:
     """
     board = run / "board"
     try:
-        state = read_board(board, told=_refuse)
+        state = read_board(board, on_damage=_refuse)
     except (OSError, ValueError) as error:
         raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
     return state.commits if state else ()
@@ -297,7 +297,7 @@ def _commits(run: Path) -> tuple[Commit, ...]:
 
 def _refuse(damage: str) -> None:
     # What counts then is for the run's agents to settle, who see more than this look does.
-    raise ValueError(f"{damage}; resume the run, and its agents go on from there")
+    raise ValueError(f"{damage}; resume the run, and its agents continue from there")
 
 
 def _no_run(run: Path) -> UserError:
@@ -305,8 +305,8 @@ def _no_run(run: Path) -> UserError:
     if at and (Path(before) / "board").is_dir():
         return UserError(
             "HF613",
-            f"{run}: {step!r} is no step; write {before}@STEP with a number, or {before} alone for "
+            f"{run}: {step!r} is not a step; write {before}@STEP with a number, or {before} for "
             "its newest checkpoint",
         )
-    what = "is no run directory: it has no board" if run.is_dir() else "does not exist"
+    what = "is not a run directory: it has no board" if run.is_dir() else "does not exist"
     return UserError("HF613", f"{run} {what}; runs are made in ./runs unless --run-dir is given")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from launcher.ops.checkpoints.commits import Commit, RunCheckpoints
 _WRONG_INPUT = 2
 
 
-def export_options(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> list[str]:
-    """Return the converter's options to export `commit` to the folder `out`.
+def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str) -> dict[str, Any]:
+    """Return what the converter is asked to export `commit` to the folder `out`.
 
     Raises:
         UserError: HF631 its manifest is damaged; HF613 nobody says of which model it is.
@@ -34,14 +34,18 @@ def export_options(found: RunCheckpoints, commit: Commit, out: Path, dtype: str)
             f"{found.run} does not say of which model its weights are: neither its job.json nor "
             "the checkpoint's manifest has the dimensions; save it again with this version",
         )
-    options = ["--checkpoints", str(found.storage.root), "--dir", commit.dir]
-    options += ["--manifest-sha256", commit.manifest_sha256, "--out", str(out)]
-    options += ["--model-shape", json.dumps(dataclasses.asdict(shape)), "--dtype", dtype]
+    request: dict[str, Any] = {
+        "checkpoints": str(found.storage.root),
+        "commit": dataclasses.asdict(commit),
+        "model": dataclasses.asdict(shape),
+        "out": str(out),
+        "dtype": dtype,
+    }
     if config is not None:
-        options += ["--context", str(config.train.seq_len)]
+        request["context"] = config.train.seq_len
         if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
-            options += ["--tokenizer", config.data.tokenizer]
-    return options
+            request["tokenizer"] = config.data.tokenizer
+    return request
 
 
 def missing_tokenizer(found: RunCheckpoints) -> str | None:
@@ -51,14 +55,15 @@ def missing_tokenizer(found: RunCheckpoints) -> str | None:
 
 
 def run_converter(
-    arguments: Sequence[str], *, on_progress: Callable[[int, int], None]
+    what: str, request: Mapping[str, Any], *, on_progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
     """Run `elastic_trainer.checkpoint.convert` and return its result.
 
     An interrupt reaches the child as well; it leaves nothing half done.
 
     Args:
-        arguments: `export` or `import` and their options.
+        what: `export` or `import`.
+        request: the arguments, as `elastic_trainer.checkpoint.convert` has them.
         on_progress: called with bytes done and bytes in all.
 
     Raises:
@@ -66,8 +71,9 @@ def run_converter(
             the user's input, with its code.
         PermanentError: the child failed; its words.
     """
-    need(f"holdfast checkpoint {arguments[0]}", "torch", "safetensors", extra="train")
-    command = [sys.executable, "-m", "elastic_trainer.checkpoint.convert", *arguments]
+    need(f"holdfast checkpoint {what}", "torch", "safetensors", extra="train")
+    module = "elastic_trainer.checkpoint.convert"
+    command = [sys.executable, "-m", module, what, json.dumps(request)]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as complaints,
         subprocess.Popen(
@@ -92,7 +98,7 @@ def run_converter(
         raise UserError(error_code, message)
     if code == -signal.SIGKILL:
         last = "it was killed by the system, most likely for want of memory; use a larger machine"
-    raise PermanentError(f"{arguments[0]} failed: {last or f'exit code {code}'}")
+    raise PermanentError(f"{what} failed: {last or f'exit code {code}'}")
 
 
 def _follow(

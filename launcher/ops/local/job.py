@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
-from elastic_trainer.ledger_audit import LedgerAudit, audit
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+    Kind,
+)
 from elastic_trainer.quantities import counted
 from launcher import stop_request
-from launcher.backends.base import JobId
+from launcher.backends.background import SUMMARY
+from launcher.backends.base import JobId, JobRef, JobStatus
+from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
 from launcher.backends.local import LocalCluster
 from launcher.errors import UserError
 from launcher.installed import need
@@ -25,19 +35,21 @@ from launcher.live import live_problems
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints.commits import refuse_foreign
 from launcher.ops.checkpoints.start_from import corpus_pin, start_from
-from launcher.ops.local.chaos import Chaos, parse_chaos
-from launcher.ops.local.faults import Fault, parse_faults
+from launcher.ops.local.faults import Chaos, Fault, parse_chaos, parse_faults
 from launcher.ops.local.run import Interrupts, LocalRun
-from launcher.ops.record.progress import Progress, View
-from launcher.ops.record.record import LauncherLog, RunRecord
-from launcher.ops.record.summary import summarise
-from launcher.ops.record.timeline import layouts_of
-from launcher.ops.record.verdict import CLI_DONE, Verdict, judge
+from launcher.ops.permissions import check_run_dir
+from launcher.ops.runs import Run
+from launcher.ops.summary_file import audit_ledger, write_summary
+from launcher.ops.views import View
+from launcher.ops.watching.run_status import RunStatus
+from launcher.ops.watching.why import Why, explain
 from launcher.planning.search import plan
-from launcher.render.local import render_local
-from launcher.whole_file import write_json
+from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.status import TrainingStatus
+from launcher.record.summary import summarise
+from launcher.render.bundle import JOB_FILE
+from launcher.render.local import job_file, to_train_config
 
-SUMMARY = "summary.json"
 MAX_NODES = 64
 """More emulated nodes than this would only fight over the cores."""
 
@@ -57,13 +69,23 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of one attempt."""
+class AttemptResult:
+    """How one attempt ended."""
 
     run_dir: Path
+    code: int
+    """The job's exit code; EXIT_INTERRUPTED: interrupted before the agents could save."""
+    interrupted: bool
+    """The user asked for the end, and it came before the last step was done."""
+    why: Why
     summary: dict[str, Any]
-    verdict: Verdict
     events: list[Event]
+
+    @property
+    def is_user_error(self) -> bool:
+        """Whether it failed by a user error: the same run would fail again."""
+        kind = self.why.failure["kind"] if self.why.failure else Kind.USER_ERROR
+        return self.code == EXIT_DO_NOT_RESTART and kind == Kind.USER_ERROR
 
 
 def prepare_new(
@@ -105,22 +127,24 @@ def prepare_new(
         raise UserError.many(problems)
     run_id = f"{spec.name}-{stamp}"
     directory = (run_dir or Path("runs") / run_id).absolute()
-    bundle = render_local(spec, plan(spec), run_id=run_id, run_dir=directory, base_dir=folder)
-    rendered = TrainConfig.from_json(bundle[run_dirs.JOB_JSON])
+    planned = plan(spec)
+    rendered = to_train_config(spec, planned, run_id=run_id, run_dir=directory, base_dir=folder)
+    pin: dict[str, str] = {}
     if start is not None:
         rendered = start_from(rendered, start, spec)
         assert rendered.start_from is not None
         pin = corpus_pin(rendered.start_from)
-        bundle = {**bundle, run_dirs.JOB_JSON: rendered.to_json(), **pin}
+    bundle = {run_dirs.JOB_JSON: rendered.to_json(), JOB_FILE: job_file(spec, folder), **pin}
     prepared = _prepared(directory, rendered, nodes=nodes, faults=faults, chaos=chaos)
     existed = directory.exists()
     refuse_foreign(rendered)
-    run_dirs.create(directory, bundle)
     try:
+        run_dirs.create(directory, bundle)
+        run_dirs.check_storage(directory)
         run_dirs.check_checkpoint_dir(rendered)
     except UserError:
-        if not existed:
-            shutil.rmtree(directory)  # it holds nothing but what was just rendered
+        if not existed:  # it holds nothing but what was just rendered
+            shutil.rmtree(directory, ignore_errors=True)
         raise
     return prepared
 
@@ -135,6 +159,8 @@ def prepare_resume(
     """
     directory = run_dir.absolute()
     rendered = run_dirs.load(directory)
+    check_run_dir(directory)
+    run_dirs.check_storage(directory)
     run_dirs.refuse_if_live(directory)
     record = RunRecord(directory)
     if any(_is_end(event) for event in record.poll()):
@@ -174,11 +200,11 @@ def _prepared(
 
 def _is_end(event: Event) -> bool:
     """Return whether `event` says that the run has done all there is to do."""
-    stopped = event.event == "job.stopped" and event.fields.get("code") == CLI_DONE
+    stopped = event.event == "job.stopped" and event.fields.get("code") == EXIT_DONE
     return stopped or event.event == "trainer.finished"
 
 
-def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcome:
+def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> AttemptResult:
     """Run one attempt to its end, and write summary.json. Leaves no process behind.
 
     Raises:
@@ -200,65 +226,66 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Outcom
             )
         )
         log = LauncherLog(directory, f"launcher-{attempt}")
-        record = RunRecord(directory)
+        record, progress = RunRecord(directory), TrainingStatus(config)
+        progress.num_nodes = prepared.num_nodes
         running = LocalRun(
             cluster=cluster,
             record=record,
             log=log,
-            progress=Progress(
-                name=config.run_id,
-                start_step=start_step(config),
-                total_steps=None if config.train.steps == UNKNOWN_STEPS else config.train.steps,
-                num_nodes=prepared.num_nodes,
-                layouts=layouts_of(config),
-            ),
+            progress=progress,
             view=stack.enter_context(view),
             faults=prepared.faults,
             chaos=prepared.chaos,
             interrupts=interrupts,
         )
         running.run()
-        verdict = judge(
-            directory,
-            codes=cluster.codes(),
-            events=record.events,
-            interrupted=interrupts.count > 0,
-        )
-        log.emit("run.ended", code=verdict.code)
-        record.poll()
-    events = record.by_one_clock()
+        codes = cluster.codes()
+        code = job_code(codes, record.events)
+        interrupted = interrupts.count > 0 and code != EXIT_DONE
+        if interrupted and code == EXIT_LOST:  # agents were killed, or had not begun to listen
+            code = EXIT_INTERRUPTED
+        log.emit("run.ended", code=code)
+        progress.apply(record.poll())
     summary = summarise(
-        events,
-        config=config,
-        audit=audit_ledger(directory, config),
-        code=verdict.code,
+        record.events, config=config, audit=audit_ledger(directory, config), code=code
     )
     write_summary(directory, summary)
-    return Outcome(run_dir=directory, summary=summary, verdict=verdict, events=events)
-
-
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json, complete or not at all."""
-    write_json(run_dir / SUMMARY, summary, indent=1)
-
-
-def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
-    """Return the ledger's account of samples; None where no ledger was written.
-
-    Complete lines only: a run that goes on may be writing its last one.
-    """
-    files = sorted((run_dir / "ledger").glob("*.jsonl"))
-    if not files:
-        return None
-    lines = (
-        [
-            line
-            for line in path.read_text(encoding="ascii").splitlines(keepends=True)
-            if line[-1:] == "\n"
-        ]
-        for path in files
+    status = RunStatus(
+        run=Run(path=directory, submission=None, shown=str(directory)),
+        target="local",
+        job=JobRef(id=job_id),
+        platform=JobStatus(state=state_of(code), code=code),
+        training=progress,
     )
-    return audit(lines, global_batch=config.train.global_batch, start_step=start_step(config))
+    logs = directory / "logs" / str(attempt)
+    failed = [logs / node / "agent.log" for node, ended in sorted(codes.items()) if ended]
+    return AttemptResult(
+        run_dir=directory,
+        code=code,
+        interrupted=interrupted,
+        why=explain(status, [path for path in failed if path.is_file()], now_unix=time.time()),
+        summary=summary,
+        events=record.events,
+    )
+
+
+def job_code(codes: Mapping[str, int], events: Sequence[Event]) -> int:
+    """Return the job's exit code.
+
+    One agent that ended with 0 has seen the last step done. Else the agents'
+    word (`job.stopped`), else the gravest of their codes, else EXIT_LOST.
+
+    Args:
+        codes: exit codes of the agents that ended by themselves, by node.
+        events: the record; the newest attempt counts.
+    """
+    if EXIT_DONE in codes.values():
+        return EXIT_DONE
+    for event in takewhile(lambda e: e.event != "run.started", reversed(events)):
+        if event.event == "job.stopped" and isinstance(event.fields.get("code"), int):
+            return int(event.fields["code"])
+    known = (EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP, EXIT_TOO_FEW_NODES, EXIT_SAVED)
+    return next((code for code in known if code in codes.values()), EXIT_LOST)
 
 
 def start_step(config: TrainConfig) -> int:
@@ -278,9 +305,9 @@ def check_data(config: TrainConfig) -> None:
             raise UserError("HF201", f"{key}: {name} does not exist any more; put it back")
 
 
-def closing_lines(outcome: Outcome) -> str:
+def closing_lines(result: AttemptResult) -> str:
     """Return what a finished run says last."""
-    summary = outcome.summary
+    summary = result.summary
     loss, goodput = summary["final_loss"], summary["goodput"]
     what = counted(summary["steps"], "step")
     if summary["start_step"]:
@@ -304,7 +331,7 @@ def closing_lines(outcome: Outcome) -> str:
     return (
         "".join(f"{line}\n" for line in lines)
         + ", ".join(parts)
-        + f"\nsummary: {outcome.run_dir / SUMMARY}\npicture: holdfast report {outcome.run_dir}"
+        + f"\nsummary: {result.run_dir / SUMMARY}\npicture: holdfast report {result.run_dir}"
     )
 
 

@@ -11,11 +11,19 @@ from typing import TypeVar
 from elastic_trainer.events import Event
 from launcher.backends.local import LocalCluster
 from launcher.errors import PermanentError
-from launcher.ops.local.chaos import Chaos, ChaosSchedule
-from launcher.ops.local.faults import INSIDE, Fault, FaultAction, Phase, phases_begun
-from launcher.ops.record.progress import Progress, View
-from launcher.ops.record.record import LauncherLog, RunRecord
-from launcher.ops.record.timeline import worker_rank
+from launcher.ops.local.faults import (
+    INSIDE,
+    Chaos,
+    ChaosSchedule,
+    Fault,
+    FaultAction,
+    Phase,
+    phases_begun,
+)
+from launcher.ops.views import View
+from launcher.record.event import worker_rank
+from launcher.record.files import LauncherLog, RunRecord
+from launcher.record.status import TrainingStatus
 
 _TICK_S = 0.02
 _FAST_TICK_S = 0.004
@@ -43,7 +51,7 @@ class LocalRun:
     cluster: LocalCluster
     record: RunRecord
     log: LauncherLog
-    progress: Progress
+    progress: TrainingStatus
     view: View
     faults: Sequence[Fault] = ()
     chaos: Chaos | None = None
@@ -227,14 +235,14 @@ class LocalRun:
     def _problem(self, fault: Fault, node: str | None, pid: int | None) -> str:
         """Return why `fault` cannot be carried out; empty: it can."""
         if node is None:
-            return "there is no such node or worker now"
+            return "no such node or worker now"
         known = self.cluster.nodes.get(node)
         if known is None:
-            return f"there is no {node}"
+            return f"no {node}"
         if fault.action is FaultAction.RETURN_NODE:
             return f"{node} is up" if known.alive else ""
         if fault.on_worker and pid is None:
-            return "there is no such worker now"
+            return "no such worker now"
         return "" if known.alive else f"{node} is down already"
 
     def _worker(self, rank: int | None) -> tuple[str | None, int | None]:

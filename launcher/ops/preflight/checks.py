@@ -2,7 +2,7 @@
 
 A check is a function `(Expected) -> Finding` with a name; more come from distributions with an
 entry point in the group `holdfast.preflight` (name -> function), or by the Python interface. It
-runs in a process of its own on the node, as the user, in the workers' environment. The verdict
+runs in a process of its own on the node, as the user, in the workers' environment. The result
 over all nodes (who differs from the others) is pure.
 """
 
@@ -34,7 +34,7 @@ _GIB: Final = 1 << 30
 _WRITE_BYTES: Final = 64 * _MIB
 _QUERY_S: Final = 30.0
 SLOW_WRITE: Final = 0.25
-"""A node that writes slower than this part of the median is told."""
+"""A node that writes slower than this part of the median is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Finding:
     level: str = "ok"
     """ok, warn or fail."""
     text: str = ""
-    """For people: what was found, and for warn and fail the way out."""
+    """For people: what was found, and for warn and fail how to fix it."""
     value: Any = None
     """What is compared between nodes: a number or a text; None: nothing is."""
 
@@ -144,7 +144,7 @@ def check_storage(expected: Expected) -> Finding:
         speed = _WRITE_BYTES / _MIB / max(time.monotonic() - begin, 1e-9)
     except OSError as error:
         why = f"{folder} cannot be written: {error.strerror or error}"
-        return Finding(check=name, level="fail", text=f"{why}; mend the mount or the rights")
+        return Finding(check=name, level="fail", text=f"{why}; fix the mount or the rights")
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
@@ -265,7 +265,7 @@ def run_checks(checks: Mapping[str, Check], expected: Expected) -> Answer:
 # -- over all nodes ----------------------------------------------------------------------------
 
 
-def judge(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]:
+def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]:
     """Return `reports` with what only a comparison of all nodes shows. Pure."""
     clocks = _values(reports, "clock")
     speeds = _values(reports, "storage")
@@ -274,12 +274,12 @@ def judge(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]
     middle = statistics.median(clocks.values()) if clocks else 0.0
     fast = statistics.median(speeds.values()) if speeds else 0.0
 
-    def judged(node: str, finding: Finding) -> Finding:
+    def evaluated(node: str, finding: Finding) -> Finding:
         value = finding.value
         if finding.level != "ok" or value is None:
             return finding
         if finding.check == "clock" and abs(value - middle) > expected.max_clock_s:
-            text = f"{value - middle:+.1f} s from the other nodes' clocks; mend NTP on {node}"
+            text = f"{value - middle:+.1f} s from the other nodes' clocks; fix NTP on {node}"
             return _worse(finding, "fail", text)
         if finding.check == "storage" and value < SLOW_WRITE * fast:
             text = f"{value:.0f} MiB/s, the median is {fast:.0f}; look at its network"
@@ -291,7 +291,7 @@ def judge(reports: Sequence[NodeReport], expected: Expected) -> list[NodeReport]
     return [
         NodeReport(
             node=report.node,
-            findings=tuple(judged(report.node, finding) for finding in report.findings),
+            findings=tuple(evaluated(report.node, finding) for finding in report.findings),
             problem=report.problem,
         )
         for report in reports

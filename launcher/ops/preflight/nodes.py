@@ -12,7 +12,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,9 +28,10 @@ from launcher.ops.preflight.checks import (
     Expected,
     NodeReport,
     all_checks,
-    judge,
+    evaluate,
     run_checks,
 )
+from launcher.retries import polled
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]*")
 _NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*")
@@ -46,7 +46,7 @@ _LOG_CHARS: Final = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """Which nodes are asked, and as whom."""
+    """Which nodes are checked, and under which account."""
 
     cluster: str = "slurm"
     """slurm, or local: this machine alone."""
@@ -78,7 +78,7 @@ class Preflight:
         where: which nodes.
         folder: on storage that all nodes share; it is made, with mode 0700.
         commands: how Slurm is asked.
-        say: is told what happens, for people who wait.
+        say: called with progress, for people who wait.
     """
 
     where: Where
@@ -126,7 +126,7 @@ class Preflight:
             findings = one.answer.findings if one.answer else ()
             reports.append(NodeReport(node=one.node, findings=findings, problem=one.problem))
         order = list(states)
-        return judge(sorted(reports, key=lambda report: order.index(report.node)), expected)
+        return evaluate(sorted(reports, key=lambda report: order.index(report.node)), expected)
 
     def tidy(self) -> None:
         """Remove the folder with the pickles."""
@@ -144,7 +144,7 @@ class Preflight:
             ("-n", self.where.nodes, _NODES),
         ):
             if value is not None and not pattern.fullmatch(value):
-                raise UserError("HF661", f"{value!r} is no name that Slurm has; mend it")
+                raise UserError("HF661", f"{value!r} is not known to Slurm; fix it")
             flags += [] if value is None else [flag, value]
         argv = ["sinfo", "--noheader", "--Node", "--format=%N|%T", *flags]
         answer = self.commands.run(argv, timeout_s=_COMMAND_S)
@@ -230,12 +230,13 @@ class Preflight:
     def _collect(self, asked: Sequence[_Asked], timeout_s: float) -> None:
         """Wait for answers; a result's file is looked for, for not every Slurm keeps accounts."""
         waiting = [one for one in asked if one.job is not None]
-        deadline = time.monotonic() + timeout_s
-        while waiting and time.monotonic() < deadline:
-            for one in list(waiting):
-                if self._ended(one):
-                    waiting.remove(one)
-            time.sleep(_POLL_S if waiting else 0.0)
+
+        def look() -> list[_Asked]:
+            nonlocal waiting
+            waiting = [one for one in waiting if not self._ended(one)]
+            return waiting
+
+        polled(look, lambda left: not left, for_s=timeout_s, every_s=_POLL_S)
         reasons = self._reasons(waiting)
         for one in waiting:
             why = reasons.get(str(one.job.job_id), "")
@@ -287,7 +288,7 @@ def choose(
     """
     unknown = [name for name in (*names, *skip) if name not in checks]
     if unknown:
-        raise UserError("HF660", f"{unknown[0]} is no check; there are {', '.join(checks)}")
+        raise UserError("HF660", f"{unknown[0]} is not a check; there are {', '.join(checks)}")
     chosen = {
         name: check
         for name, check in checks.items()

@@ -1,1 +1,1 @@
-"""The picture of a run, as a page or as one PNG."""
+"""The picture of a run: `data` folds its record, `charts` draws it, `report` writes the file."""

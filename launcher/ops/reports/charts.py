@@ -1,29 +1,39 @@
-"""The charts of a report as SVG: loss, distance to other runs, progress, recovery phases."""
+"""The charts of a report, drawn by matplotlib: loss, distance to other runs, progress, recoveries.
+
+Each chart draws into a figure, or a part of one: the page has every chart as an SVG of its own,
+the PNG has all of them one below the other. No display is needed. Legends stand below the axes,
+where they cover neither titles nor data.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
-from launcher.ops.record.breakdown import PHASES
-from launcher.ops.reports.data import (
-    ReportData,
-    differences,
-    kind_text,
-    no_curve_text,
-    short_layout,
-    thin,
-)
-from launcher.ops.reports.svg import MUTED, Canvas, Scale
-from launcher.ops.watching.texts import names
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
-LOSS, REDONE, FAIL, GROW = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d"
-EXTRA = ("#f5a742", "#0f766e", "#9333ea", "#64748b")
-EXTRA_WIDTH = (6.0, 1.2, 1.2, 1.2)
-"""The first one is drawn broad, so that it shows below a curve that agrees with it."""
-BANDS = ("#eaf2fd", "#fdf1e3", "#e8f6ec", "#f3ecfb", "#fdeaea", "#e6f6f7")
-PHASE_COLOURS = dict(
+from elastic_trainer.layout import layout_label
+from launcher.ops.reports.data import ReportData, differences, kind_text, no_curve_text, thin
+from launcher.record.failures import PHASES
+
+WIDTH_IN: Final = 10.5
+MOST_BARS: Final = 40
+"""Recoveries that are drawn, the longest ones: a run of months may have thousands."""
+_LOSS, _REDONE, _FAILURE, _GROWTH, _GRID = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d", "#e4e7eb"
+_BANDS = ("#eaf2fd", "#fdf1e3", "#e8f6ec", "#f3ecfb", "#fdeaea", "#e6f6f7")
+_EXTRA = (("#f5a742", 4.5), ("#0f766e", 1.0), ("#9333ea", 1.0), ("#64748b", 1.0))
+"""(colour, width) of other runs; the first is broad, so that it shows below a curve that agrees."""
+_PHASE_COLOURS = dict(
     zip(
         (*PHASES, "other"),
         (
@@ -33,141 +43,224 @@ PHASE_COLOURS = dict(
         strict=True,
     )
 )
+_STYLE: Final[dict[str, Any]] = {
+    "text.parse_math": False,  # a $ in a name is a $
+    "svg.fonttype": "path",  # the same on every machine, whatever its fonts
+    "svg.hashsalt": "holdfast",  # the same picture is the same file
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+_MARKS_APART: Final = 0.022
+"""Marks that are closer than this part of the axis stand in two rows."""
 
 
-def band_colours(layouts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return a colour for every layout, in order of appearance."""
-    names = dict.fromkeys(str(entry["layout"]) for entry in layouts)
-    return {name: BANDS[index % len(BANDS)] for index, name in enumerate(names)}
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart of a report."""
+
+    heading: str
+    height_in: float
+    draw: Callable[[FigureBase, ReportData], None]
 
 
-def loss_chart(data: ReportData) -> str:
-    """Return the loss over steps as SVG: layouts as bands, failures as numbered lines."""
-    canvas = Canvas(960, 400, "loss over steps, with layouts and failures")
+def charts_of(data: ReportData) -> list[Chart]:
+    """Return the charts that there is something to draw in, the loss first."""
+    charts = [Chart("Loss, with layouts and failures", 4.4, _draw_loss)]
+    if data.extra:
+        charts.append(Chart("Relative distance to the other runs", 3.0, _draw_distance))
+    if data.progress:
+        charts.append(Chart("Completed steps over time", 3.0, _draw_progress))
+    if bars := _bars(data):
+        charts.append(Chart("Recovery time by phase", 1.3 + 0.34 * len(bars), _draw_phases))
+    return charts
+
+
+def svg(chart: Chart, data: ReportData) -> str:
+    """Return one chart as an SVG document."""
+    with _figure(chart.height_in) as figure:
+        chart.draw(figure, data)
+        out = io.StringIO()
+        nobody = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", metadata=nobody)
+    return out.getvalue()
+
+
+def write_png(data: ReportData, path: Path) -> None:
+    """Write all charts, one below the other, to `path`."""
+    with png_figure(data) as figure:
+        figure.savefig(path, format="png", dpi=130)
+
+
+@contextmanager
+def png_figure(data: ReportData) -> Iterator[Figure]:
+    """Yield all charts as one figure."""
+    charts = charts_of(data)
+    heights = [chart.height_in + 0.3 for chart in charts]
+    with _figure(sum(heights) + 0.4) as figure:
+        figure.suptitle(data.title, fontsize=13, fontweight="bold")
+        parts = figure.subfigures(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for chart, part in zip(charts, parts, strict=True):
+            part.suptitle(chart.heading, fontsize=10, fontweight="bold", x=0.01, ha="left")
+            chart.draw(part, data)
+        yield figure
+
+
+@contextmanager
+def _figure(height_in: float) -> Iterator[Figure]:
+    with mpl.rc_context(_STYLE):
+        layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)  # inches
+        figure = Figure(figsize=(WIDTH_IN, height_in), layout=layout)
+        FigureCanvasAgg(figure)
+        yield figure
+
+
+def _draw_loss(figure: FigureBase, data: ReportData) -> None:
+    axes = figure.subplots()
     curves = [data.loss, *data.redone, *data.extra.values()]
-    losses = [loss for curve in curves for _, loss in curve]
-    if not losses:
-        canvas.text(480, 200, no_curve_text(data.summary), anchor="middle", fill=MUTED)
-        return canvas.render()
-    margin = (max(losses) - min(losses) or 1.0) * 0.05
-    last = max(step for curve in curves for step, _ in curve)
-    first = min(step for curve in curves for step, _ in curve) - 1
-    x = Scale(first, last, 70, 940)
-    y = Scale(min(losses) - margin, max(losses) + margin, 350, 50)
-    colours = band_colours(data.summary["layouts"])
+    if not any(curves):
+        text = no_curve_text(data.summary)
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
+        axes.set_axis_off()
+        return
+    layouts = dict.fromkeys(str(entry["layout"]) for entry in data.summary["layouts"])
+    bands = {name: _BANDS[index % len(_BANDS)] for index, name in enumerate(layouts)}
     for entry in data.summary["layouts"]:
-        left, right = x(entry["from_step"] - 1), x(entry["to_step"])
-        name = short_layout(entry["layout"])
-        tip = (
-            f"epoch {entry['epoch']}: {entry['layout']} on {names(entry['nodes'])}, "
-            f"steps {entry['from_step']} to {entry['to_step']}"
-        )
-        canvas.rect(left, y.end, right - left, y.start - y.end, colours[entry["layout"]], tip=tip)
-        if right - left > 9 * len(name):
-            canvas.text((left + right) / 2, y.start - 8, name, size=11, fill=MUTED, anchor="middle")
-    canvas.axes(x, y, x_title="step", y_title="training loss (nats per token)")
-    for index, curve in enumerate(data.extra.values()):
-        points = [(x(step), y(loss)) for step, loss in thin(curve)]
-        which = index % len(EXTRA)
-        canvas.polyline(points, EXTRA[which], width=EXTRA_WIDTH[which])
+        colour = bands[str(entry["layout"])]
+        axes.axvspan(entry["from_step"] - 1, entry["to_step"], color=colour, lw=0)
+    legend: dict[str, Any] = {}
+    for index, (label, curve) in enumerate(data.extra.items()):
+        colour, width = _EXTRA[index % len(_EXTRA)]
+        legend[label] = _plot(axes, curve, colour, width)
     for curve in data.redone:
-        canvas.polyline([(x(step), y(loss)) for step, loss in thin(curve)], REDONE, dash="3 3")
-    canvas.polyline([(x(step), y(loss)) for step, loss in thin(data.loss)], LOSS, width=1.6)
-    _mark_events(canvas, data.summary, x, y)
-    return canvas.render()
+        legend["redone after a failure"] = _plot(axes, curve, _REDONE, 1.3, style=":")
+    legend = {"this run": _plot(axes, data.loss, _LOSS, 1.3), **legend}
+    legend |= {
+        f"layout {layout_label(name)}": Patch(facecolor=colour, edgecolor=_GRID)
+        for name, colour in bands.items()
+    }
+    _mark(axes, data, legend)
+    _label(axes, "step", "training loss (nats per token)")
+    _legend(figure, legend)
 
 
-def _mark_events(canvas: Canvas, summary: Mapping[str, Any], x: Scale, y: Scale) -> None:
-    """Draw a numbered line for every failure and a green one for every growth."""
-    marks = [(f["step"], str(n), FAIL) for n, f in enumerate(summary["failures"], 1)]
-    marks += [(g["step"], "+", GROW) for g in summary["growths"]]
-    rows: list[float] = []  # right ends of the badges in each row above the plot
+def _mark(axes: Axes, data: ReportData, legend: dict[str, Any]) -> None:
+    """Draw a numbered line for every failure, and a green one for every growth."""
+    marks = [(f["step"], str(n), _FAILURE) for n, f in enumerate(data.summary["failures"], 1)]
+    marks += [(g["step"], "+", _GROWTH) for g in data.summary["growths"]]
+    names = {_FAILURE: "failure, numbered as in the table", _GROWTH: "nodes joined"}
+    low, high = axes.get_xlim()
+    ends = [float("-inf")] * 2  # where the newest badge of each row stands
     for step, text, colour in sorted(marks):
-        at = x(step)
-        row = next((i for i, end in enumerate(rows) if at - end > 20), len(rows))
-        rows[row : row + 1] = [at]
-        height = y.end - 14 - 20 * min(row, 1)
-        canvas.line(at, height + 9, at, y.start, colour, width=1.2, dash="5 3")
-        canvas.badge(at, height, text, colour)
+        legend[names[colour]] = axes.axvline(step, color=colour, ls="--", lw=1)
+        row = 0 if step - ends[0] > _MARKS_APART * (high - low) else 1
+        ends[row] = step
+        _badge(axes, step, text, colour, row)
 
 
-def difference_chart(data: ReportData) -> str:
-    """Return the relative distance to the other runs over steps as SVG, on a log axis."""
-    canvas = Canvas(960, 260, "relative distance of the losses to the other runs")
-    curves = [differences(data.loss, curve) for curve in data.extra.values()]
-    values = [distance for curve in curves for _, distance in curve if distance > 0]
-    steps = [step for curve in curves for step, _ in curve] or [1]
-    top = math.ceil(math.log10(max(values, default=1e-6)))
-    low = min(top - 2, math.floor(math.log10(max(min(values, default=1e-9), 1e-9))))
-    x, y = Scale(min(steps) - 1, max(steps), 70, 940), Scale(low, top, 210, 20)
-    canvas.axes(x, y, x_title="step", y_title="relative distance", log=True)
-    for index, curve in enumerate(curves):
-        colour = EXTRA[index % len(EXTRA)]
-        points = [(x(k), y(max(math.log10(d), low) if d else low)) for k, d in thin(curve)]
-        canvas.polyline(points, colour, width=1.6)
+def _badge(axes: Axes, x: float, text: str, colour: str, row: int = 0) -> None:
+    """Draw a small numbered disc above the axes."""
+    axes.annotate(
+        text,
+        (x, 1.0),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(0, 8 + 16 * row),
+        textcoords="offset points",
+        ha="center",
+        va="center",
+        color="white",
+        fontsize=7.5,
+        fontweight="bold",
+        bbox={"boxstyle": "circle,pad=0.25", "fc": colour, "ec": "none"},
+        annotation_clip=False,
+    )
+
+
+def _draw_distance(figure: FigureBase, data: ReportData) -> None:
+    axes, legend = figure.subplots(), {}
+    curves = {label: differences(data.loss, curve) for label, curve in data.extra.items()}
+    least = min((d for curve in curves.values() for _, d in curve if d > 0), default=1e-9)
+    for index, (label, curve) in enumerate(curves.items()):
+        # Zero has no logarithm.
+        drawn = [(step, max(distance, least)) for step, distance in curve]
+        legend[f"to {label}"] = _plot(axes, drawn, _EXTRA[index % len(_EXTRA)][0], 1.3)
     for failure in data.summary["failures"]:
-        canvas.line(x(failure["step"]), y.end, x(failure["step"]), y.start, FAIL, dash="5 3")
-    return canvas.render()
+        legend["failure"] = axes.axvline(failure["step"], color=_FAILURE, ls="--", lw=1)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    _label(axes, "step", "|difference| / loss")
+    _legend(figure, legend)
 
 
-def progress_chart(data: ReportData) -> str:
-    """Return the step over time as SVG; pauses are red and say how long they took."""
-    canvas = Canvas(960, 260, "completed steps over time")
-    seconds = max(*(t for t, _ in data.progress), float(data.summary["wall_s"] or 0))
-    x = Scale(0, seconds, 70, 940)
-    steps = [step for _, step in data.progress]
-    y = Scale(min(steps) - 1, max(steps), 210, 30)
-    canvas.axes(x, y, x_title="seconds since the start", y_title="step")
+def _draw_progress(figure: FigureBase, data: ReportData) -> None:
+    axes = figure.subplots()
+    legend = {"steps": _plot(axes, data.progress, _LOSS, 1.5)}
     for number, failure in enumerate(data.summary["failures"], 1):
-        pause_s = failure["recovered_s"]
-        if not pause_s:
+        if not failure["recovered_s"]:
             continue
-        left, right = x(failure["at_s"]), x(min(failure["at_s"] + pause_s, seconds))
-        tip = f"failure {number}: {kind_text(failure)}, {pause_s:.2f} s"
-        canvas.rect(left, y.end, max(right - left, 2), y.start - y.end, "#fbe3e1", tip=tip)
-        canvas.badge((left + right) / 2, y.end - 12, str(number), FAIL)
-        canvas.text(right + 4, y.start - 8, f"{pause_s:.1f} s", size=11, fill=FAIL)
-    canvas.polyline([(x(t), y(step)) for t, step in thin(data.progress)], LOSS)
-    return canvas.render()
+        begin, end = failure["at_s"], failure["at_s"] + failure["recovered_s"]
+        legend["recovery"] = axes.axvspan(begin, end, color="#fbe3e1", lw=0)
+        _badge(axes, (begin + end) / 2, str(number), _FAILURE)
+    _label(axes, "seconds since the start", "step")
+    axes.set_xlim(left=0)
+    _legend(figure, legend)
 
 
-def phase_chart(data: ReportData) -> str:
-    """Return one stacked bar per failure as SVG: seconds by phase."""
-    failures = [
-        (number, failure)
-        for number, failure in enumerate(data.summary["failures"], 1)
-        if failure["phases"]
-    ]
-    canvas = Canvas(960, 60 + 44 * len(failures), "seconds by recovery phase")
-    longest = max(_bar_length(failure) for _, failure in failures)
-    x = Scale(0, longest, 250, 880)
-    bottom = 10 + 44 * len(failures)
-    canvas.axes(x, Scale(0, 0, bottom, bottom), x_title="seconds", y_title="")
-    canvas.parts = [part for part in canvas.parts if ">0<" not in part or "end" not in part]
-    for row, (number, failure) in enumerate(failures):
-        top = 14 + 44 * row
-        canvas.badge(20, top + 13, str(number), FAIL)
-        canvas.text(38, top + 11, f"{kind_text(failure)} {failure['node'] or ''}", size=12)
-        canvas.text(38, top + 25, f"after step {failure['step']}", size=11, fill=MUTED)
+def _bars(data: ReportData) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return (number, failure) of the recoveries to draw, in the order of their numbers."""
+    numbered = [item for item in enumerate(data.summary["failures"], 1) if item[1]["phases"]]
+    longest = sorted(numbered, key=lambda item: item[1]["recovered_s"] or 0.0, reverse=True)
+    return sorted(longest[:MOST_BARS], key=lambda item: item[0])
+
+
+def _draw_phases(figure: FigureBase, data: ReportData) -> None:
+    axes, names, legend = figure.subplots(), [], {}
+    for row, (number, failure) in enumerate(_bars(data)):
+        node = failure["node"] or ""
+        names.append(f"{number}: {kind_text(failure)} {node}, after step {failure['step']}")
         at = 0.0
-        for phase, seconds in bars(failure):
-            canvas.rect(
-                x(at),
-                top,
-                x(at + seconds) - x(at),
-                26,
-                PHASE_COLOURS.get(phase, PHASE_COLOURS["other"]),
-                tip=f"{phase}: {seconds:.3f} s",
-            )
+        for phase, seconds in [*failure["phases"].items(), ("other", failure["other_s"] or 0.0)]:
+            key = phase if phase in _PHASE_COLOURS else "other"
+            bar = axes.barh(row, seconds, left=at, color=_PHASE_COLOURS[key], height=0.62)
+            if seconds:
+                legend[key.replace("_", " ")] = bar
             at += seconds
-        canvas.text(x(at) + 6, top + 18, f"{failure['recovered_s'] or at:.2f} s", weight="bold")
-    return canvas.render()
+        axes.text(at, row, f" {failure['recovered_s'] or at:.2f} s", va="center", fontsize=8.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set_xlabel("seconds from the fault to the next completed step")
+    _legend(figure, legend)
 
 
-def bars(failure: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return (phase, seconds) of a failure's bar, what no phase explains last."""
-    return [*failure["phases"].items(), ("other", failure["other_s"] or 0.0)]
+def _plot(
+    axes: Axes, curve: Sequence[tuple[float, float]], colour: str, width: float, style: str = "-"
+) -> Any:
+    """Draw a curve; one point alone is drawn as a dot."""
+    xs, ys = zip(*thin(curve), strict=True) if curve else ((), ())
+    marker = "o" if len(curve) == 1 else ""
+    return axes.plot(xs, ys, color=colour, lw=width, ls=style, marker=marker, ms=3)[0]
 
 
-def _bar_length(failure: Mapping[str, Any]) -> float:
-    return sum(seconds for _, seconds in bars(failure))
+def _label(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(axis="y", color=_GRID)
+    axes.margins(x=0.01)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _legend(figure: FigureBase, legend: Mapping[str, Any]) -> None:
+    """Draw the legend below the axes, in as many columns as there is room for."""
+    longest = max(map(len, legend), default=0)
+    columns = max(1, int((WIDTH_IN - 1) / (0.5 + 0.065 * longest)))
+    figure.legend(
+        list(legend.values()),
+        list(legend),
+        loc="outside lower center",
+        ncols=min(columns, len(legend) or 1),
+        fontsize=8,
+        frameon=False,
+    )

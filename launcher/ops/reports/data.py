@@ -1,4 +1,4 @@
-"""What a report shows: folded from the record, and put into words. Pure."""
+"""What a report shows, folded from the record. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.events import Event
-from launcher.ops.record import timeline
+from launcher.record import timeline
 
 _MAX_POINTS = 2000
 
@@ -61,12 +61,6 @@ def report_data(
         extra=extra or {},
         notes=notes,
     )
-
-
-def short_layout(layout: str) -> str:
-    """Return `dp4-pp1-cp1-tp2` as `dp4-tp2`: axes of degree 1 say nothing."""
-    parts = [part for part in layout.split("-") if part.lstrip("abcdefghijklmnopqrstuvwxyz") != "1"]
-    return "-".join(parts) or layout.split("-", maxsplit=1)[0]
 
 
 def no_curve_text(summary: Mapping[str, Any]) -> str:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from launcher import stop_request
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
-from launcher.backends.code_words import state_of
-from launcher.errors import UserError
+from launcher.backends.exit_codes import state_of
+from launcher.errors import writing
+from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
-from launcher.ops.record.newest import News, read_news
 from launcher.ops.runs import Run, current_job, jobs_of
+from launcher.record.status import TrainingStatus
 from launcher.render.bundle import FORMER_NAMES, MANIFESTS
+from launcher.retries import polled
 
 _POLL_S = 2.0
 _ENDING_S = 120.0
@@ -84,7 +86,7 @@ class Canceller:
             return self._outcome(job, status, was_over=True)
         self._ask_to_stay_stopped()
         if save and status.state is not JobState.PENDING:
-            status = self.saved(job)
+            status = self.saved(job, began=status.started)
             if status.state.is_final:
                 return self._outcome(job, status)
             self.say(
@@ -96,69 +98,82 @@ class Canceller:
             self.backend.cancel(other)
         return self._outcome(job, self._wait(job, _ENDING_S))
 
-    def saved(self, job: JobRef) -> JobStatus:
-        """Ask for a save and wait until the job has ended or was put back, or its time is over."""
-        began = self.backend.status([job])[job].started
+    def saved(self, job: JobRef, *, began: float | None) -> JobStatus:
+        """Ask for a save and wait until the job has ended or was put back, or its time is over.
+
+        Args:
+            job: which.
+            began: when it was started, as far as the caller knows: a later start is another.
+        """
         wait_s = self.wait_s + _ENDING_S
-        deadline = self.mono() + wait_s
         self.say(f"asking job {job.id} to save and to end (at most {wait_s:.0f} s)")
-        asked_at, told = -_AGAIN_S, ""
-        while True:
+        asked_at, shown = -_AGAIN_S, ""
+
+        def look() -> JobStatus:
+            nonlocal asked_at, shown
             if self.mono() - asked_at >= _AGAIN_S:
                 self.backend.ask_to_save(job)
                 asked_at = self.mono()
             status = self.backend.status([job])[job]
-            news = self._news(job)
-            now = _progress(status, news)
-            if now != told:
+            training = self._training(job)
+            now = _progress(status, training)
+            if now != shown:
                 self.say(now)
-                told = now
+                shown = now
+            return status
+
+        def is_over(status: JobStatus) -> bool:
             # Pending: it was put back into the queue a moment before it was asked.
             if status.state.is_final or status.state is JobState.PENDING:
-                return status
-            if began is not None and (status.started or 0.0) > began:
-                return status  # it was put back, and runs again
-            if self.mono() >= deadline:
-                return status
-            self.sleep(_POLL_S)
+                return True
+            return began is not None and (status.started or 0.0) > began  # it runs again
+
+        return self._polled(look, is_over, for_s=wait_s, every_s=_POLL_S)
 
     def _wait(self, job: JobRef, seconds: float) -> JobStatus:
-        deadline = self.mono() + seconds
-        while True:
-            status = self.backend.status([job])[job]
-            if status.state.is_final or self.mono() >= deadline:
-                return status
-            self.sleep(_POLL_S / 4)
+        return self._polled(
+            lambda: self.backend.status([job])[job],
+            lambda status: status.state.is_final,
+            for_s=seconds,
+            every_s=_POLL_S / 4,
+        )
+
+    def _polled(
+        self,
+        look: Callable[[], JobStatus],
+        until: Callable[[JobStatus], bool],
+        *,
+        for_s: float,
+        every_s: float,
+    ) -> JobStatus:
+        return polled(look, until, for_s=for_s, every_s=every_s, sleep=self.sleep, mono=self.mono)
 
     def _ask_to_stay_stopped(self) -> None:
-        try:
+        fix = (
+            "the job would be put back into the queue; make room, or grant the permission, and "
+            "cancel again"
+        )
+        with writing(f"run directory {self.run.path}", fix):
             stop_request.ask(self.run.path, why="holdfast cancel", t_unix=self.wall())
-        except OSError as error:
-            raise UserError(
-                "HF612",
-                f"run directory {self.run.path} cannot be written: {error.strerror or error}; "
-                "the job would be put back into the queue; make room, or grant the permission, and "
-                "cancel again",
-            ) from error
 
-    def _news(self, job: JobRef) -> News:
+    def _training(self, job: JobRef) -> TrainingStatus:
         """Return the run's own record, brought here where it is elsewhere."""
         trouble = fetched(self.backend, job)
         if trouble and trouble != self._trouble:
             self.say(trouble)
         self._trouble = trouble
-        return read_news(self.run.path)
+        return run_dirs.read_training(self.run.path)
 
     def _outcome(self, job: JobRef, status: JobStatus, *, was_over: bool = False) -> Cancelled:
-        news = self._news(job)
-        code = status.code if status.code is not None else news.code
-        failed = news.failed_save
+        training = self._training(job)
+        code = status.code if status.code is not None else training.code
+        failed = training.failed_saves[-1:]
         return Cancelled(
-            status=_known(status, news),
-            saved_step=news.progress.saved_step,
+            status=_known(status, training),
+            saved_step=training.saved_step,
             code=code,
             was_over=was_over,
-            unsaved="" if failed is None else f"step {failed.step}: {failed.fields.get('reason')}",
+            unsaved="".join(f"step {event.step}: {event.fields.get('reason')}" for event in failed),
         )
 
 
@@ -191,16 +206,16 @@ def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
     return ""
 
 
-def _known(status: JobStatus, news: News) -> JobStatus:
+def _known(status: JobStatus, training: TrainingStatus) -> JobStatus:
     """Return where the job stands; of one that is gone its run knows more."""
-    if status.reason != NO_SUCH_JOB or news.code is None:
+    if status.reason != NO_SUCH_JOB or training.code is None:
         return status
-    return replace(status, state=state_of(news.code), code=news.code)
+    return replace(status, state=state_of(training.code), code=training.code)
 
 
-def _progress(status: JobStatus, news: News) -> str:
-    now, status = news.progress, _known(status, news)
+def _progress(status: JobStatus, training: TrainingStatus) -> str:
+    now, status = training, _known(status, training)
     saved = "nothing saved yet" if now.saved_step is None else f"saved: step {now.saved_step}"
-    if news.code is not None:
-        return f"{status.state}: the agents have ended with {news.code}, {saved}"
+    if training.code is not None:
+        return f"{status.state}: the agents have ended with {training.code}, {saved}"
     return f"{status.state}: {now.state}, {now.step_text}, {saved}"

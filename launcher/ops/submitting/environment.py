@@ -1,4 +1,4 @@
-"""What a run's workers run in, as a digest: told apart when it changes under a run.
+"""What a run's workers run in, as a digest, which shows when it changes under a run.
 
 RUN/environment.json has the interpreter's version, every installed distribution with its
 version, and the image's digest. `submit` writes it; `launcher.node begin` compares, for a
@@ -22,9 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from launcher.errors import UserError
-from launcher.ops.record.record import LauncherLog
-from launcher.whole_file import write_json
+from launcher.atomic_file import write_json
+from launcher.errors import UserError, writing
+from launcher.record.files import LauncherLog
 
 ENVIRONMENT_JSON: Final = "environment.json"
 MAX_CHANGES: Final = 20
@@ -51,7 +51,7 @@ class Environment:
     """None: no image, or a tag, which may mean another image tomorrow."""
 
 
-def describe(*, venv: Path | None, image: str | None) -> Environment:
+def describe(*, venv: str | Path | None, image: str | None) -> Environment:
     """Return what a job with this section `env:` runs in.
 
     Args:
@@ -62,51 +62,42 @@ def describe(*, venv: Path | None, image: str | None) -> Environment:
     Raises:
         UserError: HF201 the environment is not there; HF202 it cannot be read.
     """
-    prefix = venv if venv is not None else None if image is not None else Path(sys.prefix)
+    prefix = Path(venv or sys.prefix) if venv is not None or image is None else None
+    found: dict[str, Any] = {"python": "", "distributions": {}, "image": image}
     try:
-        if prefix is not None and not prefix.is_dir():
-            raise UserError("HF201", f"env.venv: {prefix} is not a folder; mend the path")
-        python = _python_of(prefix) if prefix is not None else ""
-        found = dict(_distributions(_site_packages(prefix))) if prefix is not None else {}
-        image_digest = _image_digest(image) if image is not None else None
+        if prefix is not None:
+            if not prefix.is_dir():
+                raise UserError("HF201", f"env.venv: {prefix} is not a folder; fix the path")
+            folders = _site_packages(prefix)
+            found["python"] = _python_of(prefix, folders)
+            found["distributions"] = dict(sorted(dict(_distributions(folders)).items()))
+        found["image_digest"] = None if image is None else _image_digest(image)
     except OSError as error:
         raise UserError(
             "HF202",
             f"env: {error.filename or prefix} cannot be read: {error.strerror or error}; "
             "grant the permission",
         ) from error
-    parts = {"python": python, "distributions": found, "image": image, "image_digest": image_digest}
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return Environment(
-        digest=digest,
-        python=python,
-        prefix=None if prefix is None else str(prefix),
-        distributions=dict(sorted(found.items())),
-        image=image,
-        image_digest=image_digest,
-    )
+    text = json.dumps(found, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Environment(digest=digest, prefix=None if prefix is None else str(prefix), **found)
 
 
 def changes(before: Environment, now: Environment) -> list[str]:
     """Return what differs, a text each: `torch 2.13.0 -> 2.13.1`; empty: nothing."""
-    found = []
-    for name, was, new in (
+    parts = (
         ("python", before.python, now.python),
         ("image", before.image, now.image),
         ("image's digest", before.image_digest, now.image_digest),
-    ):
-        if was != new:
-            found.append(f"{name} {was or 'none'} -> {new or 'none'}")
-    old, new_ones = before.distributions, now.distributions
-    for name in sorted(old.keys() | new_ones.keys()):
-        was_text, new_text = old.get(name), new_ones.get(name)
-        if was_text == new_text:
-            continue
-        was_version, new_version = (_version_in(text) for text in (was_text, new_text))
-        if was_version == new_version:
-            found.append(f"{name} {was_version} was built or installed anew")
-        else:
-            found.append(f"{name} {was_version} -> {new_version}")
+    )
+    found = [f"{name} {was or 'none'} -> {new or 'none'}" for name, was, new in parts if was != new]
+    for name in sorted(before.distributions.keys() | now.distributions.keys()):
+        was, new = (each.distributions.get(name, "none") for each in (before, now))
+        (version, _, _), (new_version, _, _) = was.partition(" "), new.partition(" ")
+        if version != new_version:
+            found.append(f"{name} {version} -> {new_version}")
+        elif was != new:
+            found.append(f"{name} {version} was built or installed anew")
     return found
 
 
@@ -119,14 +110,8 @@ def record_environment(
         UserError: HF612 the run directory cannot be written.
     """
     path = run_dir / ENVIRONMENT_JSON
-    try:
+    with writing(path):
         write_json(path, dataclasses.asdict(environment), indent=1)
-    except OSError as error:
-        raise UserError(
-            "HF612",
-            f"{path} cannot be written: {error.strerror or error}; make room, or grant the "
-            "permission",
-        ) from error
     _log(run_dir, wall).emit(
         "environment.recorded",
         digest=environment.digest,
@@ -156,7 +141,7 @@ def load_environment(run_dir: Path) -> Environment | None:
 def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> list[str]:
     """Compare a run's environment with what was recorded; what changed becomes an event.
 
-    For the start of an attempt: it never stops one. What cannot be read is told in the same
+    For the start of an attempt: it never stops one. What cannot be read is reported in the same
     way, since the workers will not be able to use it either.
 
     Returns:
@@ -166,15 +151,14 @@ def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> 
         before = load_environment(run_dir)
         if before is None:
             return []
-        prefix = None if before.prefix is None else Path(before.prefix)
-        now = describe(venv=prefix, image=before.image)
-        found, digest = changes(before, now), now.digest
+        now = describe(venv=before.prefix, image=before.image)
+        was, digest, found = before.digest, now.digest, changes(before, now)
     except UserError as error:
-        before, found, digest = None, [error.message], None
+        was, digest, found = None, None, [error.message]
     if found:
         _log(run_dir, wall).emit(
             "environment.changed",
-            was=before.digest if before else None,
+            was=was,
             digest=digest,
             changes=found[:MAX_CHANGES],
             more=max(0, len(found) - MAX_CHANGES),
@@ -185,29 +169,25 @@ def warn_if_changed(run_dir: Path, *, wall: Callable[[], float] = time.time) -> 
 # -- looking ----------------------------------------------------------------------------------
 
 
-def _python_of(prefix: Path) -> str:
-    """Return the version of a prefix's interpreter, as its pyvenv.cfg has it."""
+def _python_of(prefix: Path, folders: list[Path]) -> str:
+    """Return the version of a prefix's interpreter, as its pyvenv.cfg or its folders have it."""
     if prefix == Path(sys.prefix):
         return platform.python_version()
     try:
-        lines = (prefix / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+        text = (prefix / "pyvenv.cfg").read_text(encoding="utf-8")
     except FileNotFoundError:
-        found = [path.parent.name for path in _site_packages(prefix)]
-        return found[0].removeprefix("python") if found else ""
-    pairs = {
-        key.strip(): value.strip() for key, _, value in (line.partition("=") for line in lines)
-    }
-    return pairs.get("version") or pairs.get("version_info", "")
+        return folders[0].parent.name.removeprefix("python") if folders else ""
+    pairs = dict(re.findall(r"^\s*(version|version_info)\s*=[^\S\n]*(.*?)\s*$", text, re.MULTILINE))
+    return str(pairs.get("version") or pairs.get("version_info", ""))
 
 
 def _site_packages(prefix: Path) -> list[Path]:
-    # The last two are Debian's, of a Python without a virtual environment.
-    places = ("python3*/site-packages", "python3*/dist-packages")
+    # Those with local and dist are Debian's, of a Python without a virtual environment.
     return sorted(
         folder
         for lib in ("lib", "local/lib")
-        for place in places
-        for folder in prefix.glob(f"{lib}/{place}")
+        for folder in prefix.glob(f"{lib}/python3*/*-packages")
+        if folder.name in {"site-packages", "dist-packages"}
     )
 
 
@@ -222,10 +202,6 @@ def _distributions(folders: list[Path]) -> Iterator[tuple[str, str]]:
         record = found.read_text("RECORD") or found.read_text("direct_url.json") or ""
         digest = hashlib.sha256(record.encode(errors="surrogateescape")).hexdigest()[:16]
         yield re.sub(r"[-_.]+", "-", name).lower(), f"{found.version} {digest}"
-
-
-def _version_in(text: str | None) -> str:
-    return "none" if text is None else text.partition(" ")[0]
 
 
 def _image_digest(image: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`holdfast submit --resume`: submit a run, or the runs of an array, again."""
+"""`holdfast submit --resume` and `restart`: submit a run, or the runs of an array, again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Final
 
 from elastic_trainer.config import TrainConfig
 from launcher import stop_request
+from launcher.atomic_file import write_atomic
 from launcher.backends.base import Backend, JobRef, JobState
 from launcher.errors import UserError
 from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
-from launcher.ops.record.newest import read_news
-from launcher.ops.record.put_out import PutOut, read_put_out
 from launcher.ops.runs import Run, Submission, current_job, jobs_of
+from launcher.ops.submitting.cancelling import Canceller, puts_itself_back, save_time_s
 from launcher.ops.submitting.environment import (
     ENVIRONMENT_JSON,
     changes,
@@ -29,15 +29,15 @@ from launcher.ops.submitting.environment import (
     load_environment,
     record_environment,
 )
-from launcher.ops.submitting.freeze import load_frozen, pointed_to
-from launcher.ops.submitting.keeping import upgrade_run
+from launcher.ops.submitting.freeze import Frozen, load_frozen, pointed_to, upgrade
 from launcher.ops.submitting.submit import note_submitted
 from launcher.planning.search import plan
+from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
+from launcher.record.files import events_named
 from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS, Bundle
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import HEAD
 from launcher.targets import target_named
-from launcher.whole_file import write_whole
 
 LIVE = (JobState.PENDING, JobState.RUNNING)
 _FIXED: Final = {
@@ -59,8 +59,8 @@ class Resumed:
     """None: it has done its last step."""
     upgraded: list[str] | None = None
     """With --upgrade or --set: what has changed, a line each."""
-    without: tuple[PutOut, ...] = ()
-    """Nodes that were put out since its last submission: this one keeps off them."""
+    without: tuple[ExcludedMachine, ...] = ()
+    """Machines that were excluded since its last submission: this one does without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +70,15 @@ class ResumedSweep:
     job: JobRef | None
     """The array that was submitted; None: no task has anything left to do."""
     again: list[Run]
-    """Those that go on, with their new submissions."""
+    """Those that resume, with their new submissions."""
     live: list[Run]
     """Those that are waiting or running: they are left alone."""
     done: list[Run]
     """Those that have done their last step."""
     upgraded: dict[str, list[str]] | None = None
     """With --upgrade: what has changed, by task."""
-    without: tuple[PutOut, ...] = ()
-    """Nodes that any task has put out since its last submission: all of them keep off these."""
+    without: tuple[ExcludedMachine, ...] = ()
+    """Machines that any task has excluded since its last submission: none of them uses these."""
 
 
 def resume(
@@ -91,13 +91,13 @@ def resume(
     python: str = sys.executable,
     wall: Callable[[], float] = time.time,
 ) -> Resumed:
-    """Submit a run again: it goes on from its newest checkpoint.
+    """Submit a run again: it resumes from its newest checkpoint.
 
     Args:
         run: which; its newest submission must have ended.
         backend: its platform's.
         upgrade_code: freeze the working directory anew.
-        all_nodes: use nodes too that were put out.
+        all_nodes: use nodes too that were excluded.
         sets: what is asked of the platform otherwise from now on, as `kubernetes.image=…`.
         python: interpreter with holdfast, for nodes where the job names none.
         wall: the clock.
@@ -108,24 +108,24 @@ def resume(
     """
     submission = _submission(run)
     jobs = jobs_of(run)
-    told = backend.status(jobs)
-    live = next((job for job in jobs if told[job].state in LIVE), None)
+    statuses = backend.status(jobs)
+    live = next((job for job in jobs if statuses[job].state in LIVE), None)
     if live is not None:
-        said = f" ({told[live].words})" if told[live].words else ""
+        said = f" ({statuses[live].words})" if statuses[live].words else ""
         raise UserError(
             "HF615",
             f"{run.path} has a live job already: {submission.target} job {live.id} is "
-            f"{told[live].state}{said}; cancel it first (holdfast cancel {run.shown} --save)",
+            f"{statuses[live].state}{said}; cancel it first (holdfast cancel {run.shown} --save)",
         )
     fetched(backend, current_job(run))
-    if read_news(run.path).code == 0:
+    if run_dirs.read_training(run.path).code == 0:
         return Resumed(run=run, job=None)
     index = submission.job.id.partition("_")[2]
     tasks = {int(index): run} if index else None
     asked = _asked_anew(run, sets, python) if sets else None
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
-        off = () if all_nodes else _put_out([run])
+        off = () if all_nodes else _excluded([run])
         hosts = [each.host for each in off]
         with _written(run.path, asked) as changed:
             job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
@@ -149,7 +149,7 @@ def resume_sweep(
         runs: of all tasks, in the folders named like their indices.
         backend: the platform's.
         upgrade_code: freeze the working directory anew, for each of them.
-        all_nodes: use nodes too that were put out.
+        all_nodes: use nodes too that were excluded.
         wall: the clock.
 
     Raises:
@@ -158,10 +158,10 @@ def resume_sweep(
     """
     targets = {run.path: _submission(run).target for run in runs}
     jobs = {run.path: current_job(run) for run in runs}
-    told = backend.status(list(jobs.values()))
-    live = [run for run in runs if told[jobs[run.path]].state in LIVE]
+    statuses = backend.status(list(jobs.values()))
+    live = [run for run in runs if statuses[jobs[run.path]].state in LIVE]
     ended = [run for run in runs if run not in live]
-    done = [run for run in ended if read_news(run.path).code == 0]
+    done = [run for run in ended if run_dirs.read_training(run.path).code == 0]
     tasks = {int(run.path.name): run for run in ended if run not in done}
     if not tasks:
         return ResumedSweep(job=None, again=[], live=live, done=done)
@@ -170,7 +170,7 @@ def resume_sweep(
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
             for run in tasks.values()
         }
-        off = () if all_nodes else _put_out(tasks.values())
+        off = () if all_nodes else _excluded(tasks.values())
         hosts = [each.host for each in off]
         job = _submit_again(list(tasks.values()), backend, tasks=tasks, without=hosts, wall=wall)
         again = []
@@ -181,15 +181,16 @@ def resume_sweep(
     return ResumedSweep(job=job, again=again, live=live, done=done, upgraded=said, without=off)
 
 
-def _put_out(runs: Iterable[Run]) -> tuple[PutOut, ...]:
-    """Return the nodes that any of the runs has put out since its last submission."""
-    found: dict[str, PutOut] = {}
+def _excluded(runs: Iterable[Run]) -> tuple[ExcludedMachine, ...]:
+    """Return the machines that any of the runs has excluded since its last submission."""
+    found: dict[str, ExcludedMachine] = {}
     for run in runs:
         submission = _submission(run)
         if target_named(submission.target).exclude is None:
             continue
         since = submission.job.submit_time or 0.0
-        found |= {each.host: each for each in read_put_out(run.path, since_unix=since)}
+        events = events_named(run.path, EXCLUSIONS, since_unix=since)
+        found |= {each.host: each for each in excluded_machines(events, since_unix=since)}
     return tuple(found[host] for host in sorted(found))
 
 
@@ -218,7 +219,7 @@ def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
             wishes = f"{section}.…, but {', '.join(sorted(_FIXED[section]))}" if section else "none"
             raise UserError(
                 "HF655",
-                f"--set {key}: a run that goes on may change what it asks of {submission.target} "
+                f"--set {key}: a run that resumes may change what it asks of {submission.target} "
                 f"({wishes}); for anything else start a new run from it: --from {run.shown}",
             )
     path, base_dir = _job_file(run.path)
@@ -238,8 +239,8 @@ def _asked_anew(run: Run, sets: Sequence[str], python: str) -> _Asked:
         if field.name not in _OWN and getattr(now, field.name) != getattr(config, field.name):
             raise UserError(
                 "HF655",
-                f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a run that "
-                f"goes on keeps; start a new run from it: --from {run.shown}",
+                f"--set {', '.join(keys)}: changes {field.name} of job.json too, which a resumed "
+                f"run keeps; start a new run from it: --from {run.shown}",
             )
     return _Asked(
         files=files, image=pod_image(spec) if target.sees_other_paths else None, sets=tuple(sets)
@@ -268,13 +269,12 @@ def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
     said = [f"now with {text}" for text in asked.sets]
     try:
         for name, text in asked.files.items():
-            write_whole(run_dir / name, text)
+            write_atomic(run_dir / name, text)
         if MANIFESTS in asked.files:
             (run_dir / FORMER_NAMES[JOB_FILE]).unlink(missing_ok=True)
         known = load_environment(run_dir)
         if known is not None and asked.image not in (None, known.image):
-            prefix = None if known.prefix is None else Path(known.prefix)
-            found = describe(venv=prefix, image=asked.image)
+            found = describe(venv=known.prefix, image=asked.image)
             said += [f"environment: {change}" for change in changes(known, found)]
             record_environment(run_dir, found)
         yield said
@@ -283,7 +283,7 @@ def _written(run_dir: Path, asked: _Asked | None) -> Iterator[list[str]]:
             if former is None:
                 path.unlink(missing_ok=True)
             else:
-                write_whole(path, former)
+                write_atomic(path, former)
         raise
 
 
@@ -291,7 +291,7 @@ def _submission(run: Run) -> Submission:
     if run.submission is None:
         raise UserError(
             "HF653",
-            f"{run.path} was never submitted; go on with it by: holdfast run --resume {run.shown}",
+            f"{run.path} was never submitted; resume it with: holdfast run --resume {run.shown}",
         )
     return run.submission
 
@@ -299,11 +299,43 @@ def _submission(run: Run) -> Submission:
 def _prepare(
     run: Run, backend: Backend, *, upgrade_code: bool, wall: Callable[[], float]
 ) -> list[str] | None:
-    """See that a run can go on; with `upgrade_code` return what has changed."""
+    """See that a run can resume; with `upgrade_code` return what has changed."""
+    permissions.check_run_dir(run.path)
     folder = run.path.parent if _submission(run).job.id.partition("_")[2] else run.path
     if backend.nodes_run_dir(folder, _bundle(folder)) == str(folder):
+        run_dirs.check_storage(run.path)
         run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
-    return upgrade_run(run.path, wall=wall) if upgrade_code else None
+    return _upgrade(run.path, wall=wall) if upgrade_code else None
+
+
+def _upgrade(run_dir: Path, *, wall: Callable[[], float]) -> list[str]:
+    """Make later starts of a run use the code and the environment as they are now.
+
+    Returns:
+        What changed, a line each; empty: nothing. All of it is in the events, too.
+
+    Raises:
+        UserError: HF642 nothing was kept with this run; else as at the first time.
+    """
+    changed = []
+    environment = load_environment(run_dir)
+    if environment is None or load_frozen(run_dir)[0] is not None:
+        was, now = upgrade(run_dir, wall=wall)
+        if was.digest != now.digest:
+            revisions = f"({_revision(was)} -> {_revision(now)})"
+            changed.append(f"code {was.digest[:12]} -> {now.digest[:12]} {revisions}")
+    if environment is not None:
+        found = describe(venv=environment.prefix, image=environment.image)
+        if found.digest != environment.digest:
+            record_environment(run_dir, found, wall=wall)
+            changed += [f"environment: {change}" for change in changes(environment, found)]
+    return changed
+
+
+def _revision(frozen: Frozen) -> str:
+    if frozen.revision is None:
+        return "no revision"
+    return frozen.revision[:12] + ("+" if frozen.dirty else "")
 
 
 def _submit_again(
@@ -338,3 +370,72 @@ def _bundle(folder: Path) -> dict[str, str]:
         for path in folder.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
+
+
+# -- restart --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """What came of it."""
+
+    job: JobRef | None
+    """Of the next start; None: there is none, for the run is done, or has not saved in time."""
+    requeued: bool
+    """The same job was put back into the queue; else it was submitted again."""
+    saved_step: int | None
+    """Newest step on storage; None: nothing was saved."""
+    done: bool = False
+    """Its last step was done meanwhile."""
+
+
+def restart(run: Run, backend: Backend, *, say: Callable[[str], None]) -> Restarted:
+    """Have a run save and start again.
+
+    Where the batch script puts its own job back into the queue after a save (`slurm.restart:
+    requeue`), it does so. Elsewhere the job is cancelled with a save and submitted again.
+
+    Args:
+        run: which; it must be running.
+        backend: its platform's.
+        say: shows progress, a line each.
+
+    Raises:
+        UserError: HF662 it does not run, or is suspended; HF653 it was never submitted.
+        PlatformError: the platform is away, or refuses.
+    """
+    job = current_job(run)
+    status = backend.status([job])[job]
+    if status.state is not JobState.RUNNING or status.suspended:
+        state = "suspended" if status.suspended else str(status.state)
+        raise UserError(
+            "HF662",
+            f"{run.shown} is {state}: only a job that runs can save and start again; "
+            f"holdfast why {run.shown} says more",
+        )
+    if run.submission is None:
+        raise UserError(
+            "HF653",
+            f"{run.path} was started by `holdfast run`, which ends with its terminal: press Ctrl-C "
+            f"there, it saves; then resume it with: holdfast run --resume {run.shown}",
+        )
+    began = status.started
+    canceller = Canceller(
+        run=run,
+        backend=backend,
+        say=say,
+        wait_s=save_time_s(run.path),
+    )
+    if puts_itself_back(run.path):
+        status = canceller.saved(job, began=began)
+        saved_step = run_dirs.read_training(run.path).saved_step
+        if not status.state.is_final:
+            started_anew = began is not None and (status.started or 0.0) > began
+            again = status.state is JobState.PENDING or started_anew
+            return Restarted(job=job if again else None, requeued=again, saved_step=saved_step)
+    else:
+        saved_step = canceller.cancel(save=True).saved_step
+    resumed = resume(run, backend)
+    return Restarted(
+        job=resumed.job, requeued=False, saved_step=saved_step, done=resumed.job is None
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from elastic_trainer.config import TrainConfig
 from launcher.backends.base import Backend, JobRef
-from launcher.errors import Problem, UserError
+from launcher.errors import Problem, UserError, writing
 from launcher.installed import installed_version
 from launcher.jobspec.reading import load_spec
 from launcher.jobspec.spec import JobSpec
@@ -21,14 +22,27 @@ from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints.commits import refuse_foreign
 from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
-from launcher.ops.submitting.freeze import Frozen, remove_frozen
-from launcher.ops.submitting.keeping import Survey, keep_run, survey_run
-from launcher.ops.submitting.sweep import Values, as_sets, sweep_tasks
+from launcher.ops.submitting.environment import Environment, describe, record_environment
+from launcher.ops.submitting.freeze import (
+    CodeFiles,
+    Frozen,
+    freeze_code,
+    remove_frozen,
+    survey,
+    use_code,
+)
 from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan, plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import pod_image
+from launcher.render.local import resolve
 from launcher.targets import Target, target_named
+
+MAX_TASKS = 1000
+"""Slurm's own default limit, MaxArraySize, is 1001."""
+
+Values = dict[str, str]
+"""Key of the job file -> value, as --set takes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +61,10 @@ class Prepared:
     """Indices of an array's tasks; None: it is none."""
     base_dir: Path
     warnings: tuple[Problem, ...]
-    kept: Survey
-    """What is to be kept with the run: code, environment."""
+    code: CodeFiles | None
+    """To be kept with the run; None: it runs no code of the user's."""
+    environment: Environment | None
+    """To be recorded; None: it is not on this machine."""
 
     @property
     def runs(self) -> list[Path]:
@@ -97,7 +113,10 @@ def prepare(
     """
     platform = target_named(target)
     values = sweep_tasks(sweep) if sweep else [{}]
-    specs = [load_spec(job, [*sets, *as_sets(each)]) for each in values]
+    specs = [
+        load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())])
+        for each in values
+    ]
     base_dir = Path(job).absolute().parent
     look = look and not platform.sees_other_paths
     image = pod_image(specs[0]) if platform.sees_other_paths else None
@@ -115,6 +134,8 @@ def prepare(
     tasks = _tasks(files)
     if tasks is not None:
         _refuse_shared_checkpoints(specs)
+    if specs[0].slurm.group is not None:
+        permissions.check_group(specs[0].slurm.group)
     return Prepared(
         target=target,
         run_id=run_id,
@@ -125,7 +146,8 @@ def prepare(
         tasks=tasks,
         base_dir=base_dir,
         warnings=tuple(plans[0].warnings),
-        kept=_survey(specs[0], base_dir=base_dir, run_dir=directory, look=look, image=image),
+        code=survey(specs[0], base_dir=base_dir, run_dir=directory),
+        environment=_environment(specs[0], base_dir=base_dir, look=look, image=image),
     )
 
 
@@ -135,7 +157,7 @@ def submit(
     """Make the run directory, freeze the code, submit. All or nothing.
 
     Raises:
-        UserError: HF611, HF612 the run directory; HF652 the platform refuses; others.
+        UserError: HF611, HF612, HF616, HF617 the run directory; HF652 the platform refuses; others.
         PlatformError: the platform is away, or answers garbage.
     """
     slurm = prepared.specs[0].slurm
@@ -208,6 +230,8 @@ def _make(
     Where storage is not `shared` the checkpoint directory is nothing of this machine's.
     """
     run_dirs.create(prepared.run_dir, {})
+    if shared:
+        run_dirs.check_storage(prepared.run_dir)
     frozen = None
     top = {name: text for name, text in prepared.files.items() if "/" not in name}
     _write(prepared.run_dir, top)
@@ -226,19 +250,35 @@ def _make(
             run_dirs.create(run_dir, inner)
         if shared:
             _check_checkpoints(run_dirs.load(run_dir), made)
-        # The tasks of an array share one copy of everything.
-        like = None if run_dir == prepared.runs[0] else prepared.runs[0]
-        home = prepared.run_dir
-        frozen = keep_run(run_dir, prepared.kept, home=home, like=like, wall=wall)
+        if prepared.code is not None:
+            # The tasks of an array share one copy.
+            frozen = frozen or freeze_code(prepared.run_dir, prepared.code, wall=wall)
+            use_code(run_dir, frozen, wall=wall)
+        if prepared.environment is not None:
+            record_environment(run_dir, prepared.environment, wall=wall)
     return frozen
 
 
-def _survey(
-    spec: JobSpec, *, base_dir: Path, run_dir: Path, look: bool, image: str | None
-) -> Survey:
-    if spec.slurm.group is not None:
-        permissions.check_group(spec.slurm.group)
-    return survey_run(spec, base_dir=base_dir, run_dir=run_dir, look=look, pod_image=image)
+def _environment(
+    spec: JobSpec, *, base_dir: Path, look: bool, image: str | None
+) -> Environment | None:
+    """Return what the job runs in; None: it is not on this machine.
+
+    Args:
+        spec: the job.
+        base_dir: folder that its relative paths are relative to.
+        look: the environment must be there.
+        image: of pods; the launcher's own environment says nothing then.
+
+    Raises:
+        UserError: HF201 it is not there; HF202 it cannot be read.
+    """
+    venv = None if spec.env.venv is None else Path(resolve(spec.env.venv, base_dir))
+    if image is not None:
+        return describe(venv=venv if venv is not None and venv.is_dir() else None, image=image)
+    if look or venv is None or venv.is_dir():
+        return describe(venv=venv, image=spec.env.image)
+    return None
 
 
 def _padded(prepared: Prepared) -> list[Values]:
@@ -258,15 +298,9 @@ def _check_checkpoints(config: TrainConfig, made: list[Path]) -> None:
 
 
 def _write(folder: Path, files: Bundle) -> None:
-    try:
+    with writing(f"run directory {folder}", "use another --run-dir"):
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            "HF612",
-            f"run directory {folder} cannot be written: {error.strerror or error}; "
-            "use another --run-dir",
-        ) from error
 
 
 @contextmanager
@@ -332,12 +366,63 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
         launcher_version=installed_version(),
         without=tuple(without),
     )
-    try:
+    with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
         write_submitted(run_dir, submission)
-    except OSError as error:
-        raise UserError(
-            "HF612",
-            f"{target} job {job.id} is submitted, but {run_dir} cannot be written: "
-            f"{error.strerror or error}",
-        ) from error
     return Run(path=run_dir, submission=submission, shown=str(run_dir))
+
+
+# -- sweeps ---------------------------------------------------------------------------------
+
+
+def sweep_tasks(texts: Sequence[str]) -> list[Values]:
+    """Return the values of each task: every combination, the last key changing fastest.
+
+    Args:
+        texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.
+
+    Raises:
+        UserError: HF654 one of another form, a key twice, or too many tasks.
+    """
+    choices: dict[str, list[str]] = {}
+    for text in texts:
+        key, equals, rest = text.partition("=")
+        key = key.strip()
+        values = [value.strip() for value in _parts(rest)]
+        if not equals or not key or not all(values):
+            raise UserError(
+                "HF654",
+                f"--sweep {text!r}: expected KEY=V1,V2, as train.optimizer.lr=1e-4,3e-4",
+            )
+        if key in choices:
+            raise UserError("HF654", f"--sweep {key} is given twice; put all its values into one")
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise UserError("HF654", f"--sweep {key}: the value {twice[0]} is given twice")
+        choices[key] = values
+    count = 1
+    for values in choices.values():
+        count *= len(values)
+    if count > MAX_TASKS:
+        raise UserError(
+            "HF654", f"--sweep makes {count:,} tasks, at most {MAX_TASKS:,} are allowed; split it"
+        )
+    combinations = itertools.product(*choices.values())
+    return [dict(zip(choices, values, strict=True)) for values in combinations]
+
+
+def _parts(text: str) -> list[str]:
+    """Split at the commas that are in no bracket and no quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for index, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth <= 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [*parts, text[start:]]

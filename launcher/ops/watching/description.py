@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.quantities import counted
+from launcher.atomic_file import read_json
 from launcher.backends.base import Backend
 from launcher.errors import PlatformError, UserError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.runs import Run
 from launcher.ops.submitting.freeze import load_frozen
-from launcher.ops.watching.standing import (
-    Standing,
+from launcher.ops.watching.run_status import (
+    RunStatus,
     detail_lines,
     make_backends,
-    standings,
+    run_statuses,
     target_of,
 )
-from launcher.whole_file import read_json
 
 Sections = dict[str, dict[str, Any] | list[str]]
 
@@ -31,14 +31,14 @@ def describe_run(run: Run, *, now_unix: float) -> Sections:
         UserError: HF613 its job.json cannot be read.
     """
     backend = make_backends([target_of(run)])[target_of(run)]
-    [standing] = standings([run], {target_of(run): backend})
+    [status] = run_statuses([run], {target_of(run): backend})
     sections: Sections = {
-        "run": {"directory": str(run.path), **dict(detail_lines(standing, now_unix))},
+        "run": {"directory": str(run.path), **dict(detail_lines(status, now_unix))},
         "job": _job(run.path),
         "submission": _submission(run),
         "code": _code(run.path),
         "attempts": _attempts(run.path),
-        **_platform(standing, backend),
+        **_platform(status, backend),
     }
     return {title: rows for title, rows in sections.items() if rows}
 
@@ -51,7 +51,7 @@ def _job(run_dir: Path) -> dict[str, Any]:
         "model": config.model_name,
         "nodes": f"{ladder.max_nodes:,} down to {counted(ladder.min_nodes, 'node')}, "
         f"{counted(config.gpus_per_node, 'worker')} each",
-        "layout": str(ladder.rungs[0].layout),
+        "layout": ladder.rungs[0].layout.label,
         "checkpoints": config.checkpoint.dir,
     }
     if config.command is not None:
@@ -100,15 +100,15 @@ def _attempts(run_dir: Path) -> list[str]:
     return [line for _, line in sorted(found)]
 
 
-def _platform(standing: Standing, backend: Backend) -> Sections:
+def _platform(status: RunStatus, backend: Backend) -> Sections:
     try:
-        fields: dict[str, Any] = dict(backend.describe(standing.job))
-        events = backend.events(standing.job)
-        files = backend.output_files(standing.job)
+        fields: dict[str, Any] = dict(backend.describe(status.job))
+        events = backend.events(status.job)
+        files = backend.output_files(status.job)
     except (PlatformError, UserError) as error:
-        return {standing.target: {"not known": str(error)}}
+        return {status.target: {"not known": str(error)}}
     return {
-        standing.target: fields,
+        status.target: fields,
         "platform events": [f"{_local(event.t_unix)}  {event.text}" for event in events],
         "output": [str(path) for path in files],
     }

@@ -21,13 +21,10 @@ from itertools import pairwise
 from typing import Any, Final
 
 from elastic_trainer.config import ElasticSection
-from elastic_trainer.events import Event
 from launcher.backends.base import JobState, JobStatus
-from launcher.ops.record.newest import SAVE_ENDS, News
-from launcher.ops.record.progress import Progress
-from launcher.ops.record.timeline import node_names
-from launcher.ops.record.verdict import this_attempt
 from launcher.ops.watching.texts import names, seconds_text, span, times
+from launcher.record.status import TrainingStatus
+from launcher.record.timeline import StepDone
 
 BEHIND_S: Final = 60.0
 """What is read may be this far behind what has happened."""
@@ -38,11 +35,7 @@ LONGEST: Final = 2.0
 LEAST_BYTES: Final = 16 << 20
 """With less room than this a disk is full: not even the record has place for long."""
 
-_STEP = ("step.completed", "step.skipped", "script.progress")
-_BEGINS = ("checkpoint.started", "evaluation.started")
-_STOPPED = (JobState.SAVED, JobState.FAILED, JobState.CANCELLED)
-_NOT_LOST = ("agent.started", "member.joined", "member.evicted", "member.left")
-"""It is back, or was put out or let go on purpose."""
+_ENDED_EARLY = (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED)
 
 
 class Kind(enum.StrEnum):
@@ -63,20 +56,20 @@ class Finding:
 
     kind: Kind
     text: str
-    way_out: str = ""
-    """What to do about it; empty: nothing, it goes on by itself."""
+    how_to_fix: str = ""
+    """Empty: there is nothing to do, the run recovers by itself."""
 
     def __str__(self) -> str:
         """Return it for people."""
-        return f"{self.text}; {self.way_out}" if self.way_out else self.text
+        return f"{self.text}; {self.how_to_fix}" if self.how_to_fix else self.text
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
-        return {"kind": str(self.kind), "text": self.text, "way_out": self.way_out or None}
+        return {"kind": str(self.kind), "text": self.text, "how_to_fix": self.how_to_fix or None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class DiskSpace:
     """What a file system that the run writes to has left."""
 
     path: str
@@ -90,12 +83,12 @@ class Facts:
     """What is known of a run."""
 
     run: str
-    """As the user calls it, for the way out."""
-    status: JobStatus
-    news: News | None
+    """As the user calls it, for commands that fix something."""
+    platform: JobStatus
+    training: TrainingStatus | None
     problem: str = ""
     """Why what the run has written cannot be read, or is not the newest; empty: it can."""
-    rooms: tuple[Room, ...] = ()
+    disks: tuple[DiskSpace, ...] = ()
     """Of the run's directory and its checkpoints, where this machine sees them."""
     nodes_return: bool = True
     """A node that the platform holds for lost can take part again in the same job."""
@@ -109,22 +102,21 @@ def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
             tell, of others that do not run nothing.
         now_unix: the time.
     """
-    state = facts.status.state
-    attempt = () if facts.news is None else this_attempt(facts.news.events)
+    state = facts.platform.state
+    saves = None if facts.training is None else _saves(facts.training, now_unix)
     if state is not JobState.RUNNING:
-        left = _saves(attempt, now_unix) if state in _STOPPED else None
-        return [] if left is None else [left]
-    lost, there = _nodes(facts, attempt)
-    suspended = _suspended(facts.status)
+        return [saves] if saves is not None and state in _ENDED_EARLY else []
+    lost, there = _nodes(facts)
+    suspended = _suspended(facts.platform)
     away = _away(facts.problem)
     found = [
         suspended,
         away,
-        None if suspended or away else _silence(facts, attempt, now_unix),
-        _batch_host(facts.status, lost),
+        None if suspended or away else _silence(facts, now_unix),
+        _batch_host(facts.platform, lost),
         _lost(facts, lost, there),
-        _full(facts.rooms),
-        _saves(attempt, now_unix),
+        _full(facts.disks),
+        saves,
     ]
     return [finding for finding in found if finding is not None]
 
@@ -133,42 +125,42 @@ def _suspended(status: JobStatus) -> Finding | None:
     if not status.suspended:
         return None
     text = "it is suspended: its processes are stopped where they are"
-    return Finding(kind=Kind.SUSPENDED, text=text, way_out=status.words)
+    return Finding(kind=Kind.SUSPENDED, text=text, how_to_fix=status.words)
 
 
 def _away(problem: str) -> Finding | None:
     if not problem:
         return None
-    text = f"what it has written cannot be read now, so nothing is known of its progress: {problem}"
+    text = f"its record cannot be read now, so its progress is unknown: {problem}"
     return Finding(kind=Kind.RECORD_AWAY, text=text)
 
 
 # --- silence ---------------------------------------------------------------------------------
 
 
-def _silence(facts: Facts, attempt: Sequence[Event], now_unix: float) -> Finding | None:
-    news, started = facts.news, facts.status.started
-    if news is None:
+def _silence(facts: Facts, now_unix: float) -> Finding | None:
+    training, started = facts.training, facts.platform.started
+    if training is None:
         return None
-    elastic = news.config.elastic
-    if not attempt or (started is not None and attempt[-1].t_unix < started - BEHIND_S):
+    since, elastic = training.last_unix, training.config.elastic
+    if since is None or (started is not None and since < started - BEHIND_S):
         return _nothing_yet(started, elastic, now_unix)
-    if news.progress.parked is not None or news.code is not None:
+    if training.parked is not None or training.code is not None:
         return None
-    if news.progress.state == "training":
-        since, limit_s, usual = _step_due(attempt, news.progress, elastic)
-        what = f"no step for {{}}{usual}: {news.progress.step_text}"
+    if training.state == "training":
+        since, limit_s, usual = _step_due(training.steps, training.pause_unix, elastic)
+        what = f"no step for {{}}{usual}: {training.step_text}"
     else:
-        since, what = attempt[-1].t_unix, f"nothing was written for {{}} while {_doing(news)}"
+        what = f"no event for {{}} while {training.state}, epoch {training.epoch}"
         limit_s = elastic.start_ceiling_s
-        if news.progress.state == "recovering":
-            limit_s = BEHIND_S + _delay_s(attempt)
+        if training.state == "recovering":
+            limit_s = BEHIND_S + training.delay_s
     if now_unix - since <= limit_s:
         return None
     return Finding(
         kind=Kind.NO_PROGRESS,
         text=what.format(span(now_unix - since)),
-        way_out=f"`holdfast stacks {facts.run}` shows what each worker does",
+        how_to_fix=f"`holdfast stacks {facts.run}` shows what each worker does",
     )
 
 
@@ -176,106 +168,55 @@ def _nothing_yet(started: float | None, elastic: ElasticSection, now_unix: float
     if started is None or now_unix - started <= elastic.start_ceiling_s:
         return None
     text = f"its agents have written nothing since it started {span(now_unix - started)} ago"
-    return Finding(kind=Kind.NO_PROGRESS, text=text, way_out="see the job's own output")
+    return Finding(kind=Kind.NO_PROGRESS, text=text, how_to_fix="see the job's own output")
 
 
 def _step_due(
-    attempt: Sequence[Event], progress: Progress, elastic: ElasticSection
+    steps: Sequence[StepDone], pause_unix: float | None, elastic: ElasticSection
 ) -> tuple[float, float, str]:
     """Return when the newest step was done, how long the next may take, what steps took."""
-    done = _steps(attempt, progress.epoch)
-    since = done[-1][0] if done else attempt[-1].t_unix
+    first, newest = steps[0], steps[-1]
     # The second step may compile again: its gap says nothing of what is usual.
-    gaps = [after[0] - before[0] for before, after in pairwise(done)][1:]
+    gaps = [after.t - before.t for before, after in pairwise(steps)][1:]
     if not gaps:
-        return since, elastic.start_ceiling_s, ""
+        return newest.t, elastic.start_ceiling_s, ""
     # A script's counter is looked at once a second: several steps may lie between.
-    per_step = (done[-1][0] - done[0][0]) / max(1, done[-1][1] - done[0][1])
+    per_step = (newest.t - first.t) / max(1, newest.step - first.step)
     usual = f" (steps take {seconds_text(min(statistics.median(gaps), per_step))})"
-    paused = _paused(attempt, since)
-    if paused is not None:
-        return paused, elastic.start_ceiling_s, usual
+    if pause_unix is not None:
+        return pause_unix, elastic.start_ceiling_s, usual
     limit_s = max(BEHIND_S, STEPS * statistics.median(gaps), LONGEST * max(gaps))
-    return since, min(limit_s, elastic.hang_ceiling_s + BEHIND_S), usual
-
-
-def _steps(attempt: Iterable[Event], epoch: int) -> list[tuple[float, int]]:
-    """Return (time, step) of the newest epoch's steps, each as it was first told."""
-    found: list[tuple[float, int]] = []
-    for event in attempt:
-        if event.event not in _STEP or event.step is None or (event.epoch or 0) < epoch:
-            continue
-        if not found or event.step > found[-1][1]:
-            found.append((event.t_unix, event.step))
-    return found
-
-
-def _paused(attempt: Sequence[Event], since: float) -> float | None:
-    """Return when a pause began after the newest step in which none is expected; None: none has."""
-    for event in reversed(attempt):
-        if event.t_unix < since or event.event == "evaluation.ended":
-            return None
-        if event.event in _BEGINS:
-            return event.t_unix
-    return None
-
-
-def _doing(news: News) -> str:
-    return f"{news.progress.state}, epoch {news.progress.epoch}"
-
-
-def _delay_s(attempt: Sequence[Event]) -> float:
-    """Return how long the next epoch is held back on purpose."""
-    newest = next((event for event in reversed(attempt) if event.event == "epoch.delayed"), None)
-    seconds = None if newest is None else newest.fields.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) else 0.0
+    return newest.t, min(limit_s, elastic.hang_ceiling_s + BEHIND_S), usual
 
 
 # --- nodes -----------------------------------------------------------------------------------
 
 
-def _nodes(facts: Facts, attempt: Sequence[Event]) -> tuple[list[str], list[str]]:
+def _nodes(facts: Facts) -> tuple[list[str], list[str]]:
     """Return the nodes that are lost, by the platform or the run's record, and those there.
 
     Nodes are called as the run calls them; the platform may name the machine (on Kubernetes).
     """
-    progress = None if facts.news is None else facts.news.progress
-    known = [] if progress is None else [*progress.members, *progress.spares]
-    lost, hosts = _lost_on_record(attempt)
-    away = set(facts.status.nodes_lost)
-    lost += [name for name in known if {name, hosts.get(name)} & away and name not in lost]
-    told = {*lost, *(hosts.get(name, name) for name in lost)}
-    lost += [name for name in facts.status.nodes_lost if name not in told]
-    return lost, [name for name in known or facts.status.nodes if name not in lost]
-
-
-def _lost_on_record(attempt: Iterable[Event]) -> tuple[list[str], dict[str, str]]:
-    """Return the nodes that were lost and have not come back, and the machine of each node."""
+    training, platform = facts.training, facts.platform
+    known: list[str] = []
+    lost: list[str] = []
     hosts: dict[str, str] = {}
-    lost: dict[str, None] = {}
-    for event in attempt:
-        fields = event.fields
-        member = event.node if event.event == "agent.started" else fields.get("member")
-        if isinstance(member, str) and isinstance(fields.get("host"), str):
-            hosts[member] = fields["host"]
-        if event.event == "epoch.formed":
-            back = [*node_names(fields.get("members")), *node_names(fields.get("spares"))]
-        elif event.event == "member.lost":
-            lost[str(member)] = None
-            continue
-        else:
-            back = [str(member)] if event.event in _NOT_LOST else []
-        for name in back:
-            lost.pop(name, None)
-    return list(lost), hosts
+    if training is not None:
+        known, lost = [*training.members, *training.spares], list(training.lost)
+        hosts = training.hosts
+    away = set(platform.nodes_lost)
+    lost += [name for name in known if {name, hosts.get(name)} & away and name not in lost]
+    named = {*lost, *(hosts.get(name, name) for name in lost)}
+    lost += [name for name in platform.nodes_lost if name not in named]
+    return lost, [name for name in known or platform.nodes if name not in lost]
 
 
 def _batch_host(status: JobStatus, lost: Sequence[str]) -> Finding | None:
     if status.batch_host not in lost:
         return None
     text = (
-        f"the batch host {status.batch_host} is lost, and the batch script with it: the nodes that "
-        "are left save before the time limit and put the job back in its place"
+        f"the batch host {status.batch_host} is lost, and the batch script with it: the remaining "
+        "nodes save before the time limit and requeue the job"
     )
     return Finding(kind=Kind.BATCH_HOST_LOST, text=text)
 
@@ -285,49 +226,43 @@ def _lost(facts: Facts, lost: Sequence[str], there: Sequence[str]) -> Finding | 
         return None
     verb = "is" if len(lost) == 1 else "are"
     text = f"{len(there)} of {len(there) + len(lost)} nodes: {names(lost)} {verb} lost"
-    way_out = ""
-    if facts.status.nodes_lost and not facts.nodes_return:
-        way_out = (
+    how_to_fix = ""
+    if facts.platform.nodes_lost and not facts.nodes_return:
+        how_to_fix = (
             "a node that comes back cannot rejoin this job; a requeue restores it: "
             f"holdfast restart {facts.run}"
         )
-    return Finding(kind=Kind.NODES_LOST, text=text, way_out=way_out)
+    return Finding(kind=Kind.NODES_LOST, text=text, how_to_fix=how_to_fix)
 
 
 # --- storage ---------------------------------------------------------------------------------
 
 
-def _full(rooms: Iterable[Room]) -> Finding | None:
-    full = [room for room in rooms if room.free_bytes < LEAST_BYTES or not room.has_files]
+def _full(disks: Iterable[DiskSpace]) -> Finding | None:
+    full = [disk for disk in disks if disk.free_bytes < LEAST_BYTES or not disk.has_files]
     if not full:
         return None
-    left = min(room.free_bytes for room in full)
+    left = min(disk.free_bytes for disk in full)
     what = f"{left / 2**20:.1f} MiB are left" if left < LEAST_BYTES else "no file can be added"
-    paths = " and ".join(dict.fromkeys(room.path for room in full))
+    paths = " and ".join(dict.fromkeys(disk.path for disk in full))
     return Finding(
         kind=Kind.DISK_FULL,
         text=f"the disk of {paths} is full ({what}): saves and the record of the run fail there",
-        way_out="make room; the next save tries again",
+        how_to_fix="free some space; the next save tries again",
     )
 
 
-def _saves(attempt: Sequence[Event], now_unix: float) -> Finding | None:
+def _saves(training: TrainingStatus, now_unix: float) -> Finding | None:
     """Return what is wrong where the newest save failed."""
-    ended = [event for event in attempt if event.event in SAVE_ENDS]
-    failed = 0
-    for event in reversed(ended):
-        if event.event == "checkpoint.committed":
-            break
-        failed += 1
+    failed, good = training.failed_saves, training.good_save
     if not failed:
         return None
-    good = ended[-failed - 1] if failed < len(ended) else None
     newest = "none has succeeded in this attempt"
     if good is not None:
-        newest = f"the newest is of step {good.step}, {span(now_unix - good.t_unix)} old"
-    reason = str(ended[-1].fields.get("reason") or "no reason was written")
-    how_often = "" if failed == 1 else f" {times(failed)} in a row"
+        newest = f"the newest checkpoint is of step {good.step}, {span(now_unix - good.t_unix)} old"
+    reason = str(failed[-1].fields.get("reason") or "no reason was written")
+    how_often = "" if len(failed) == 1 else f" {times(len(failed))} in a row"
     return Finding(
         kind=Kind.SAVES_FAIL,
-        text=f"saving failed{how_often}, last at step {ended[-1].step} ({reason}); {newest}",
+        text=f"saving failed{how_often}, last at step {failed[-1].step} ({reason}); {newest}",
     )

@@ -21,9 +21,8 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.events import Event
-from launcher.ops.record.progress import describe
-from launcher.ops.record.record import RunRecord
-from launcher.ops.record.timeline import node_names, worker_rank
+from launcher.record.event import describe, number, worker_rank
+from launcher.record.files import RunRecord
 from launcher.run_files import ATTEMPT
 
 _RANK_FILE = re.compile(r"([0-9]+)(\.stdout|\.stderr)?\.log")
@@ -214,25 +213,19 @@ def event_line(event: Event) -> str | None:
     fields = event.fields
     match event.event:
         case "step.completed" | "script.progress":
-            loss, step_s, tokens = (fields.get(key) for key in ("loss", "step_s", "tokens"))
+            loss, step_s, tokens = (number(event, key) for key in ("loss", "step_s", "tokens"))
             parts = [f"step {event.step}"]
-            if isinstance(loss, int | float):
+            if loss is not None:
                 parts.append(f"loss {loss:.4f}")
-            if isinstance(step_s, int | float) and isinstance(tokens, int | float) and step_s > 0:
+            if step_s and tokens is not None and step_s > 0:
                 parts.append(f"{tokens / step_s:,.0f} tokens/s")
             return ", ".join(parts)
         case "worker.started":
             return (
                 f"rank {worker_rank(event)} starts in epoch {event.epoch} (pid {fields.get('pid')})"
             )
-        case "epoch.formed":  # the layout is known from the first trainer on
-            members = " ".join(node_names(fields.get("members")))
-            return f"epoch {event.epoch} on {members} ({fields.get('reason')})"
         case "trainer.started":
-            return (
-                f"epoch {event.epoch} trains from step {fields.get('resume_step')} on, "
-                f"{fields.get('layout')}"
-            )
+            return f"epoch {event.epoch} trains from step {fields.get('resume_step')} on"
         case "run.ended":
             return f"attempt ended with code {fields.get('code')}"
         case _:

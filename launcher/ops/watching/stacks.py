@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from launcher.backends.base import RemoteExec
 from launcher.backends.commands import Answer, Commands, SystemCommands
 from launcher.errors import PermanentError, PlatformError
-from launcher.ops.watching.inside import Place, Worker, step, worker_of, workers_of
+from launcher.ops.watching.remote_exec import RunningJob, Worker, step, worker_of, workers_of
 
 LOOK = "elastic_trainer.agent.hangs.look"
 TIMEOUT_S = 90.0
@@ -42,12 +42,12 @@ class Stacks:
 
 
 def take_stacks(
-    place: Place, *, ranks: Sequence[int] = (), commands: Commands | None = None
+    running: RunningJob, *, ranks: Sequence[int] = (), commands: Commands | None = None
 ) -> Stacks:
     """Ask the workers of a running job what they do; nothing is stopped.
 
     Args:
-        place: the job.
+        running: the job.
         ranks: which; none: all.
         commands: how commands are run.
 
@@ -55,26 +55,20 @@ def take_stacks(
         UserError: HF662 a rank does not run; HF650 srun is not there.
         PermanentError: nobody answers; with what was said.
     """
-    run_dir = place.run.path
+    run_dir = running.run.path
     expected = {rank: worker_of(run_dir, rank) for rank in ranks} if ranks else workers_of(run_dir)
-    given = [str(rank) for rank in ranks]
-    if place.reach is not None:
-        there = {worker.node for worker in expected.values()}
-        nodes = [node for node in place.nodes if node in there or not ranks]
-        return _taken(_through(place, nodes, given), expected)
-    if place.target == "slurm":
-        there = {worker.node for worker in expected.values()}
-        nodes = [node for node in place.nodes if node in there] if ranks else list(place.nodes)
-        look = [place.script.python, "-P", "-m", LOOK, str(run_dir), *given]
-        argv = step(place, nodes, look)
-    else:
-        argv = [sys.executable, "-P", "-m", LOOK, str(run_dir), *given]
-    answer = (commands or SystemCommands(place.env)).run(argv, timeout_s=TIMEOUT_S)
+    look = [running.start.python, "-P", "-m", LOOK, running.run_dir, *map(str, ranks)]
+    there = {worker.node for worker in expected.values()}
+    nodes = [node for node in running.nodes if node in there or not ranks]
+    if running.remote is not None:
+        return _taken(_through(running, running.remote, nodes, look), expected)
+    argv = step(running, nodes, look) if running.target == "slurm" else look
+    answer = (commands or SystemCommands(running.env)).run(argv, timeout_s=TIMEOUT_S)
     return _taken(answer, expected)
 
 
 def _taken(answer: Answer, expected: Mapping[int, Worker]) -> Stacks:
-    """Return what was said by whom, and who was silent."""
+    """Return the answers by node, and who was silent."""
     found = sorted(_parsed(answer.out), key=lambda stack: stack.rank)
     if not found and answer.code:
         raise PermanentError(f"no worker answers: {answer.complaint}")
@@ -84,15 +78,14 @@ def _taken(answer: Answer, expected: Mapping[int, Worker]) -> Stacks:
     return Stacks(found=tuple(found), silent=silent, complaint=complaint)
 
 
-def _through(place: Place, nodes: Sequence[str], given: Sequence[str]) -> Answer:
+def _through(
+    running: RunningJob, remote: RemoteExec, nodes: Sequence[str], look: Sequence[str]
+) -> Answer:
     """Ask each node through the platform, many at a time; return all they said as one answer."""
-    look = [place.script.python, "-P", "-m", LOOK, place.run_dir, *given]
 
     def ask(node: str) -> Answer:
-        assert place.reach is not None
-        assert place.job is not None
         try:
-            return place.reach.run_on(place.job, node, look, timeout_s=TIMEOUT_S)
+            return remote.run_on(running.job, node, look, timeout_s=TIMEOUT_S)
         except PlatformError as error:  # of one node; the others answer
             return Answer(argv=tuple(look), code=1, out="", err=f"{node}: {error}")
 

@@ -6,21 +6,21 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_trainer.quantities import counted
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus, Notices
-from launcher.backends.code_words import CODE_WORDS, state_of
+from launcher.backends.exit_codes import EXIT_TEXTS, state_of
 from launcher.errors import PlatformError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
-from launcher.ops.record.newest import news_of, read_news
-from launcher.ops.record.progress import View
-from launcher.ops.record.record import RunRecord
 from launcher.ops.runs import Run, current_job
+from launcher.ops.views import View
 from launcher.ops.watching.findings import Kind
 from launcher.ops.watching.follow_logs import Line, LogReader
-from launcher.ops.watching.standing import standing_of, target_of
+from launcher.ops.watching.run_status import NOTHING_SAVED, run_status, target_of
+from launcher.record.files import RunRecord
+from launcher.record.status import TrainingStatus
 
 _MISSING = 3
 """So many answers in a row that there is no such job: it has gone from the platform's memory."""
@@ -50,7 +50,7 @@ class Watch:
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
-    _told: str = ""
+    _shown: str = ""
     _trouble: str = ""
     _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
@@ -67,16 +67,15 @@ class Watch:
     def progress(self, view: View) -> JobStatus:
         """Draw the run's progress until the job has ended; return its end."""
         record = RunRecord(self.run.path)
-        progress = news_of([], run_dirs.load(self.run.path)).progress
+        training = TrainingStatus(run_dirs.load(self.run.path))
         with view:
 
             def look(last: bool) -> None:
                 del last
-                fresh = record.poll()
-                lines = progress.apply(fresh)
-                progress.up = [*progress.members, *progress.spares]
-                progress.num_nodes = max(len(progress.up), 1)
-                view.update(progress, lines)
+                lines = training.apply(record.poll())
+                training.up = [*training.members, *training.spares]
+                training.num_nodes = max(len(training.up), 1)
+                view.update(training, lines)
 
             return self._until_the_end(look)
 
@@ -129,8 +128,8 @@ class Watch:
 
     def _warn(self, job: JobRef, status: JobStatus) -> None:
         """Say what is wrong with a job that runs, where that is new."""
-        standing = standing_of(self.run, target_of(self.run), job, status, self._trouble)
-        found = standing.findings(self.wall())
+        run = run_status(self.run, target_of(self.run), job, status, self._trouble)
+        found = run.findings(self.wall())
         for finding in found:
             # What keeps files from coming is said when they are fetched.
             if finding.kind not in {*self._wrong, Kind.RECORD_AWAY}:
@@ -140,8 +139,8 @@ class Watch:
     def _tell(self, status: JobStatus) -> None:
         """Say where the job stands, where that is new."""
         text = self._text(status)
-        if text != self._told:
-            self._told = text
+        if text != self._shown:
+            self._shown = text
             self.say(text)
 
     def _end(self, status: JobStatus) -> JobStatus:
@@ -149,10 +148,12 @@ class Watch:
 
         Not sooner: a job that is put back into the queue has an attempt that ended, too.
         """
-        code = read_news(self.run.path).code if status.reason == NO_SUCH_JOB else None
-        if code is not None:
-            words = CODE_WORDS.get(code, "")
+        training = run_dirs.read_training(self.run.path)
+        if status.reason == NO_SUCH_JOB and (code := training.code) is not None:
+            words = EXIT_TEXTS.get(code, "")
             status = JobStatus(state=state_of(code), code=code, words=words, source="events")
+        if status.state is JobState.SAVED and training.nothing_saved:
+            status = replace(status, state=JobState.STOPPED, words=NOTHING_SAVED)
         self._tell(status)
         return status
 

@@ -5,28 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from elastic_trainer.events import Event
-from elastic_trainer.failures import classify, one_line
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+    classify,
+    one_line,
+)
 from launcher import stop_request
 from launcher.backends.base import JobState
-from launcher.backends.code_words import EXIT_INTERRUPTED
-from launcher.ops.record.newest import News
-from launcher.ops.record.progress import describe, parked_text
-from launcher.ops.record.timeline import host_at, named, starts, worker_rank
-from launcher.ops.record.verdict import (
-    RUN_AGAIN,
-    SUBMIT_AGAIN,
-    evidence,
-    first_failure,
-    tail,
-    this_attempt,
-    way_out,
-)
+from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
 from launcher.ops.watching.findings import Finding
-from launcher.ops.watching.standing import Standing, headline
+from launcher.ops.watching.run_status import RunStatus, headline, platform_text
 from launcher.ops.watching.texts import when
+from launcher.record.event import describe, named, worker_rank
+from launcher.record.status import TrainingStatus
+from launcher.run_files import ATTEMPT, attempt_order
+
+_HOW_TO_FIX: Final = {
+    EXIT_DONE: "",
+    EXIT_SAVED: "resume with: {resume}",
+    EXIT_TOO_FEW_NODES: (
+        "too few healthy nodes were left for the smallest layout; "
+        "resume on more nodes with: {resume}, or lower elastic.min_nodes"
+    ),
+    EXIT_DO_NOT_RESTART: "it would fail again: fix the cause, then resume with: {resume}",
+    EXIT_BUDGET_USED_UP: (
+        "a restart budget (elastic.max_restarts, max_crashes or max_hangs within "
+        "elastic.window_s) is used up: look at the failures "
+        "(holdfast report {run}), then resume with: {resume}"
+    ),
+    EXIT_LOST: "every agent is gone; resume with: {resume}",
+    EXIT_INTERRUPTED: "resume with: {resume}",
+}
+"""Exit code of a job -> what to do; codes of other programs are as EXIT_LOST."""
+_TAIL_LINES: Final = 12
+_MOST_LOST: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +61,7 @@ class Why:
     """What is wrong with a run that runs, the gravest first."""
     log: Path | None = None
     log_lines: list[str] = field(default_factory=list)
-    way_out: str = ""
+    how_to_fix: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -55,7 +74,7 @@ class Why:
             "evidence": None
             if self.log is None
             else {"file": str(self.log), "lines": self.log_lines},
-            "way_out": self.way_out or None,
+            "how_to_fix": self.how_to_fix or None,
         }
 
     def lines(self) -> list[str]:
@@ -63,121 +82,119 @@ class Why:
         found = [self.short, *self.more]
         if self.log is not None:
             found += [f"evidence: {self.log}", *(f"  | {line}" for line in self.log_lines)]
-        return [*found, *([self.way_out] if self.way_out else [])]
+        return [*found, *([self.how_to_fix] if self.how_to_fix else [])]
 
 
-def explain(standing: Standing, output: Sequence[Path], *, now_unix: float) -> Why:
-    """Return why `standing`'s run is where it is.
+def explain(status: RunStatus, output: Sequence[Path], *, now_unix: float) -> Why:
+    """Return why a run is where it is.
 
     Args:
-        standing: the platform's word and the run's news.
+        status: the platform's word and the run's record.
         output: files with the platform's own output of the job, the newest last.
         now_unix: the time.
     """
-    state, news = standing.state, standing.news
+    state = status.state
     if state is JobState.PENDING:
-        return _pending(standing, now_unix)
+        return _pending(status, now_unix)
     if state is JobState.UNKNOWN:
-        text = _joined(standing.status.words, standing.status.reason) or "nothing is known of it"
-        return Why(state=state, short=f"unknown: {text}", more=_last_seen(standing, now_unix))
+        text = platform_text(status) or "nothing is known of it"
+        return Why(state=state, short=f"unknown: {text}", more=_last_seen(status, now_unix))
     if state is JobState.RUNNING:
-        return _running(standing, output, now_unix)
+        return _running(status, output, now_unix)
     if state is JobState.DONE:
         return Why(state=state, short="it has done its last step")
-    ended = _ended(standing, news, output)
-    found = standing.findings(now_unix)
+    ended = _ended(status, output)
+    found = status.findings(now_unix)
     return replace(ended, findings=found, more=[*ended.more, *map(str, found)])
 
 
-def _pending(standing: Standing, now_unix: float) -> Why:
-    status = standing.status
-    short = f"it waits: {_joined(status.words, status.reason) or 'the platform does not say why'}"
+def _pending(status: RunStatus, now_unix: float) -> Why:
+    platform, training = status.platform, status.training
+    short = f"it waits: {platform_text(status) or 'the platform does not say why'}"
     more = []
-    if status.expected_start is not None:
-        more.append(f"expected start: {when(status.expected_start, now_unix)}")
-    elif status.state is JobState.PENDING:
+    if platform.expected_start is not None:
+        more.append(f"expected start: {when(platform.expected_start, now_unix)}")
+    elif platform.state is JobState.PENDING:
         more.append("the scheduler has no expected start for it yet")
-    if status.submitted is not None:
-        more.append(f"in the queue since: {when(status.submitted, now_unix)}")
-    news = standing.news
-    if news is not None and news.last_unix is not None:
-        ended = f" with code {news.code}" if news.code is not None else ""
-        reason = f": {news.reason}" if news.reason else ""
-        more.append(f"before that it ran and ended{ended}{reason}; {news.progress.step_text}")
-    return Why(state=standing.state, short=short, more=more)
+    if platform.submitted is not None:
+        more.append(f"in the queue since: {when(platform.submitted, now_unix)}")
+    if training is not None and training.last_unix is not None:
+        ended = f" with code {training.code}" if training.code is not None else ""
+        reason = f": {training.reason}" if training.reason else ""
+        more.append(f"the attempt before ended{ended}{reason}; {training.step_text}")
+    return Why(state=status.state, short=short, more=more)
 
 
-def _running(standing: Standing, output: Sequence[Path], now_unix: float) -> Why:
-    news, state = standing.news, standing.state
-    found = standing.findings(now_unix)
+def _running(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
+    training, state = status.training, status.state
+    found = status.findings(now_unix)
     wrong = [str(each) for each in found]
-    platform = [] if standing.status.suspended else _platform_says(standing)
-    if news is None or news.last_unix is None:
+    platform = []
+    if status.platform.words and not status.platform.suspended:  # as of a node that is away
+        platform = [f"{status.target}: {platform_text(status)}"]
+    if training is None or training.last_unix is None:
         return Why(
             state=state,
             short="it runs, but its agents have not written anything yet",
-            more=[*wrong, *platform, *_last_seen(standing, now_unix)],
+            more=[*wrong, *platform, *_last_seen(status, now_unix)],
             findings=found,
             log=output[-1] if output else None,
             log_lines=_tail(output[-1]) if output else [],
         )
-    now = news.progress
-    if now.parked is not None:
-        short = f"it is {parked_text(*now.parked)}"
-        lost = [event for event in news.events if event.event == "member.lost"]
-        more = [text for event in lost[-4:] if (text := describe(event))]
-        more += [f"put out: {each}" for each in news.put_out]
+    excluded = [f"excluded: {each}" for each in training.excluded]
+    if training.parked is not None:
+        lost = list(training.lost.values())[-_MOST_LOST:]
+        more = [text for event in lost if (text := describe(event))]
         return Why(
             state=state,
-            short=short,
-            more=[*wrong, *more, *platform],
+            short=f"it is {training.state_text}",
+            more=[*wrong, *more, *excluded, *platform],
             findings=found,
-            way_out="it goes on by itself when nodes come back",
+            how_to_fix="it resumes by itself when nodes come back",
         )
-    failed = first_failure(this_attempt(news.events))
-    if now.state == "training":
-        short = headline(standing, now_unix)
+    failed = training.first_failure
+    if training.state == "training":
+        short = headline(status, now_unix)
         short = short if found else f"nothing is wrong: {short}"
     else:
-        short = f"it is {now.state}: {now.step_text}, epoch {now.epoch}"
+        short = f"it is {training.state}: {training.step_text}, epoch {training.epoch}"
     if found:
         short, *wrong = [*wrong, short]
-    more = [*wrong, *([] if failed is None else [f"last failure: {_who(failed, news)}"])]
-    more += [f"put out: {each}" for each in news.put_out]
-    more += [*platform, *_last_seen(standing, now_unix)]
+    more = [*wrong, *([] if failed is None else [f"last failure: {_who(failed, training)}"])]
+    more += [*excluded, *platform, *_last_seen(status, now_unix)]
     return Why(state=state, short=short, more=more, failure=_failure(failed), findings=found)
 
 
-def _platform_says(standing: Standing) -> list[str]:
-    """Return what the platform has to say of a job that runs, as of a node that is away."""
-    said = _joined(standing.status.words, standing.status.reason)
-    return [f"{standing.target}: {said}"] if standing.status.words else []
-
-
-def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why:
-    run_dir, status, state = standing.run.path, standing.status, standing.state
-    code = status.code if status.code is not None else news.code if news is not None else None
-    attempt = this_attempt(news.events) if news is not None else []
-    failed = first_failure(attempt)
+def _ended(status: RunStatus, output: Sequence[Path]) -> Why:
+    run_dir, training, state = status.run.path, status.training, status.state
+    code = status.platform.code
+    if code is None and training is not None:
+        code = training.code
+    failed = None if training is None else training.first_failure
     ending = "" if code is None else f" with code {code}"
-    reason = news.reason if news is not None and news.code == code else ""
+    reason = training.reason if training is not None and training.code == code else ""
     if state is JobState.CANCELLED:
         short = "it was interrupted by Ctrl-C" if code == EXIT_INTERRUPTED else "it was cancelled"
-    elif state is JobState.SAVED:
-        short = _stopped(news, ending, reason)
+    elif state is JobState.STOPPED:
+        short = f"it was stopped before anything was saved and ended{ending}"
+    elif state is JobState.SAVED and training is not None and training.saved_step is not None:
+        short = f"it has saved its state at step {training.saved_step} and ended{ending}"
+    elif state is JobState.SAVED:  # by a script, of which there is no record but the reason
+        short = f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
     else:
-        words = _joined(status.words, status.reason)
-        short = f"it failed{ending}: {reason or words or 'no reason is recorded'}"
+        text = reason or platform_text(status) or "no reason is recorded"
+        short = f"it failed{ending}: {text}"
     more = ["`holdfast cancel` asked for the end"] if stop_request.asked(run_dir) else []
-    log = evidence(run_dir, failed, {}) if failed is not None else None
-    if failed is not None:
-        more.append(f"first failure: {_who(failed, news)}")
+    log = None
+    if failed is not None and training is not None:
+        log = _worker_log(run_dir, failed)
+        more.append(f"first failure: {_who(failed, training)}")
     elif state is JobState.FAILED and output:
-        more += [status.words] if status.words and status.words not in short else []
+        words = status.platform.words
+        more += [words] if words and words not in short else []
         log = output[-1]  # nothing on the nodes failed, so the batch script, or what it called
         said = _classified(log, code)
         more += [said] if said else []
-    again = RUN_AGAIN if standing.run.submission is None else SUBMIT_AGAIN
     return Why(
         state=state,
         short=short,
@@ -185,19 +202,30 @@ def _ended(standing: Standing, news: News | None, output: Sequence[Path]) -> Why
         failure=_failure(failed),
         log=log,
         log_lines=_tail(log) if log is not None else [],
-        way_out="" if code is None else way_out(code, run_dir, again),
+        how_to_fix="" if code is None else _how_to_fix(code, status),
     )
 
 
-def _stopped(news: News | None, ending: str, reason: str) -> str:
-    """Return what a run has kept that was asked to end, and did."""
-    if news is not None and news.progress.saved_step is not None:
-        return f"it has saved its state at step {news.progress.saved_step} and ended{ending}"
-    seen = {event.event for event in this_attempt(news.events)} if news is not None else set()
-    if news is not None and ("trainer.started" in seen or "worker.started" not in seen):
-        return f"it was stopped before anything was saved and ended{ending}"
-    # A script may have saved, of which there is no record but the reason.
-    return f"it was stopped on request and ended{ending}" + (f": {reason}" if reason else "")
+def _how_to_fix(code: int, status: RunStatus) -> str:
+    """Return what to do after a job that ended with `code`."""
+    run = status.run
+    command = "run" if run.submission is None else "submit"
+    resume = f"holdfast {command} --resume {run.path}"
+    return _HOW_TO_FIX.get(code, _HOW_TO_FIX[EXIT_LOST]).format(run=run.path, resume=resume)
+
+
+def _worker_log(run_dir: Path, failed: Event) -> Path | None:
+    """Return the log that shows why a worker failed: its own, else that of its node's agent."""
+    attempts = [path for path in (run_dir / "logs").glob("*") if ATTEMPT.fullmatch(path.name)]
+    if not attempts or failed.node is None:
+        return None
+    logs = max(attempts, key=lambda path: attempt_order(path.name))
+    paths = (
+        logs / failed.node / f"{worker_rank(failed)}.log",
+        logs / failed.node / "agent.log",
+        logs / f"{failed.node}.log",
+    )
+    return next((path for path in paths if path.is_file() and path.stat().st_size), None)
 
 
 def _classified(log: Path, code: int | None) -> str:
@@ -209,9 +237,8 @@ def _classified(log: Path, code: int | None) -> str:
     return f"the job's own output says: {found.kind}: {found.detail}"
 
 
-def _who(failed: Event, news: News | None) -> str:
-    rank, started = worker_rank(failed), starts(news.events if news is not None else ())
-    where = named(failed.node, host_at(started, failed.node, failed.t_unix))
+def _who(failed: Event, training: TrainingStatus) -> str:
+    rank, where = worker_rank(failed), named(failed.node, training.first_failure_host)
     who = where if rank is None else f"rank {rank} on {where}"
     detail = one_line(str(failed.fields.get("detail") or "no detail"))
     return f"{who}, epoch {failed.epoch}: {failed.fields.get('kind')}: {detail}"
@@ -224,24 +251,22 @@ def _failure(failed: Event | None) -> dict[str, Any] | None:
     return {"node": failed.node, "rank": worker_rank(failed), "epoch": failed.epoch, **fields}
 
 
-def _last_seen(standing: Standing, now_unix: float) -> list[str]:
-    news = standing.news
-    if news is None or news.last_unix is None:
-        started = standing.status.started
+def _last_seen(status: RunStatus, now_unix: float) -> list[str]:
+    training = status.training
+    if training is None or training.last_unix is None:
+        started = status.platform.started
         return [] if started is None else [f"started: {when(started, now_unix)}"]
-    last = f"last event: {when(news.last_unix, now_unix)}"
-    return [last] if news.code is not None else [f"{last}, {news.progress.step_text}"]
+    last = f"last event: {when(training.last_unix, now_unix)}"
+    return [last] if training.code is not None else [f"{last}, {training.step_text}"]
 
 
-def _joined(words: str, reason: str) -> str:
-    """Return the words for people, and the platform's own in brackets."""
-    if words and reason and reason not in words:
-        return f"{words} ({reason})"
-    return words or reason
-
-
-def _tail(path: Path, num_lines: int = 12) -> list[str]:
+def _tail(path: Path, num_lines: int = _TAIL_LINES) -> list[str]:
+    """Return the last lines of a log, read from its end; none where it cannot be read."""
     try:
-        return tail(path, num_lines)
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 200 * num_lines))
+            text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return []
+    return text.splitlines()[-num_lines:]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from elastic_trainer.model import Block, rope_table
@@ -72,6 +73,7 @@ def test_import_trace_names_packages(load):
     assert "torch" not in found
 
 
+@pytest.mark.slow
 def test_step_time_runs_small_on_a_cpu():
     command = [sys.executable, str(FOLDER / "step_time.py"), "--device", "cpu", "--small"]
     done = subprocess.run(
@@ -86,6 +88,7 @@ def test_step_time_runs_small_on_a_cpu():
     assert told["plain PyTorch"]["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_snapshot_runs_small():
     """It drives the checkpoints' own classes, which change."""
     done = subprocess.run(
@@ -93,7 +96,7 @@ def test_snapshot_runs_small():
         capture_output=True,
         text=True,
         check=True,
-        timeout=55,
+        timeout=110,
     )
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["sizes"]["1"]["committed_ms"] >= told["sizes"]["1"]["take_ms"] > 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
+from click.testing import CliRunner
 
-from launcher.ops.local.chaos import Chaos
+from launcher.ops.local.faults import Chaos
 
 
 def outcome(aims, program, result, text="the table"):
@@ -86,7 +86,7 @@ def test_every_aim_is_of_a_program_that_is_run(load):
     assert {aim.program for aim in load("aims").AIMS} <= programs
 
 
-def test_a_failed_program_is_told_and_not_hidden(load, monkeypatch, tmp_path, capsys):
+def test_a_failed_program_is_told_and_not_hidden(load, monkeypatch, tmp_path):
     run_all = load("run_all")
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "good.py").write_text("print('t')\nprint('{\"x\": 1}')\n")
@@ -94,17 +94,16 @@ def test_a_failed_program_is_told_and_not_hidden(load, monkeypatch, tmp_path, ca
     monkeypatch.setattr(run_all, "HERE", tmp_path / "benchmarks")
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
     monkeypatch.setattr(run_all, "PROGRAMS", {"good": [], "bad": [], "absent": []})
-    monkeypatch.setattr(sys, "argv", ["run_all.py", "--only", "good,bad,absent"])
-    assert run_all.main() == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    done = CliRunner().invoke(run_all.main, ["--only", "good,bad,absent"])
+    assert done.exit_code == 1
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines == [{"benchmark": "good", "x": 1}, {"benchmark": "bad", "failed": True}]
     results = (tmp_path / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     assert "exit code 3" in results
     assert results.index("## good") < results.index("## bad")
     # One that is run again takes the place of its former outcome; the others' are kept.
     (tmp_path / "benchmarks" / "bad.py").write_text("print('{\"x\": 2}')\n")
-    monkeypatch.setattr(sys, "argv", ["run_all.py", "--only", "bad"])
-    assert run_all.main() == 0
+    assert CliRunner().invoke(run_all.main, ["--only", "bad"]).exit_code == 0
     results = (tmp_path / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     assert "exit code 3" not in results
     assert results.index("## good") < results.index("## bad")

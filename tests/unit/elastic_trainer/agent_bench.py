@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import test_zygote as t
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.membership.notices import (
@@ -23,23 +22,26 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
 )
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.agent.wire.waker import Waker
+from elastic_trainer.agent.stop_signals import Waker
+from elastic_trainer.agent.workers.group import JobResult, worker_spec
 from elastic_trainer.agent.workers.scratch import Scratch
-from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.workers.settings import AgentConfig, SnapshotKeeper
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
+from elastic_trainer.ladder import Ladder
 
 ME = Member(agent_id="a1", node="n1", host="n1", address="127.0.0.2", port=1, workers=2)
 OTHER = Member(agent_id="a0", node="n0", host="n0", address="127.0.0.1", port=1, workers=2)
 
 
 def formed(epoch: int, *members: Member, spares: tuple[Member, ...] = ()) -> EpochFormed:
+    (rung,) = Ladder.data_parallel(max_nodes=len(members), min_nodes=len(members), workers=2).rungs
     return EpochFormed(
         epoch=epoch,
         members=members,
         spares=spares,
-        rung_nodes=len(members),
+        rung=rung,
         store_address="127.0.0.1",
         store_port=29400,
         coordinator=OTHER.node,
@@ -60,10 +62,15 @@ class ScriptedMembership:
         self.ready = 0
         self.closed = False
 
-    def start(self) -> None:
-        self._thread.start()
+    def get_backend(self) -> str:
+        return "scripted"
+
+    def get_run_id(self) -> str:
+        return "run"
 
     def notice(self, timeout_s: float) -> Notice | None:
+        if self._thread.ident is None:
+            self._thread.start()  # the agent listens, and has its signal handlers
         try:
             return self._notices.get(timeout=timeout_s) if timeout_s else self._notices.get_nowait()
         except queue.Empty:
@@ -109,11 +116,13 @@ class Bench:
     num_workers: int = 2
     config: dict[str, object] = field(default_factory=dict)
     task: Task | None = None
+    event_log_handler: str = "null"
     zygotes: list[Workers] = field(default_factory=list)
+    keeper: SnapshotKeeper | None = None
 
     def run(
         self, script: Callable[[ScriptedMembership], None], me: Member = ME
-    ) -> tuple[RunResult, HoldfastAgent, list[Event]]:
+    ) -> tuple[JobResult, HoldfastAgent, list[Event]]:
         task = self.task or Task(kind="main", target=t.CHILD, cwd=str(self.tmp_path))
         report = {"CHILD_REPORT": str(self.tmp_path / "report")}
         workers = Workers(task, env=t.base_env() | report | self.env)
@@ -122,27 +131,26 @@ class Bench:
         scratch = Scratch("run", me.node, root=self.tmp_path).path
         config = AgentConfig(
             me=me,
-            run_id="run",
             workers=self.num_workers,
             scratch=scratch,
             log_dir=self.tmp_path / "logs" / "0" / me.node,
             stacks_dir=self.tmp_path / "stacks",
-            max_restarts=3,
             hang_ceiling_s=60.0,
             start_ceiling_s=60.0,
             tick_s=0.02,
         )
         config = replace(config, **self.config)  # type: ignore[arg-type]
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=self.num_workers,
-            rdzv_handler=None,
-            entrypoint=task.target,
-        )
         membership = ScriptedMembership(waker, script)
+        spec = worker_spec(
+            membership,
+            task.target,
+            workers=self.num_workers,
+            max_restarts=3,
+            event_log_handler=self.event_log_handler,
+        )
         log = EventLog(self.tmp_path, f"agent-{me.node}", node=me.node)
         agent = HoldfastAgent(
-            config, spec, workers=workers, membership=membership, waker=waker, log=log
+            config, spec, workers=workers, waker=waker, log=log, keeper=self.keeper
         )
         try:
             result = agent.run()

@@ -12,8 +12,7 @@ from config_map_server import (
     serving,
 )
 
-from elastic_trainer.agent.boards.api_server import ApiServer
-from elastic_trainer.agent.boards.kubernetes_board import KubernetesBoard
+from elastic_trainer.board.kubernetes_board import ApiServer, KubernetesBoard
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from elastic_trainer.agent.boards.board import BoardState, Commit
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.hf_export import Exported, export_hf
+from elastic_trainer.checkpoint.hf_convert import Exported, export_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.models import ModelShape
 
@@ -29,18 +29,26 @@ def random_weights(shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> di
     return out
 
 
+def file_names(num_files: int) -> list[str]:
+    """Return the files' names as transformers looks for them."""
+    if num_files == 1:
+        return [hf_names.SINGLE_NAME]
+    return [f"model-{i:05d}-of-{num_files:05d}.safetensors" for i in range(1, num_files + 1)]
+
+
 def write_hf(
     path: Path, shape: ModelShape, weights: dict[str, Tensor], *, num_files: int = 1, **config
 ) -> Path:
     """Write a directory as `save_pretrained` does and return it."""
     path.mkdir(parents=True)
-    files = hf_names.file_names(num_files)
+    files = file_names(num_files)
     names = list(weights)
     parts = [names[i::num_files] for i in range(num_files)]
     for file, part in zip(files, parts, strict=True):
         save_file({n: weights[n] for n in part}, path / file, metadata={"format": "pt"})
     if num_files > 1:
-        index = hf_names.index_of(zip(files, parts, strict=True), 0)
+        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
         (path / hf_names.INDEX_NAME).write_text(json.dumps(index))
     text = json.dumps({**hf_names.hf_config(shape, "bfloat16"), **config})
     (path / hf_names.CONFIG_NAME).write_text(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from membership_node import Node
 
-from elastic_trainer.agent.boards.board import BoardState, Commit
+from elastic_trainer.board.state import BoardState, Commit
 
 if TYPE_CHECKING:
     from membership_sim import Cluster
@@ -26,6 +26,8 @@ class SimBoard:
         self.cut: set[str] = set()
         """Nodes that cannot reach it."""
         self.lose_replies = False
+        self.reads: list[tuple[float, str]] = []
+        """When, and of whom."""
         self.epoch_owner: dict[int, str] = {}
         self.term_owner: dict[int, str] = {}
 
@@ -62,6 +64,7 @@ class SimBoard:
 
     def read(self, node: Node) -> None:
         """Answer ReadBoard."""
+        self.reads.append((self._world.now, node.me.agent_id))
         if self._answers(node):
             state, token = self.content or (None, None)
             self._answer(node, lambda now: node.machine.board_read(state, token, now))

@@ -52,6 +52,8 @@ class Node:
     working: int | None = None
     """Epoch whose workers run here."""
     stopped: JobStopped | None = None
+    serves: bool = False
+    """It has left; its keeper serves the others until they have committed without it."""
     notices: list[Notice] = field(default_factory=list)
     events: list[tuple[float, str, dict]] = field(default_factory=list)
     step: int = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from membership_board import SimBoard
 from membership_network import SimNetwork
 from membership_node import Node
+from membership_snapshots import COMMIT_S, SimSnapshots
 
 from elastic_trainer.agent.membership.effects import (
     Close,
@@ -64,6 +65,7 @@ class Cluster:
         self.published: dict[int, EpochFormed] = {}
         self.network = SimNetwork(self)
         self.board = SimBoard(self)
+        self.snapshots = SimSnapshots(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
 
@@ -94,13 +96,16 @@ class Cluster:
             workers=workers,
         )
         offset = self.random.uniform(0, 1000) if offset is None else offset
-        node = Node(me, Membership(me, job, self.settings, **machine), offset)
+        chance = random.Random(me.agent_id).random
+        membership = Membership(me, job, self.settings, random=chance, **machine)
+        node = Node(me, membership, offset)
         self.nodes.append(node)
         self.feed(node, lambda now: node.machine.start(now))
         return node
 
     def kill(self, node: Node, *, silent: bool = False) -> None:
         """End the process; `silent`: the machine's power goes, so that nobody is told."""
+        node.serves = False
         if not node.alive:
             return
         node.alive, node.silent, node.working = False, silent, None
@@ -216,33 +221,37 @@ class Cluster:
         return [n for n in self.nodes if n.alive and n.stopped is None]
 
     def able(self) -> list[Node]:
-        """Nodes that are up, on machines that were not put out."""
-        barred = {
-            name for n in self.up if n.machine.is_coordinator for name in n.machine.ctx.barred
-        }
-        return [n for n in self.up if n.me.host not in barred]
+        """Nodes that are up, on machines that are not excluded."""
+        out = set()
+        for ctx in (n.machine.ctx for n in self.up if n.machine.is_coordinator):
+            out |= ctx.excluded.keys() | ctx.history.quarantined(ctx.now).keys()
+        return [n for n in self.up if n.me.host not in out]
 
     def settled(self) -> bool:
         """Whether all living agents share the newest epoch with the rung they can fill."""
         up = self.up
         formed = {n.formed.epoch if n.formed else None for n in up}
-        size = self.settings.rung_for(len(self.able()))
+        rung = self.settings.ladder.rung_for(len(self.able()))
         return (
-            sum(n.machine.is_coordinator for n in up) == 1
+            rung is not None
+            and sum(n.machine.is_coordinator for n in up) == 1
             and len(formed) == 1
             and None not in formed
             and self.board.content is not None
             and up[0].formed.epoch == max(self.published) == self.board.content[0].epoch
-            and len(up[0].formed.members) == size
+            and up[0].formed.rung == rung
+            and len(up[0].formed.members) == rung.num_nodes
             and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
-            == {n.me.agent_id for n in up}
+            >= {n.me.agent_id for n in self.able()}
+            and {m.agent_id for m in up[0].formed.members + up[0].formed.spares}
+            <= {n.me.agent_id for n in up}
             and all(n.working == (n.formed.epoch if n.me in n.formed.members else None) for n in up)
         )
 
     def parked(self) -> bool:
         """Whether too few agents are left, one leads them and no worker runs."""
         return (
-            self.settings.rung_for(len(self.able())) == 0
+            self.settings.ladder.rung_for(len(self.able())) is None
             and sum(n.machine.is_coordinator for n in self.up) == 1
             and all(n.working is None for n in self.up)
         )
@@ -332,9 +341,11 @@ class Cluster:
         board = self.board
         assert board.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
         assert self.board.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
-        assert len(formed.members) in self.settings.rung_nodes
+        rung = self.settings.ladder.rung_for(len(formed.members))
+        assert rung is not None
+        assert len(formed.members) == rung.num_nodes
         assert len({m.node for m in formed.members}) == len(formed.members)
-        assert not {m.host for m in formed.members} & formed.barred.keys()
+        assert not {m.host for m in formed.members} & formed.excluded.keys()
 
     def _tell(self, node: Node, notice: Notice) -> None:
         node.notices.append(notice)
@@ -347,6 +358,12 @@ class Cluster:
                 node.working = epoch if node.me in notice.members else None
                 if node.working is not None:
                     self._later(node, epoch, WORKERS_START_S, WorkersRunning(epoch=epoch, step=1))
+                if node.me == notice.members[0]:
+                    self.at(self.now + WORKERS_START_S, lambda: self.snapshots.restore(notice))
+                    self.at(
+                        self.now + WORKERS_START_S + COMMIT_S,
+                        lambda: self.snapshots.commit(node, notice),
+                    )
             case EpochAborted():
                 node.working = None
             case ShowWorkers(epoch=epoch):
@@ -361,7 +378,11 @@ class Cluster:
             case JobStopped():
                 node.stopped, node.working = notice, None
                 # The process ends a little later: what it was to send goes out first.
-                self.at(self.now + 0.05, lambda: self.kill(node))
+                self.at(self.now + 0.05, lambda: self._end(node, notice))
+
+    def _end(self, node: Node, notice: JobStopped) -> None:
+        self.kill(node)
+        node.serves = notice.serves
 
     def _later(self, node: Node, epoch: int, delay: float, report: Report) -> None:
         def say() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_zygote as t
 from agent_bench import ME, OTHER, Bench, ScriptedMembership, bench, formed, named
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.metrics import MetricData, MetricHandler
+from torch.distributed.elastic.metrics import api as metrics_api
 
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.hangs.procfs import state_of
@@ -27,9 +34,10 @@ from elastic_trainer.agent.membership.notices import (
     WorkersSeen,
 )
 from elastic_trainer.agent.membership.tasks import Task, WorkerExited
+from elastic_trainer.agent.workers.group import JobResult, forward_error_file, process_failure
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.failures import Action, Kind
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.heartbeat import Beat, Request, Section
 
 __all__ = ["bench"]  # the fixture
 
@@ -44,7 +52,7 @@ def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
         m.no_more_reports()
 
     result, agent, events = bench.run(script)
-    assert (result.state, result.is_failed(), agent.exit_code) == (WorkerState.SUCCEEDED, False, 0)
+    assert (result.state, result.is_failed(), result.code) == (WorkerState.SUCCEEDED, False, 0)
     assert [event.event for event in events] == [
         "agent.started", "worker.started", "worker.started", "recovery.phase",
         "worker.exit", "worker.exit", "agent.exit",
@@ -62,10 +70,11 @@ def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
         "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
         "TORCHELASTIC_RESTART_COUNT": "4", "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "HOLDFAST_EPOCH": "4", "HOLDFAST_RUNG": "2", "HOLDFAST_NODE": "n1",
+        "HOLDFAST_EPOCH": "4", "HOLDFAST_NODE": "n1",
         "HOLDFAST_ADDRESS": "127.0.0.2",
     }  # fmt: skip
     assert {name: env.get(name) for name in expected} == expected
+    assert json.loads(env["HOLDFAST_RUNG"]) == formed(4, OTHER, ME).rung.to_dict()
     group = agent.get_worker_group()
     assert [worker.global_rank for worker in group.workers] == [2, 3]
     assert [worker.id for worker in group.workers] == [reports[2]["pid"], reports[3]["pid"]]
@@ -185,7 +194,7 @@ def test_a_consequence_alone_is_reported_soon(bench: Bench) -> None:
 
 
 def test_a_hang_is_a_failure(bench: Bench) -> None:
-    bench.config |= {"hang_ceiling_s": 0.3, "blame_s": 0.2}
+    bench.config |= {"hang_ceiling_s": 0.3, "unattributed_s": 0.2}
     bench.env |= {"CHILD_ACT_0": "train", "CHILD_ACT_1": "stall 20"}
 
     def script(m: ScriptedMembership) -> None:
@@ -291,10 +300,10 @@ def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
         m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
         assert "cannot end worker processes" in m.expect(NodeLeaving).reason
         m.say(formed(1, ME))  # too late: it runs nothing any more
-        m.say(JobStopped(code=92, reason="put out"))
+        m.say(JobStopped(code=92, reason="excluded"))
 
-    _, agent, events = bench.run(script)
-    assert agent.exit_code == 92
+    result, _, events = bench.run(script)
+    assert result.code == 92
     assert len(named(events, "worker.unreapable")) == 1
     assert len(named(events, "worker.started")) == 2
 
@@ -318,6 +327,123 @@ def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
     (ended,) = named(bench.events(), "agent.exit")
     assert ended.fields == {"code": 1, "reason": "error: RuntimeError: out of order"}
     assert len(named(bench.events(), "worker.exit")) == 2
+
+
+class Told(logging.Handler, MetricHandler):
+    """What a site would register with torchelastic: keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+        self.metrics: dict[str, int] = {}
+        self.fails = False
+
+    def emit(self, told: Any) -> None:
+        if self.fails:
+            raise OSError("no network")
+        if isinstance(told, MetricData):
+            self.metrics[told.name] = told.value
+        else:
+            self.events.append(json.loads(told.getMessage()))
+
+    def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802
+        raise OSError("no network")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Told:
+    told = Told()
+    monkeypatch.setitem(handlers._log_handlers, "site", told)
+    monkeypatch.setattr(events, "_events_loggers", {})
+    monkeypatch.setitem(metrics_api._metrics_map, "torchelastic", told)
+    bench.event_log_handler = "site"
+    return told
+
+
+def test_torchelastics_events_and_metrics_are_told(bench: Bench, told: Told) -> None:
+    bench.env |= {"CHILD_ACT": "train", "CHILD_ACT_3": "raise all is lost"}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(1, ME))
+        m.expect(WorkersRunning)
+        m.say(EpochAborted(epoch=1, reason="node lost", victims=("n0",)))
+        m.say(formed(2, ME))
+        m.expect(WorkersRunning)
+        m.say(EpochAborted(epoch=2, reason="again", victims=("n0",)))
+        m.say(formed(3, OTHER, ME))
+        m.expect(WorkersFailed)
+        m.say(JobStopped(code=94, reason="restart budget used up"))
+        assert m.closing.wait(t.DEADLINE_S)
+
+    result, _, _ = bench.run(script)
+    assert (result.code, result.state) == (94, WorkerState.FAILED)
+    assert list(result.failures) == [3]
+    failure = result.failures[3]
+    assert failure.exitcode == 1
+    assert "all is lost" in json.dumps(failure.error_file_data)
+    places = [
+        (event["source"], event["metadata"]["state"], event["metadata"]["global_rank"])
+        for event in told.events
+    ]
+    assert places == [
+        ("AGENT", "RENDEZVOUS", None), ("WORKER", "START", 0), ("WORKER", "START", 1),
+        ("AGENT", "RENDEZVOUS", None), ("WORKER", "START", 0), ("WORKER", "START", 1),
+        ("AGENT", "RENDEZVOUS", None), ("WORKER", "START", 2), ("WORKER", "START", 3),
+        ("WORKER", "TERMINATED", 2), ("WORKER", "FAILED", 3), ("AGENT", "FAILED", None),
+    ]  # fmt: skip
+    failed = told.events[-2]
+    assert failed["name"] == "torchelastic.worker.status.FAILED"
+    expected = {
+        "run_id": "run", "rdzv_backend": "scripted", "role": "default", "hostname": "n1",
+        "group_rank": 1, "agent_restarts": 2, "worker_id": str(failure.pid),
+    }  # fmt: skip
+    assert {name: failed["metadata"][name] for name in expected} == expected
+    assert "all is lost" in failed["metadata"]["raw_error"]
+    assert json.loads(failed["metadata"]["metadata"])["exit_code"] == [1]
+    values = {name.removeprefix("workers.default."): n for name, n in told.metrics.items()}
+    assert 0 < values.pop("recovery.duration.ms") < t.DEADLINE_S * 1000
+    assert values == {
+        "epoch": 3, "healthy": 1, "unhealthy": 1, "failed": 1, "run_total": 1,
+        "run_success_with_retries": 0, "run_success_no_retries": 0,
+        "run_failed_with_retries": 1, "run_failed_no_retries": 0,
+    }  # fmt: skip
+
+
+def test_a_handler_that_fails_costs_nothing_but_what_it_was_to_tell(
+    bench: Bench, told: Told, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench.env["CHILD_ACT"] = "train 1"
+    told.fails = True
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(1, ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+
+    assert bench.run(script)[0].code == 0
+    assert "OSError: no network" in capfd.readouterr().err
+
+
+def test_the_first_failure_is_handed_to_who_started_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for, left = tmp_path / "asked.json", tmp_path / "left.json"
+    left.write_text('{"message": {"message": "lost", "extraInfo": {"timestamp": "5"}}}')
+    failures = {
+        rank: process_failure(
+            WorkerExited(
+                local_rank=rank, rank=rank, pid=7, code=1, signal=None, record={"message": "x"},
+                error_file=path, log_tail="", beat=Beat(0, Section.STARTING, 0, 0),
+            )
+        )
+        for rank, path in ((0, tmp_path / "gone.json"), (1, left))
+    }  # fmt: skip
+    result = JobResult(state=WorkerState.FAILED, failures=failures, code=93)
+    forward_error_file(result)
+    assert not asked_for.exists()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(asked_for))
+    forward_error_file(result)
+    assert json.loads(asked_for.read_text())["message"]["message"] == "lost"
 
 
 def test_scripts_without_heartbeats_run_as_soon_as_they_have_started(bench: Bench) -> None:

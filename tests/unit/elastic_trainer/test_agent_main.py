@@ -15,15 +15,19 @@ import test_zygote as t
 
 from elastic_trainer.events import Event
 
-START_DEADLINE_S = 90.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+START_DEADLINE_S = 240.0
 """Three agents and three zygotes import torch: 6 s on two idle cores, 45 s measured at load 15."""
 
 SCRIPT = """
-import os, sys, time
+import os, resource, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
+assert torch.get_num_threads() == 1  # torch was loaded before anybody knew that
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+assert soft == hard > 512  # started with a soft limit of 512
 here, epoch = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
@@ -45,15 +49,18 @@ class Cluster:
         (tmp_path / "script.py").write_text(SCRIPT)
 
     def start(self, num: int) -> None:
+        env = t.base_env()
+        del env["OMP_NUM_THREADS"]  # the agent's own default
         for index in range(1, num + 1):
             node = f"n{index}"
             argv = ["--nnodes", f"1:{num}", "--rdzv-endpoint", str(self.tmp_path / "shared")]
             argv += ["--rdzv-id", self.tmp_path.name, "--node", node]
             argv += ["--local-addr", f"127.0.1.{index}"]
-            command = [sys.executable, "-P", "-m", "elastic_trainer.agent", *argv]
+            command = ["/bin/sh", "-c", 'ulimit -Sn 512; exec "$0" "$@"']
+            command += [sys.executable, "-P", "-m", "elastic_trainer.agent", *argv]
             self.agents[node] = subprocess.Popen(
                 [*command, str(self.tmp_path / "script.py"), str(self.tmp_path)],
-                env=t.base_env(),
+                env=env,
                 cwd=self.tmp_path,
             )
 

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import errno
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.command.options import OptionsError, parse
+from elastic_trainer.agent import node
+from elastic_trainer.agent.command.flags import OptionsError
+from elastic_trainer.agent.command.options import Options, parse
 from elastic_trainer.agent.main import main
 from elastic_trainer.config import (
     CheckpointSection,
@@ -17,6 +21,7 @@ from elastic_trainer.config import (
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
+from elastic_trainer.storage_probe import probe_storage
 
 
 def job(run_dir: Path) -> TrainConfig:
@@ -40,6 +45,10 @@ def job(run_dir: Path) -> TrainConfig:
     )
 
 
+def sizes(options: Options) -> list[int]:
+    return [rung.num_nodes for rung in options.ladder.rungs]
+
+
 def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(job(tmp_path).to_json())
     argv = ["--run-dir", str(tmp_path), "--node", "n1", "--attempt", "2"]
@@ -47,7 +56,7 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     assert (options.run_id, options.job, options.node, options.attempt) == (
         *("tiny-1", "17.0", "n1", "2"),
     )
-    assert (options.workers, options.rung_nodes) == (2, (4, 2))
+    assert (options.workers, sizes(options)) == (2, [4, 2])
     assert options.elastic.hang_ceiling_s == 7.0
     assert options.network.ports == "29400-29409"
     assert (options.run_dir, options.board_dir) == (tmp_path, tmp_path / "board")
@@ -60,7 +69,7 @@ def test_torchruns_flags_mean_the_same(tmp_path: Path) -> None:
     argv = ["--nnodes=2:4", "--nproc_per_node", "3", "--rdzv-id", "r", "--max-restarts=5"]
     argv += ["--rdzv-endpoint", str(tmp_path), "--rdzv-conf", "join_timeout_s=1,ports=5000-5001"]
     options = parse([*argv, str(script), "--lr", "1", "--node", "x"], {})
-    assert options.rung_nodes == (4, 3, 2)
+    assert sizes(options) == [4, 3, 2]
     assert (options.workers, options.run_id, options.job) == (3, "r", "r")
     assert (options.elastic.max_restarts, options.elastic.join_timeout_s) == (5, 1.0)
     assert options.network.ports == "5000-5001"
@@ -83,41 +92,69 @@ def test_what_to_run(tmp_path: Path, argv: list[str], kind: str, target: str) ->
     assert (task.kind, task.target) == (kind, target)
 
 
+HERE = ["--rdzv-endpoint", "/tmp"]
+
+
+def test_a_file_system_without_hard_links_exits_93(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def link(_file: Path, _second: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(node, "probe_storage", partial(probe_storage, link=link))
+    assert main(["--rdzv-endpoint", str(tmp_path), "--no-python", "sh"]) == 93
+    assert capsys.readouterr().err.startswith(f"holdfast agent: error: HF617 {tmp_path}/")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "code", "key"),
     [
-        ([], "HF501 which script? Give one after the flags, or --run-dir RUN"),
-        (["--run-dir", "nowhere", "--job", "1"], "nowhere/job.json cannot be read: No such"),
-        (["--run-dir", "nowhere", "--nnodes", "2"], "HF501 --nnodes: job.json in --run-dir"),
-        (["--rdzv-endpoint", "/tmp", "--nnodes", "4:2"], "HF501 --nnodes 4:2: expected MIN:MAX"),
-        (["--rdzv-endpoint", "/tmp", "--nproc-per-node", "x"], "a number, gpu, cpu or auto"),
-        (["--rdzv-endpoint", "/tmp", "--rdzv-conf", "a=1"], "HF501 --rdzv-conf a=1: expected"),
-        (["--rdzv-endpoint", "/tmp", "--rdzv-conf", "heartbeat_s=-1"], "a positive number"),
-        (["--rdzv-endpoint", "/tmp", "--rdzv-conf", "ports=9-1"], "not a range like 29400-29499"),
-        (["--rdzv-endpoint", "/tmp", "gone.py"], "HF503 there is no script gone.py"),
-        (
-            ["--rdzv-endpoint", "/tmp", "--no-python", "no-such-x"],
-            "HF503 there is no executable no-such",
-        ),
-        (["--rdzv-endpoint", "/tmp", "--no-python", "-m", "x"], "exclude each other"),
-        (
-            ["--rdzv-endpoint", "/tmp", "--rdzv-conf", "interface=none0", "--no-python", "sh"],
-            "HF504 network.interface",
-        ),
+        ([], "HF501", "--run-dir"),
+        (["--no-such-flag", "1"], "HF501", "--no-such-flag"),
+        (["--max-restarts", "x"], "HF501", "--max-restarts"),
+        (["--on-term", "x"], "HF501", "--on-term"),
+        (["--run-dir", "nowhere", "--job", "1"], "HF502", "nowhere/job.json"),
+        (["--run-dir", "nowhere", "--nnodes", "2"], "HF501", "--nnodes"),
+        (["--run-dir", "nowhere", "--rdzv-conf", "window_s=1"], "HF501", "--rdzv-conf"),
+        ([*HERE, "--nnodes", "4:2", "x"], "HF501", "--nnodes 4:2"),
+        ([*HERE, "--nproc-per-node", "x", "x"], "HF501", "--nproc-per-node x"),
+        ([*HERE, "--rdzv-conf", "a=1", "x"], "HF501", "a=1"),
+        ([*HERE, "--rdzv-conf", "a", "x"], "HF501", "--rdzv-conf a"),
+        ([*HERE, "--rdzv-conf", "heartbeat_s=-1", "x"], "HF501", "heartbeat_s=-1"),
+        ([*HERE, "--rdzv-conf", "ports=9-1", "x"], "HF501", "29400-29499"),
+        ([*HERE, "gone.py"], "HF503", "gone.py"),
+        ([*HERE, "--no-python", "no-such-x"], "HF503", "no-such-x"),
+        ([*HERE, "--no-python", "-m", "x"], "HF501", "--module"),
+        ([*HERE, "--rdzv-conf", "interface=none0", "--no-python", "sh"], "HF504", "none0"),
+        (["--rdzv-backend", "c10d", "x"], "HF510", "c10d"),
+        (["--rdzv-endpoint", "node0:29400", "x"], "HF510", "node0:29400"),
+        (["--rdzv-endpoint", "[::1]:29400", "x"], "HF510", "[::1]:29400"),
+        (["--start-method", "fork", "x"], "HF510", "--start-method"),
+        (["--numa_binding", "node", "x"], "HF510", "--numa-binding"),
+        (["--virtual-local-rank", "x"], "HF510", "--virtual-local-rank"),
+        (["--duplicate-stdout-filters", "a,b", "x"], "HF510", "--duplicate-stdout-filters"),
+        (["--logs-specs", "x", "x"], "HF510", "--log-dir"),
+        (["--signals-to-handle", "SIGTERM,SIGHUP", "x"], "HF510", "SIGTERM,SIGHUP"),
+        (["--event-log-handler", "nobodys", "--no-python", "sh"], "HF501", "nobodys"),
+        (["--standalone", "--nnodes", "2", "--no-python", "sh"], "HF501", "--nnodes 2"),
+        (["--nnodes", "2", "--no-python", "sh"], "HF501", "--rdzv-endpoint"),
+        ([*HERE, "--rdzv-id", "../x", "--no-python", "sh"], "HF501", "--rdzv-id ../x"),
+        (["-r", "4", "x"], "HF501", "--redirects 4"),
+        (["-t", "0:5", "x"], "HF501", "--tee 0:5"),
+        (["--local-ranks-filter", "x", "x"], "HF501", "--local-ranks-filter x"),
+        (["--progress-pattern", "step", "x"], "HF501", "--progress-pattern step"),
+        (["--progress-pattern", "(", "x"], "HF501", "--progress-pattern ("),
+        (["--standalone", "--no-python", "sh", "--dp={dpp}"], "HF511", "{dpp}"),
     ],
 )
 def test_the_users_mistakes_exit_93(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], code: str, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 93
-    assert says in capsys.readouterr().err
-
-
-def test_unknown_flags_exit_93_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--no-such-flag", "1"])
-    assert caught.value.code == 93
-    assert "error: HF501 unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+    says = capsys.readouterr().err
+    assert says.startswith(f"holdfast agent: error: {code} ")
+    assert key in says
 
 
 def test_a_run_needs_a_job_id_and_a_readable_job_json(tmp_path: Path) -> None:
@@ -127,42 +164,6 @@ def test_a_run_needs_a_job_id_and_a_readable_job_json(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(OptionsError, match=r"HF502 .*version None"):
         parse(["--run-dir", str(tmp_path), "--job", "1"], {})
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--rdzv-backend", "c10d"], "HF510 --rdzv-backend c10d: agents meet through a directory"),
-        (["--rdzv-endpoint", "node0:29400"], "HF510 --rdzv-endpoint node0:29400: expected a direc"),
-        (["--rdzv-endpoint", "[::1]:29400"], "HF510 --rdzv-endpoint [::1]:29400"),
-        (["--start-method", "fork"], "HF510 --start-method does not exist here"),
-        (["--numa_binding", "node"], "HF510 --numa-binding does not exist here"),
-        (["--virtual-local-rank"], "HF510 --virtual-local-rank does not exist here"),
-        (["--logs-specs", "x"], "use --log-dir, --redirects, --tee"),
-        (["--signals-to-handle", "SIGTERM,SIGHUP"], "only SIGTERM and SIGINT ask for a stop"),
-        (["--standalone", "--nnodes", "2"], "HF501 --standalone is one node"),
-        (["--nnodes", "2"], "HF501 --nnodes 2 needs --rdzv-endpoint DIR"),
-        (
-            ["--rdzv-endpoint", "/tmp", "--rdzv-id", "../x"],
-            "HF501 --rdzv-id ../x: expected letters",
-        ),
-        (["-r", "4"], "HF501 --redirects 4: expected 0 (none)"),
-        (["-t", "0:5"], "HF501 --tee 0:5: expected 0 (none)"),
-        (["--local-ranks-filter", "x"], "HF501 --local-ranks-filter x: expected local ranks"),
-        (["--progress-pattern", "step"], "expected one group, the step"),
-        (["--progress-pattern", "("], "HF501 --progress-pattern (:"),
-    ],
-)
-def test_flags_that_cannot_be_taken_say_what_to_use(
-    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*argv, "--no-python", "sh"]) == 93
-    assert says in capsys.readouterr().err
-
-
-def test_unknown_placeholders_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--standalone", "--no-python", "sh", "--dp={dpp}"]) == 93
-    assert "HF511 {dpp} is unknown; {dp} {tp}" in capsys.readouterr().err
 
 
 def test_flags_without_effect_are_told(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_one_machine_needs_no_endpoint_and_each_job_is_one_of_its_own(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     argv = ["--nproc-per-node", "2", "--no-python", "sh", "-c", "true"]
     options = parse(argv, {})
-    assert (options.rung_nodes, options.workers) == ((1,), 2)
+    assert (sizes(options), options.workers) == ([1], 2)
     assert options.record_dir == tmp_path / options.run_id
     assert options.board_dir.parent == options.record_dir
     assert str(options.record_dir) in options.notes[-1]
@@ -196,22 +197,29 @@ def test_jobs_share_an_endpoint_by_their_ids(tmp_path: Path) -> None:
     assert options.board_dir == tmp_path / "7" / "board"
     assert options.record_dir == tmp_path / "7"
     assert options.role == "trainer"
-    assert {n: str(layout) for n, layout in options.layouts.items()} == {
-        2: "dp4-pp1-cp1-tp1",
-        1: "dp2-pp1-cp1-tp1",
-    }
+    assert [rung.layout.label for rung in options.ladder.rungs] == ["dp4", "dp2"]
     argv += ["--log-dir", str(tmp_path / "logs"), "--no-python", "sh"]
     options = parse(argv, {})
     assert (options.log_root, options.record_dir) == (tmp_path / "logs/none", tmp_path / "none")
 
 
-def test_torchruns_variables_are_taken_where_no_flag_is_given(tmp_path: Path) -> None:
-    env = {"PET_NNODES": "2:3", "PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "6"}
+def test_torchruns_variables_are_taken_where_no_flag_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NNODES": "2:3", "NPROC_PER_NODE": "4", "MAX_RESTARTS": "6"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
     argv = ["--rdzv-endpoint", str(tmp_path), "--nproc-per-node", "1", "--no-python", "sh"]
-    options = parse(argv, env)
-    assert (options.rung_nodes, options.workers, options.elastic.max_restarts) == ((3, 2), 1, 6)
-    with pytest.raises(OptionsError, match=r"HF501 \$PET_MAX_RESTARTS: 'x' is no int"):
-        parse(argv, {"PET_MAX_RESTARTS": "x"})
+    options = parse(argv, {})
+    assert (sizes(options), options.workers, options.elastic.max_restarts) == ([3, 2], 1, 6)
+    (tmp_path / "job.json").write_text(job(tmp_path).to_json())
+    monkeypatch.setenv("PET_MAX_RESTARTS", "x")
+    run = parse(["--run-dir", str(tmp_path), "--job", "1"], {"PET_EVENT_LOG_HANDLER": "console"})
+    assert (sizes(run), run.event_log_handler) == ([4, 2], "console"), "job.json says the rest"
+    with pytest.raises(OptionsError, match=r"HF501 .*--max-restarts"):
+        parse(argv, {})
+    monkeypatch.setenv("PET_STANDALONE", "yes")
+    with pytest.raises(OptionsError, match=r"HF501 .*PET_"):
+        parse(argv, {})
 
 
 @pytest.mark.parametrize(
@@ -235,3 +243,22 @@ def test_the_console_shows_what_torchrun_would(
     assert shown is not None
     assert [int(shown[rank].console) for rank in range(2)] == console
     assert [int(shown[rank].prefix) for rank in range(2)] == prefix
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "domain"),
+    [
+        ([], {}, ""),
+        ([], {"SLURM_TOPOLOGY_ADDR": "node7"}, ""),  # no topology is configured
+        ([], {"SLURM_TOPOLOGY_ADDR": "spine.leaf2.node7"}, "spine.leaf2"),
+        ([], {"SLURM_TOPOLOGY_ADDR": "s.l.n", "HOLDFAST_FAILURE_DOMAIN": "rack-3"}, "rack-3"),
+        (["--failure-domain", "rack-4"], {"HOLDFAST_FAILURE_DOMAIN": "rack-3"}, "rack-4"),
+    ],
+)
+def test_the_failure_domain_is_said_or_slurms(
+    tmp_path: Path, flags: list[str], env: dict[str, str], domain: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    argv = ["--nnodes", "2", "--rdzv-endpoint", str(tmp_path), *flags, str(script)]
+    assert parse(argv, env).failure_domain == domain

@@ -11,9 +11,10 @@ from typing import Any
 import agent_bench as a
 import pytest
 import test_zygote as t
+from torch.distributed.elastic.multiprocessing import Std
 
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import Std, Streams
+from elastic_trainer.agent.command.flags import Streams
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     StopAsked,
@@ -21,8 +22,8 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.agent.wire.waker import Waker
-from elastic_trainer.agent.workers.ends import worker_spec
+from elastic_trainer.agent.stop_signals import Waker
+from elastic_trainer.agent.workers.group import worker_spec
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
@@ -30,7 +31,6 @@ from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
-from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.script_steps import WRITER, newest_step
 
 HANDLER = """
@@ -56,16 +56,18 @@ while True:
     ("fresh", "leaves", "request_", "ended"),
     [
         (True, "91", Request.STOP, {"finished": False, "saved": True}),
-        (True, "0", Request.STOP, {"finished": False, "saved": False}),
-        (True, "finish", Request.STOP, {"finished": True, "saved": False}),
-        (True, "143", Request.STOP, {"finished": False, "saved": False}),
-        (True, "5", Request.STOP, {"finished": False, "saved": False}),
         (True, "none", Request.STOP, {"finished": False, "saved": False}),
-        (False, "none", Request.STOP, {"finished": False, "saved": False}),
-        (False, "stay", Request.STOP, {"finished": False, "saved": False}),
-        (False, "0", Request.GROW, {"finished": False, "saved": False}),
         (False, "91", Request.GROW, {"finished": False, "saved": True}),
-        (False, "none", Request.GROW, {"finished": False, "saved": False}),
+        *(
+            pytest.param(fresh, leaves, asked, ended, marks=pytest.mark.slow)
+            for fresh, leaves, asked, ended in [
+                (True, "finish", Request.STOP, {"finished": True, "saved": False}),
+                (True, "5", Request.STOP, {"finished": False, "saved": False}),
+                (False, "0", Request.STOP, {"finished": False, "saved": False}),
+                (False, "stay", Request.STOP, {"finished": False, "saved": False}),
+                (False, "none", Request.GROW, {"finished": False, "saved": False}),
+            ]
+        ),
     ],
 )
 def test_a_script_is_asked_by_sigterm(
@@ -106,6 +108,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signalled", [False, True])
 def test_a_failure_that_peers_caused_by_leaving_on_request_is_taken_back(
     tmp_path: Path, signalled: bool
@@ -147,6 +150,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "steps"), [("SGD", [105, 110]), ("Adam", [5, 5])])
 def test_steps_count_from_the_beginning_of_the_training(
     tmp_path: Path, optimizer: str, steps: list[int]
@@ -173,7 +177,10 @@ def test_steps_count_from_the_beginning_of_the_training(
 
 
 def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -> None:
-    code = "import os, sys; print('step', 3); print(os.environ['HOLDFAST_LAYOUT'], file=sys.stderr)"
+    code = (
+        "import json, os, sys; print('step', 3); "
+        "print(json.loads(os.environ['HOLDFAST_RUNG'])['layout']['dp'], file=sys.stderr)"
+    )
     task = Task(kind="command", target=sys.executable, args=("-c", code))
 
     def play(m: a.ScriptedMembership) -> None:
@@ -185,11 +192,11 @@ def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -
     run(tmp_path, task, play, streams=streams)
     shown = capfd.readouterr()
     assert sorted(shown.out.splitlines()) == ["[default1]:step 3", "step 3"]
-    assert shown.err.splitlines() == ["dp2-pp1-cp1-tp1"]
+    assert shown.err.splitlines() == ["2"]
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert sorted(logs) == ["0.stderr.log", "0.stdout.log", "1.stderr.log", "1.stdout.log"]
     assert logs["1.stdout.log"] == "step 3\n"
-    assert logs["1.stderr.log"].endswith("dp2-pp1-cp1-tp1\n")
+    assert logs["1.stderr.log"].endswith("2\n")
 
 
 def run(
@@ -208,29 +215,24 @@ def run(
     log = EventLog(tmp_path, "agent", node="n1")
     membership = a.ScriptedMembership(waker, play)
     follower = LogFollower(streams, None) if streams else None
-    layouts = {1: ParallelLayout(dp=2)}
     agent = HoldfastAgent(
         AgentConfig(
             me=a.ME,
-            run_id="r",
             workers=2,
             scratch=tmp_path / "scratch",
             log_dir=tmp_path / "logs",
             stacks_dir=tmp_path / "stacks",
-            max_restarts=3,
             hang_ceiling_s=30.0,
             start_ceiling_s=30.0,
             watch_all=False,
             settle_s=settle_s,
         ),
-        worker_spec(2, task.target, 3),
+        worker_spec(membership, task.target, workers=2, max_restarts=3),
         workers=Workers(task, env=t.base_env()),
-        membership=membership,
         waker=waker,
         log=log,
         scripts=Scripts(
             task,
-            layouts,
             log,
             follower=follower,
             split=streams is not None,

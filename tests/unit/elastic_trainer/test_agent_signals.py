@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import test_zygote as t
 from agent_bench import ME, Bench, ScriptedMembership, bench, formed, named
 
+from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     JobStopped,
@@ -18,6 +22,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.heartbeat import Heartbeat, Request
+from elastic_trainer.snapshots.image import file_name
 
 __all__ = ["bench"]  # the fixture
 
@@ -34,9 +39,9 @@ def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
         assert m.closing.wait(t.DEADLINE_S)
 
     before = signal.getsignal(signal.SIGTERM)
-    result, agent, events = bench.run(script)
+    result, _, events = bench.run(script)
     assert signal.getsignal(signal.SIGTERM) is before
-    assert agent.exit_code == 1
+    assert result.code == 1
     assert events[-1].event == "agent.exit"
     assert events[-1].fields == {"code": 1, "reason": "SIGINT, again: left without saving"}
     assert result.is_failed()
@@ -56,9 +61,53 @@ def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> Non
         m.say(JobStopped(code=91, reason="left on request: SIGTERM"))
         assert m.closing.wait(t.DEADLINE_S)
 
-    _, agent, events = bench.run(script, me)
-    assert agent.exit_code == 91
+    result, _, events = bench.run(script, me)
+    assert result.code == 91
     assert named(events, "agent.started")[0].fields["host"] == "machine-7"
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_node_that_leaves_serves_its_snapshots_until_they_are_freed(
+    bench: Bench, tmp_path: Path, freed: bool
+) -> None:
+    """Whoever gives it no more time says so by another signal."""
+    bench.env["CHILD_ACT"] = "train"
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / file_name("own", epoch=0, rank=0, slot=0)).touch()
+    asked = threading.Event()
+
+    class Asked(Keeper):
+        def holds_any(self) -> bool:
+            held = super().holds_any()
+            asked.set()
+            return held
+
+    bench.keeper = keeper = Asked(images, "127.0.0.1", authenticate=lambda _: None)
+
+    def later() -> None:
+        asked.wait(t.DEADLINE_S)
+        if freed:
+            keeper.free(1)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=later)
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        m.say(JobStopped(code=92, reason="n1 is excluded", serves=True))
+        assert m.closing.wait(t.DEADLINE_S)
+        assert not asked.is_set(), "the coordinator sees the connection end first"
+
+    thread.start()
+    result, _, events = bench.run(script)
+    thread.join()
+    keeper.close()
+    assert result.code == 92
+    assert [event.event for event in events[-2:]] == ["snapshot.served", "agent.exit"]
+    assert events[-2].fields["freed"] is freed
 
 
 def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Bench) -> None:

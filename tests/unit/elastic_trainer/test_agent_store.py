@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -78,11 +79,14 @@ def test_the_base_environment_keeps_what_the_user_set() -> None:
         workers=2,
         address="127.0.0.3",
         run_dir=None,
+        record_dir=Path("/job"),
     )
     assert env["OMP_NUM_THREADS"] == "4"
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("lo", "ib0")
     assert "HOLDFAST_RUN_DIR" not in env
-    assert base_environment({}, workers=2, address="203.0.113.1", run_dir=None) == {
+    where = {"address": "203.0.113.1", "run_dir": None, "record_dir": Path("/job")}
+    assert base_environment({}, workers=2, **where) == {
+        "HOLDFAST_RECORD_DIR": "/job",
         "OMP_NUM_THREADS": "1",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TORCH_FR_BUFFER_SIZE": "512",

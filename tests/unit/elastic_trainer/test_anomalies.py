@@ -20,7 +20,7 @@ from elastic_trainer.anomalies import (
     Record,
     Skip,
     Void,
-    judge,
+    decide,
     odd_ones_out,
     rollback_target,
     skip_after,
@@ -34,8 +34,8 @@ EMPTY = Record()
 PLAIN = Baseline((2.0,) * 64, (1.0,) * 64)
 
 
-def verdict(loss, norm, *, baseline=PLAIN, record=EMPTY, step=100, **changes):
-    return judge(
+def decision(loss, norm, *, baseline=PLAIN, record=EMPTY, step=100, **changes):
+    return decide(
         loss, norm, step=step, baseline=baseline, record=record, config=replace(CONFIG, **changes)
     )
 
@@ -47,33 +47,33 @@ def verdict(loss, norm, *, baseline=PLAIN, record=EMPTY, step=100, **changes):
 @pytest.mark.parametrize("baseline", [Baseline(), PLAIN])
 @pytest.mark.parametrize("action", ["skip", "rollback", "stop"])
 def test_no_number_is_never_applied(loss, norm, baseline, action):
-    found = verdict(loss, norm, baseline=baseline, non_finite=action)
+    found = decision(loss, norm, baseline=baseline, non_finite=action)
     assert (found.kind, found.action) == (Kind.NON_FINITE, Action(action))
     assert not found.applies
     assert "not a finite number" in found.reason
 
 
 def test_a_spike_names_its_kind_and_the_harder_action_counts():
-    assert verdict(2.1, 1.1).kind is None
-    loss = verdict(7.0, 1.0)
+    assert decision(2.1, 1.1).kind is None
+    loss = decision(7.0, 1.0)
     assert (loss.kind, loss.action) == (Kind.LOSS_SPIKE, Action.SKIP)
     assert loss.reason == "loss 7 is 3.5 times the median of the steps before, 2"
-    norm = verdict(2.0, 50.0)
+    norm = decision(2.0, 50.0)
     assert (norm.kind, norm.action) == (Kind.GRAD_SPIKE, Action.ROLLBACK)
-    assert verdict(7.0, 50.0).action is Action.ROLLBACK
-    assert verdict(7.0, 50.0, grad_spike="report").action is Action.SKIP
+    assert decision(7.0, 50.0).action is Action.ROLLBACK
+    assert decision(7.0, 50.0, grad_spike="report").action is Action.SKIP
 
 
 def test_what_is_ignored_is_not_looked_for_and_a_report_is_applied():
-    assert verdict(7.0, 50.0, loss_spike="ignore", grad_spike="ignore").kind is None
-    told = verdict(7.0, 1.0, loss_spike="report")
+    assert decision(7.0, 50.0, loss_spike="ignore", grad_spike="ignore").kind is None
+    told = decision(7.0, 1.0, loss_spike="report")
     assert (told.kind, told.applies) == (Kind.LOSS_SPIKE, True)
 
 
 def test_no_verdict_without_a_baseline():
     young = Baseline((2.0,) * 31, (1.0,) * 31)
-    assert verdict(99.0, 99.0, baseline=young).kind is None
-    assert verdict(99.0, 1.0, baseline=young.add(2.0, 1.0, 64)).kind is Kind.LOSS_SPIKE
+    assert decision(99.0, 99.0, baseline=young).kind is None
+    assert decision(99.0, 1.0, baseline=young.add(2.0, 1.0, 64)).kind is Kind.LOSS_SPIKE
 
 
 def test_a_baseline_keeps_the_newest_finite_values():
@@ -125,10 +125,10 @@ def noisy_curve(seed, *, steps=600, sigma=0.05, tail=0.0):
 def test_training_noise_is_no_spike_and_a_real_one_is(seed, sigma, tail):
     baseline = Baseline()
     for step, (loss, norm) in enumerate(noisy_curve(seed, sigma=sigma, tail=tail), 1):
-        found = verdict(loss, norm, baseline=baseline, step=step)
+        found = decision(loss, norm, baseline=baseline, step=step)
         assert found.kind is None, (step, found)
         if step > 64 and step % 50 == 0:
-            worse = verdict(loss * 3, norm, baseline=baseline, step=step)
+            worse = decision(loss * 3, norm, baseline=baseline, step=step)
             assert worse.kind is Kind.LOSS_SPIKE
         baseline = baseline.add(loss, norm, 64)
 
@@ -137,8 +137,8 @@ def test_the_loss_of_a_memorised_text_may_scatter():
     rng = random.Random(0)
     before = [0.01 * math.exp(rng.gauss(0, 0.1)) for _ in range(64)]
     baseline = Baseline(tuple(before), (1.0,) * 64)
-    assert verdict(0.05, 1.0, baseline=baseline).kind is None
-    assert verdict(0.5, 1.0, baseline=baseline).kind is Kind.LOSS_SPIKE
+    assert decision(0.05, 1.0, baseline=baseline).kind is None
+    assert decision(0.5, 1.0, baseline=baseline).kind is Kind.LOSS_SPIKE
 
 
 # --- the budget -------------------------------------------------------------------------------
@@ -146,26 +146,26 @@ def test_the_loss_of_a_memorised_text_may_scatter():
 
 def test_the_budget_turns_the_next_skip_into_a_stop():
     record = Record(tuple(Skip(step, step) for step in range(91, 100)))
-    assert verdict(NAN, 1.0, record=record).action is Action.SKIP
+    assert decision(NAN, 1.0, record=record).action is Action.SKIP
     record = record.with_skip(Skip(100, 100))
-    spent = verdict(NAN, 1.0, record=record, step=101)
+    spent = decision(NAN, 1.0, record=record, step=101)
     assert spent.action is Action.STOP
     assert "10 batches" in spent.reason
     assert "max_skips allows 10" in spent.reason
-    late = verdict(NAN, 1.0, record=record, step=100 + BUDGET_STEPS)
+    late = decision(NAN, 1.0, record=record, step=100 + BUDGET_STEPS)
     assert late.action is Action.SKIP
-    assert verdict(2.0, 1.0, record=record, step=101).kind is None
+    assert decision(2.0, 1.0, record=record, step=101).kind is None
 
 
 def test_a_run_that_only_makes_wrong_numbers_ends():
     record, step = Record(), 0
     for step in range(1, 100):
-        found = verdict(NAN, NAN, baseline=Baseline(), record=record, step=step)
+        found = decision(NAN, NAN, baseline=Baseline(), record=record, step=step)
         if found.action is Action.STOP:
             break
         record = record.with_skip(Skip(step, step))
     assert step == CONFIG.max_skips + 1
-    assert verdict(NAN, NAN, max_skips=0).action is Action.STOP
+    assert decision(NAN, NAN, max_skips=0).action is Action.STOP
 
 
 # --- what a restore may use -------------------------------------------------------------------

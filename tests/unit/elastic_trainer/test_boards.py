@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 from at_once import at_once
 from board_bench import account, board_of, certificate, server
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from elastic_trainer.agent.boards.board import BoardBusyError, BoardState, Commit, Lease, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardBusyError, BoardState, Commit, Lease, update
 
 __all__ = ["account", "certificate", "server"]  # fixtures
 
@@ -59,6 +61,23 @@ def test_a_second_board_sees_what_the_first_wrote(boards):
     assert one.set_state(b"late", token) == (b"next", newer, False)
 
 
+def test_torchelastics_own_rendezvous_meets_on_it(boards):
+    """Boards are back ends of torchelastic: its DynamicRendezvousHandler knows nothing of ours."""
+    store, found, handlers = HashStore(), [], []
+
+    def join() -> None:
+        handler = DynamicRendezvousHandler.from_backend(
+            "run", store, boards(), min_nodes=3, max_nodes=3, local_addr="127.0.0.1"
+        )
+        info = handler.next_rendezvous()
+        found.append((info.rank, info.world_size))
+        handlers.append(handler)
+
+    at_once(3, join)
+    assert all(handler.shutdown() for handler in handlers)
+    assert sorted(found) == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_eight_writers_lose_no_update(boards):
     def write() -> None:
         board = boards()
@@ -103,7 +122,6 @@ def test_update_ends_after_its_attempts(boards):
         update(board, change, attempts=3)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(contents=st.lists(st.binary(max_size=64), min_size=1, max_size=6))
 def test_any_bytes_come_back(boards, contents):
     board = boards()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from elastic_trainer.agent.boards.board import BoardState, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, update
 from elastic_trainer.checkpoint import restore as restore_module
 from elastic_trainer.checkpoint import saver as saver_module
 from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.restore import agreed_board
 from elastic_trainer.config import (
     CheckpointSection,
@@ -30,7 +32,10 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.lineage import Lineage, Origin
 from elastic_trainer.models import ModelShape
+from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.snapshots.peer import Peer
 
 CPU = torch.device("cpu")
 
@@ -40,6 +45,21 @@ def _alone(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def memory_tier(images, epoch):
+    place = Place(
+        directory=images,
+        node="n",
+        local_rank=0,
+        workers=1,
+        members=(Peer(node="n", address="127.0.0.1", port=0),),
+        spares=(),
+        authenticate=lambda _: None,
+    )
+    return MemoryTier(
+        place, ParallelLayout(), rank=0, epoch=epoch, every_steps=1, emit=lambda *_, **__: None
+    )
 
 
 class Run:
@@ -55,6 +75,8 @@ class Run:
         batch=12,
         start=None,
         since=None,
+        epoch=0,
+        images=None,
         **checkpoint,
     ):
         torch.manual_seed(0)
@@ -81,11 +103,13 @@ class Run:
         )
         self.log = EventLog(root, "worker-0")
         self.manager = CheckpointManager(
-            Keeping.of(config, epoch=0, layout=ParallelLayout()),
+            CheckpointPolicy.of(config, epoch=epoch, layout=ParallelLayout()),
             self.board,
             self.log,
             CPU,
+            ranks=RankGrid(timedelta(seconds=20)),
             state=TrainingState(self.model, self.optimizer),
+            memory=images and memory_tier(images, epoch),
             at=at,
             since_mono=since,
         )
@@ -100,6 +124,13 @@ class Run:
 
     def restore(self):
         return self.manager.restore()
+
+    def keep(self, step):
+        """Commit the state in memory; return the step that is committed."""
+        self.manager.snapshot(step)
+        self.manager.memory.wait(20)
+        assert self.manager.votes() == (1.0, 0.0, 0.0)
+        return self.manager.agreed(1.0, 0.0, 0.0)
 
     def events(self, name):
         lines = (self.root / "events" / "checkpoints-worker-0.jsonl").read_text().splitlines()
@@ -130,6 +161,47 @@ def test_save_and_restore_with_events_and_generator(tmp_path):
 
 def test_nothing_to_restore_is_step_zero(tmp_path):
     assert Run(tmp_path).restore() is None
+
+
+def epoch_of(tmp_path, epoch):
+    """Publish an epoch and return it."""
+    board = FileBoard(tmp_path / "board")
+    assert update(board, lambda state: dataclasses.replace(state, epoch=epoch)) is not None
+    images = tmp_path / "images"
+    images.mkdir(exist_ok=True)
+    return Run(tmp_path, epoch=epoch, images=images)
+
+
+def test_what_an_epoch_did_after_another_had_begun_from_an_older_state_never_counts(tmp_path):
+    """Two halves of a job that were cut off from each other; the older got further."""
+    older = epoch_of(tmp_path, 5)
+    assert older.restore() is None
+    assert older.keep(100) == 100
+    newer = epoch_of(tmp_path, 6)
+    assert newer.restore() == 100
+    assert newer.keep(150) == 150
+    assert older.keep(200) == 200, "nobody has told it"
+    newest = epoch_of(tmp_path, 7)
+    assert newest.restore() == 150
+    assert newest.manager.restored_from == "memory"
+    assert newest.keep(151) == 151
+    lineage = BoardState.decode(newest.board.get_state()[0]).lineage
+    assert lineage == Lineage((Origin(5, 0, 0), Origin(6, 5, 100), Origin(7, 6, 150)))
+    for run in (older, newer, newest):
+        run.manager.close()
+
+
+def test_a_snapshot_counts_only_once_the_board_says_where_its_epoch_began(tmp_path):
+    run = epoch_of(tmp_path, 5)
+    assert update(run.board, lambda state: dataclasses.replace(state, epoch=6)) is not None
+    assert run.restore() is None
+    run.manager.snapshot(1)
+    run.manager.memory.wait(0.5)
+    assert run.manager.votes() == (0.0, 0.0, 0.0), "a newer epoch was published meanwhile"
+    run.manager.close()
+    fresh = epoch_of(tmp_path, 7)
+    assert fresh.restore() is None
+    fresh.manager.close()
 
 
 def start_of(run):
@@ -329,8 +401,40 @@ def test_board_that_is_away_for_a_moment_at_restore(tmp_path):
         if now[0] > restore_module.BOARD_WAIT_S - 5:
             board.when = None
 
-    state = agreed_board(board, run.manager._group, mono=lambda: now[0], sleep=sleep)
+    state = agreed_board(board, run.manager._group, epoch=0, mono=lambda: now[0], sleep=sleep)
     assert [commit.step for commit in state.commits] == [1]
+
+
+class LaggingBoard:
+    """Shows what was there before `shown`, as a file system with a stale cache does."""
+
+    def __init__(self, board, old):
+        self.board, self.old, self.shown = board, old, False
+
+    def get_state(self):
+        return self.board.get_state() if self.shown else self.old
+
+
+def test_a_board_that_shows_an_older_epoch_is_read_again(tmp_path):
+    """Its commits are older too: steps that were saved would be trained again."""
+    run = Run(tmp_path)
+    run.step()
+    assert run.save(1)
+    old = run.board.get_state()
+    assert run.save(2)
+    update(run.board, lambda state: dataclasses.replace(state, epoch=1))
+    board, now = LaggingBoard(run.board, old), [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        board.shown = now[0] > 30
+
+    state = agreed_board(board, run.manager._group, epoch=1, mono=lambda: now[0], sleep=sleep)
+    assert (state.epoch, [commit.step for commit in state.commits]) == (1, [1, 2])
+    board.shown, now[0] = False, 0.0
+    stays = {"mono": lambda: now[0], "sleep": lambda s: now.__setitem__(0, now[0] + s)}
+    with pytest.raises(BoardAwayError, match="epoch 0 to a worker of epoch 1"):
+        agreed_board(board, run.manager._group, epoch=1, **stays)
 
 
 def test_error_of_our_own_in_the_thread_ends_saving_but_not_training(tmp_path, monkeypatch):

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from elastic_trainer.checkpoint.collective import describe
 from elastic_trainer.checkpoint.errors import DamagedError
 from elastic_trainer.checkpoint.index import check_index
+from elastic_trainer.checkpoint.load import read_into
 from elastic_trainer.checkpoint.manifest import FileEntry
-from elastic_trainer.checkpoint.reader import CheckpointReader
-from elastic_trainer.checkpoint.restricted import read_index
-from elastic_trainer.checkpoint.save import _Writer
+from elastic_trainer.checkpoint.reader import CheckpointReader, read_index
+from elastic_trainer.checkpoint.save import Writer
 from elastic_trainer.checkpoint.state import Stager, create_optimizer_state, live_tensors
 
 
@@ -112,7 +112,7 @@ def index_of(path) -> bytes:
     """Return the `.metadata` that this Python and this torch write."""
     tensors = {"a": torch.ones(3), "b": torch.zeros(2, dtype=torch.bfloat16)}
     with warnings.catch_warnings(action="ignore"):  # that there is no process group
-        dcp.save(tensors, storage_writer=_Writer(path, lambda _: None), no_dist=True)
+        dcp.save(tensors, storage_writer=Writer(path, lambda _: None), no_dist=True)
     return (path / ".metadata").read_bytes()
 
 
@@ -232,3 +232,42 @@ def test_the_systems_error_behind_one_of_torch_is_told():
     error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 7 vs 5")
     error.__context__ = OSError(errno.ENOSPC, "No space left on device")
     assert describe(error) == "OSError: [Errno 28] No space left on device"
+
+
+def stored(folder, state) -> CheckpointReader:
+    """Save `state` by DCP, sections of tensors, and return a reader of it."""
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.save(state, storage_writer=Writer(folder, lambda _: None), no_dist=True)
+    raw = (folder / ".metadata").read_bytes()
+    return CheckpointReader(folder, FileEntry(len(raw), hashlib.sha256(raw).hexdigest()))
+
+
+def test_a_load_reads_every_kind_of_tensor_and_any_box(tmp_path):
+    whole = torch.arange(1200.0).reshape(40, 30)
+    state = {
+        "model": {
+            **{str(dtype): (whole % 97).to(dtype) for dtype in (torch.bfloat16, torch.int8)},
+            "scalar": torch.tensor(5.0),
+            "transposed": whole.t(),
+            "complex": whole[:2].to(torch.complex64),
+            "empty": torch.zeros(0, 3),
+        }
+    }
+    reader = stored(tmp_path, state)
+    target = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    read_into(target, reader, reader.read_metadata())
+    for name, value in state["model"].items():
+        assert torch.equal(target["model"][name], value), name
+
+
+def test_a_load_calls_nothing_that_a_data_file_names(tmp_path):
+    reader = stored(tmp_path, {"model": {"a": torch.ones(3)}})
+    metadata = reader.read_metadata()
+    (info,) = metadata.storage_data.values()
+    buffer = io.BytesIO()
+    torch.save(Reduced(os.mkdir, str(tmp_path / "called")), buffer)
+    (tmp_path / info.relative_path).write_bytes(buffer.getvalue())
+    info.offset, info.length = 0, len(buffer.getvalue())
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        read_into({"model": {"a": torch.zeros(3)}}, reader, metadata)
+    assert not (tmp_path / "called").exists()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from insider import Insider
 
-from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.messages import Join, Welcome, Won, decode, encode
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -24,15 +29,18 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.wire.client import MembershipClient
-from elastic_trainer.agent.wire.reactor import Reactor
-from elastic_trainer.agent.wire.secret import MAGIC, Badge, authenticate, make_secret
-from elastic_trainer.agent.wire.transport import Endpoint
+from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
+from elastic_trainer.agent.wire.secret import MAGIC, Badge, make_secret
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.events import Event
+from elastic_trainer.ladder import Ladder
 
 DEADLINE_S = 10.0
 
 
 class Node:
-    """One client with a reactor of its own, as in an agent process."""
+    """One client with a network of its own, as in an agent process."""
 
     def __init__(
         self,
@@ -43,11 +51,13 @@ class Node:
         job: str = "job1",
         start: int = 0,
         badge: Badge | None = None,
+        log: Callable[[str, int | None, dict], None] | None = None,
+        takeover_refused_s: float = 0.5,
     ) -> None:
-        self.reactor = Reactor()
-        self.reactor.start()
+        self.network = NetworkThread()
+        self.network.start()
         badge = badge or Badge(make_secret(run), "agents", "run1")
-        self.endpoint = Endpoint(self.reactor, "127.0.0.1", badge=badge)
+        self.endpoint = Endpoint(self.network, "127.0.0.1", badge=badge)
         self.me = Member(
             agent_id=f"{name}-{start}",
             node=name,
@@ -61,21 +71,20 @@ class Node:
             me=self.me,
             job=job,
             settings=Settings(
-                rung_nodes=tuple(range(nodes, 0, -1)),
-                expected_nodes=nodes,
+                ladder=Ladder.data_parallel(max_nodes=nodes, min_nodes=1, workers=1),
                 heartbeat_s=0.2,
                 dead_after_s=1.0,
                 reconnect_s=0.5,
                 dial_timeout_s=0.5,
                 takeover_s=1.5,
-                takeover_refused_s=0.5,
+                takeover_refused_s=takeover_refused_s,
                 lease_renew_s=0.4,
             ),
             board=FileBoard(run / "board"),
             endpoint=self.endpoint,
-            reactor=self.reactor,
+            network=self.network,
             open_store=lambda epoch: ("127.0.0.1", 1000 + epoch),
-            log=lambda event, epoch, fields: self.events.append((event, fields)),
+            log=log or (lambda event, epoch, fields: self.events.append((event, fields))),
         )
         self.client.start()
 
@@ -93,7 +102,7 @@ class Node:
     def die(self) -> None:
         """Vanish: every socket closes at once, nothing is said."""
         self.client.close()
-        self.reactor.stop()
+        self.network.stop()
 
 
 @pytest.fixture
@@ -106,7 +115,7 @@ def nodes(tmp_path):
 
     yield make
     for node in alive:
-        if node.reactor._thread.is_alive():
+        if node.network._thread.is_alive():
             node.die()
 
 
@@ -126,7 +135,7 @@ def coordinator_of(group: list[Node], formed: EpochFormed) -> Node:
 def test_all_nodes_form_one_epoch(nodes):
     _, formed = form(nodes, 4)
     assert [m.node for m in formed.members] == ["node0", "node1", "node2", "node3"]
-    assert formed.rung_nodes == 4
+    assert formed.rung.num_nodes == 4
     assert formed.store_port == 1000 + formed.epoch
 
 
@@ -185,6 +194,29 @@ def test_a_dead_jobs_run_is_taken_over(nodes):
         assert node.wait_for(EpochFormed).epoch > formed.epoch
 
 
+def test_who_waits_for_a_dead_jobs_lease_leaves_the_board_alone(nodes, monkeypatch):
+    """At most one read in two seconds, after the first few."""
+    first = nodes("node0", nodes=2)
+    deadline = time.monotonic() + DEADLINE_S
+    while not first.client.is_coordinator:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.die()
+    reads, get_state = [], FileBoard.get_state
+
+    def noted(board):
+        reads.append(time.monotonic())
+        return get_state(board)
+
+    monkeypatch.setattr(FileBoard, "get_state", noted)
+    waits = nodes("node1", nodes=2, job="job2", takeover_refused_s=60.0)
+    begun, looked_s = time.monotonic() + 3.0, 8.0
+    with pytest.raises(queue.Empty):
+        waits.client._notices.get(timeout=3.0 + looked_s)
+    assert reads
+    assert len([when for when in reads if when >= begun]) <= looked_s / 2
+
+
 def test_everybody_stops_on_request_after_saving(nodes):
     group, formed = form(nodes, 3)
     group[1].client.report(StopAsked(reason="SIGTERM"))
@@ -203,16 +235,52 @@ def test_the_last_step_ends_the_run(nodes):
     assert late.wait_for(JobStopped).code == 0
 
 
+def test_joins_are_answered_while_storage_is_slow(nodes, tmp_path, monkeypatch):
+    """40 agents join beside writes of 150 ms each, on the record and on the board."""
+    slow_s, joins = 0.15, 40
+    write, swap = os.write, FileBoard.set_state
+
+    def slow_write(fd, data):
+        if threading.current_thread().name.startswith("append-"):
+            time.sleep(slow_s)
+        return write(fd, data)
+
+    def slow_swap(*args):
+        time.sleep(slow_s)
+        return swap(*args)
+
+    monkeypatch.setattr(os, "write", slow_write)
+    monkeypatch.setattr(FileBoard, "set_state", slow_swap)
+    log = EventLog(tmp_path, "agent-node0", node="node0")
+    first = nodes("node0", nodes=joins + 2, log=log.emit_later)
+    deadline = time.monotonic() + DEADLINE_S
+    while not first.client.is_coordinator:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        known = [stack.enter_context(insider(tmp_path, first.endpoint)) for _ in range(joins)]
+        for i, agent in enumerate(known):
+            member = Member(
+                agent_id=f"a{i}", node=f"n{i}", host=f"n{i}", address="127.0.0.1", port=1, workers=1
+            )
+            agent.say(encode(Join(member=member, job="job1", last_epoch=0, ready=False)))
+        for agent in known:
+            assert isinstance(decode(agent.hear()), Welcome)
+        assert time.monotonic() - begun < joins * slow_s / 2
+        first.die()
+    log.close(timeout_s=DEADLINE_S)
+    lines = (tmp_path / "events" / "agent-node0.jsonl").read_text().splitlines()
+    names = [event.event for line in lines if (event := Event.decode(line))]
+    assert names.count("member.joined") == joins
+
+
 def stranger(node: Node) -> socket.socket:
     return socket.create_connection(("127.0.0.1", node.endpoint.port), timeout=5)
 
 
-def insider(run: Path, node: Node) -> socket.socket:
-    sock = stranger(node)
-    secret = make_secret(run)
-    authenticate(sock, secret, server=False, label="agents", context="run1", timeout_s=5)
-    sock.settimeout(5)
-    return sock
+def insider(run: Path, endpoint: Endpoint) -> Insider:
+    return Insider(endpoint.port, Badge(make_secret(run), "agents", "run1"), 5)
 
 
 def cut_off(sock: socket.socket) -> bool:
@@ -226,25 +294,23 @@ def cut_off(sock: socket.socket) -> bool:
 
 def test_a_crash_of_the_network_thread_closes_its_sockets_and_is_told(tmp_path):
     told: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-    reactor = Reactor(crashed=told.put)
+    network = NetworkThread(crashed=told.put)
     badge = Badge(make_secret(tmp_path), "agents", "run1")
-    endpoint = Endpoint(reactor, "127.0.0.1", badge=badge)
+    endpoint = Endpoint(network, "127.0.0.1", badge=badge)
 
     class Broken:
         def received(self, conn, payload):
             raise ZeroDivisionError
 
-    reactor.start()
-    reactor.call(lambda: endpoint.serve(Broken()))
-    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) as sock:
-        authenticate(sock, badge.secret, server=False, label="agents", context="run1", timeout_s=5)
-        sock.settimeout(5)
-        sock.sendall(struct.pack(">I", 1) + b"x")
+    network.start()
+    network.call(lambda: endpoint.serve(Broken()))
+    with insider(tmp_path, endpoint) as known:
+        known.say(b"x")
         assert isinstance(told.get(timeout=5), ZeroDivisionError)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", endpoint.port), timeout=5)
-        assert cut_off(sock)
-    reactor.stop()
+        assert cut_off(known.sock)
+    network.stop()
 
 
 def still_forms(group: list[Node], formed: EpochFormed) -> None:
@@ -270,41 +336,47 @@ FRAMES = [
 ]
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-def test_garbage_of_an_insider_is_cut_off_and_does_no_harm(nodes, tmp_path, frame):
+def test_garbage_of_an_insider_is_cut_off_and_does_no_harm(nodes, tmp_path):
     group, formed = form(nodes, 2)
-    with insider(tmp_path, coordinator_of(group, formed)) as sock:
-        sock.sendall(struct.pack(">I", len(frame)) + frame)
-        if b"Told" in frame:  # from one that has not joined: nobody listens
-            sock.shutdown(socket.SHUT_WR)
-        assert cut_off(sock)
+    target = coordinator_of(group, formed).endpoint
+    for payload in FRAMES:
+        with insider(tmp_path, target) as known:
+            known.say(payload)
+            if b"Told" in payload:  # from one that has not joined: nobody listens
+                known.sock.shutdown(socket.SHUT_WR)
+            assert cut_off(known.sock), payload[:60]
+    with insider(tmp_path, target) as known:
+        known.sock.sendall(struct.pack(">I", 2**31) + bytes(16))  # the first bytes are enough
+        assert cut_off(known.sock)
     still_forms(group, formed)
 
 
-def test_a_frame_too_large_is_cut_off(nodes, tmp_path):
-    group, formed = form(nodes, 2)
-    with insider(tmp_path, group[0]) as sock:
-        sock.sendall(struct.pack(">I", 2**31))
-        assert cut_off(sock)
+def test_a_winner_that_the_board_does_not_know_is_not_followed(nodes, tmp_path):
+    """One of the run says to coordinate, under a term of the future and one that is near."""
+    group, formed = form(nodes, 3)
+    follower = next(node for node in group if node.me.node != formed.coordinator)
+    for term in (2, 1 << 40):
+        with insider(tmp_path, follower.endpoint) as known:
+            known.say(encode(Won(term=term, coordinator="nobody-0")))
+            with pytest.raises(EOFError):
+                known.hear()  # a Join would come to a winner that is believed
     still_forms(group, formed)
+    assert not any(event == "member.lost" for event, _ in follower.events)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
+def test_a_strangers_bytes_are_no_message(nodes):
+    group, formed = form(nodes, 2)
+    for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
         struct.pack(">I", 12) + b'{"t":"Ping"}',
         struct.pack(">I", 2**31),
         MAGIC + b"x" * 200,
-    ],
-)
-def test_a_strangers_bytes_are_no_message(nodes, garbage):
-    group, formed = form(nodes, 2)
-    with stranger(group[0]) as sock:
-        sock.sendall(garbage)
-        assert cut_off(sock)
+    ):
+        with stranger(group[0]) as sock:
+            sock.sendall(garbage)
+            assert cut_off(sock), garbage
     refused = [fields for event, fields in group[0].events if event == "peer.refused"]
-    assert [fields["address"] for fields in refused] == ["127.0.0.1"]
+    assert {fields["address"] for fields in refused} == {"127.0.0.1"}
     still_forms(group, formed)
 
 
@@ -328,12 +400,12 @@ def test_an_agent_that_cannot_prove_itself_never_joins(nodes, tmp_path, how):
 
 
 def test_a_flood_of_half_open_connections_keeps_nobody_out(nodes, tmp_path):
-    """Twice as many as the door lets in, and a member that comes in between."""
+    """Twice as many as the limiter lets in, and a member that comes in between."""
     group, formed = form(nodes, 3)
     victim = next(node for node in group if node.me.node != formed.coordinator)
     rest = [node for node in group if node is not victim]
     target = coordinator_of(group, formed)
-    target.endpoint._door._most = 50
+    target.endpoint.limiter._most = 50
     socks = [stranger(target) for _ in range(100)]
     for slow in socks[::2]:
         slow.sendall(MAGIC[:3])
@@ -347,7 +419,7 @@ def test_a_flood_of_half_open_connections_keeps_nobody_out(nodes, tmp_path):
         node.client.report(WorkersEnded(epoch=formed.epoch + 1, finished=False, step=5))
     for node in [*rest, back]:
         assert len(node.wait_for(EpochFormed).members) == 3
-    assert len(target.endpoint._door) <= 50
+    assert len(target.endpoint.limiter) <= 50
     for sock in socks:
         assert cut_off(sock)  # in the end all of them
         sock.close()

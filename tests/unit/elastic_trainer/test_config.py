@@ -55,9 +55,15 @@ def test_job_json_round_trips(config):
 def test_another_version_is_refused(config):
     raw = json.loads(config.to_json())
     raw["version"] = 99
-    with pytest.raises(ValueError, match="version 99; this holdfast reads 1"):
+    with pytest.raises(ValueError, match="version 99; this holdfast reads 2"):
         TrainConfig.from_json(json.dumps(raw))
 
 
+def test_version_1_is_read_with_a_rung_an_entry(config):
+    raw = json.loads(config.to_json())
+    raw |= {"version": 1, "ladder": [rung.to_dict() for rung in config.ladder.rungs]}
+    assert TrainConfig.from_json(json.dumps(raw)) == config
+
+
 def test_rung_of_finds_the_rung_of_exactly_these_nodes(config):
-    assert config.rung_of(2).layout.dp == 2
+    assert config.ladder.rung_for(2).layout.dp == 2

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer import context_parallel
-from elastic_trainer.context_parallel import GatheredAttention, zigzag_positions
 from elastic_trainer.model import CausalAttention
+from elastic_trainer.parallel import context as context_parallel
+from elastic_trainer.parallel.context import GatheredAttention, zigzag_positions
 
 
 @given(cp=st.integers(1, 9), chunk=st.integers(1, 7))

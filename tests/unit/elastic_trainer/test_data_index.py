@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.data_index import micro_batch_samples, samples_of_step, window_of
+from elastic_trainer.data.index import micro_batch_samples, samples_of_step, window_of
 from elastic_trainer.layout import micro_batches_per_rank
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import corpus_of, megatron, packed, raw_tokens, write_idx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.data import DataError, megatron_sequences
@@ -45,7 +45,6 @@ def datasets(draw):
     return sequences, {"letter": letter, "order": order, "modes": modes, "gap": gap}
 
 
-@settings(max_examples=150, deadline=None)
 @given(dataset=datasets(), full_check=st.sampled_from([1, 1 << 22]), data=st.data())
 def test_the_tokens_are_those_of_all_sequences_in_the_order_of_the_index(dataset, full_check, data):
     sequences, kind = dataset

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from membership_sim import Cluster
 from test_membership import coordinator, others, started
 
-from elastic_trainer.agent.membership.departures import BOUNDARY_S, TOGETHER_S
+from elastic_trainer.agent.membership.departures import BOUNDARY_S, TOGETHER_S, Departure, decide
+from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
     EpochFormed,
     LeaveAsked,
+    NodeLeaving,
 )
 from elastic_trainer.heartbeat import Request
 
@@ -104,6 +106,69 @@ def test_several_that_go_together_cost_one_epoch():
     settled_without(cluster, *gone)
     assert max(cluster.published) == 2
     assert {node.stopped.code for node in gone} == {91}
+
+
+def neighbours(cluster: Cluster, *, leads: bool) -> list:
+    """Return two nodes of which one keeps the copy of the other."""
+    led = [node.machine.is_coordinator for node in cluster.nodes]
+    first = led.index(True) if leads else (led.index(True) + 1) % len(led)
+    return [cluster.nodes[first], cluster.nodes[(first + 1) % len(led)]]
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_neighbours_that_go_together_serve_until_the_others_have_committed(leads):
+    cluster = started(4)
+    gone = neighbours(cluster, leads=leads)
+    for node in gone:
+        cluster.report(node, LEAVE)
+    settled_without(cluster, *gone)
+    assert {m.agent_id for m in cluster.up[0].formed.left} == {n.me.agent_id for n in gone}
+    cluster.run(cluster.now + 2.0)
+    assert cluster.snapshots.lost == []
+    assert [node.serves for node in gone] == [False, False], "freed by the first commit"
+    cluster.kill(others(cluster)[0])
+    cluster.run_until(cluster.settled, within=5.0)
+    assert cluster.up[0].formed.left == (), "nobody asks them any more"
+
+
+def test_those_that_left_are_asked_again_when_the_next_epoch_ends_before_its_first_commit():
+    cluster = started(5)
+    gone = neighbours(cluster, leads=False)
+    for node in gone:
+        cluster.report(node, LEAVE)
+    settled_without(cluster, *gone)
+    cluster.fail_worker(others(cluster)[0])
+    cluster.run_until(lambda: max(cluster.published) == 3, within=5.0)
+    cluster.run(cluster.now + 2.0)
+    assert {m.agent_id for m in cluster.published[3].left} == {n.me.agent_id for n in gone}
+    assert cluster.snapshots.lost == []
+
+
+def test_an_epoch_that_never_commits_asks_those_that_left_for_so_long_only():
+    cluster = started(4)
+    cluster.snapshots.commits = False
+    gone = neighbours(cluster, leads=False)
+    for node in gone:
+        cluster.report(node, LEAVE)
+    settled_without(cluster, *gone)
+    for epoch, left in [(3, 2), (4, 0)]:
+        cluster.run(cluster.now + SERVE_S * 0.6)
+        cluster.fail_worker(cluster.up[epoch % 2])
+        cluster.run_until(lambda epoch=epoch: max(cluster.published) == epoch, within=5.0)
+        assert len(cluster.published[epoch].left) == left
+
+
+def test_neighbours_that_are_excluded_serve_until_the_others_have_committed():
+    cluster = started(5)
+    gone = neighbours(cluster, leads=False)
+    for node in gone:
+        cluster.report(node, NodeLeaving(reason="a worker cannot be killed"))
+    settled_without(cluster, *gone)
+    assert {node.stopped.code for node in gone} == {92}
+    assert {m.agent_id for m in cluster.up[0].formed.left} == {n.me.agent_id for n in gone}
+    cluster.run(cluster.now + 2.0)
+    assert cluster.snapshots.lost == []
+    assert [node.serves for node in gone] == [False, False]
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
@@ -207,3 +272,18 @@ def test_whoever_is_asked_goes_and_the_rest_settle(nodes, script):
     if cluster.up:
         assert cluster.settled(), cluster.describe()
         assert told(cluster.up[0], EpochFormed)
+
+
+@pytest.mark.parametrize(
+    ("all_leave", "run_workers", "enough_stay", "how"),
+    [
+        (True, True, False, Departure.JOB_STOPS),
+        (True, False, False, Departure.JOB_STOPS),
+        (False, False, True, Departure.NOW),
+        (False, True, True, Departure.AT_BOUNDARY),
+        (False, True, False, Departure.SAVED_AT_BOUNDARY),
+    ],
+)
+def test_how_they_leave(all_leave, run_workers, enough_stay, how):
+    found = decide(all_leave=all_leave, run_workers=run_workers, enough_stay=enough_stay)
+    assert found is how

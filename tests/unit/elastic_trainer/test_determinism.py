@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-from elastic_trainer.determinism import ENVIRONMENT
+import pytest
+
+from elastic_trainer.training.determinism import ENVIRONMENT
 
 
 def in_a_process(code, **env):
@@ -13,9 +15,10 @@ def in_a_process(code, **env):
     subprocess.run([sys.executable, "-c", code], env={**clean, **env}, check=True)
 
 
-SETTING = "import os, torch, elastic_trainer.determinism as d; d.make_deterministic();"
+SETTING = "import os, torch, elastic_trainer.training.determinism as d; d.make_deterministic();"
 
 
+@pytest.mark.slow
 def test_it_sets_what_torch_cublas_and_nccl_read_and_makes_no_cuda_context():
     """Nor does importing the trainer: the zygote forks afterwards, which no context survives."""
     in_a_process(

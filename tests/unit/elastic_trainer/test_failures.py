@@ -98,7 +98,11 @@ PROGRAMS = [
         *((text, Kind.CRASH, Action.RESTART) for text in PROGRAMS),
         ("ValueError: loss is nan", Kind.CRASH, Action.RESTART),
         (PORT_TAKEN, Kind.CRASH, Action.RESTART),
-        ("elastic_trainer.replicas.SilentCorruptionError: x", Kind.CORRUPTION, Action.EVICT),
+        (
+            "e.training.replicas.SilentCorruptionError: x",
+            Kind.CORRUPTION,
+            Action.EVICT,
+        ),
         ("ReplicaMismatchError: model.x differs", Kind.CORRUPTION, Action.RESTART),
     ],
 )

@@ -84,6 +84,7 @@ def tier(directory, world_size=1):
         members=(),
         spares=(),
         authenticate=lambda _: None,
+        image_key=bytes(32),
     )
     said = []
     layout = ParallelLayout(dp=world_size)
@@ -93,12 +94,15 @@ def tier(directory, world_size=1):
     return made, said
 
 
-def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory):
+def test_the_first_snapshot_of_a_large_state_only_makes_the_images(directory, monkeypatch):
+    made = threading.Event()  # however late this thread runs, the images are not ready before
+    monkeypatch.setattr(image_writer, "fault_in", lambda *what: made.wait(60) and fault_in(*what))
     memory, said = tier(directory)
     live = large()
     num_faults, taken = faults(lambda: memory.take(live, 1))
     assert not taken
     assert not memory.take(live, 2)  # and none of this is a snapshot that was skipped
+    made.set()
     memory.wait(60)
     assert memory.votes() == (0.0, 0.0, 1.0)
     assert memory.agreed(0.0, 0.0, 1.0) is None

@@ -7,11 +7,11 @@ import torch
 
 from elastic_trainer.config import TrainSection
 from elastic_trainer.data.corpus import Corpus
-from elastic_trainer.feed import Feed
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.ledger import LedgerWriter
-from elastic_trainer.tensor_parallel import IGNORED
+from elastic_trainer.parallel.tensor import IGNORED
+from elastic_trainer.training.feed import Feed
+from elastic_trainer.training.ledger import LedgerWriter
 
 SEQ_LEN = 8
 TRAIN = TrainSection(seq_len=SEQ_LEN, global_batch=5, steps=9)

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.boards.board import BoardBusyError, BoardState, Commit, Lease, update
-from elastic_trainer.agent.boards.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
+from elastic_trainer.board.file_board import KEEP_VERSIONS, BoardCorruptError, FileBoard
+from elastic_trainer.board.state import BoardBusyError, BoardState, Commit, Lease, update
 
 
 def files(directory: Path) -> list[str]:
@@ -58,6 +58,7 @@ def _increment(directory: Path, times: int) -> None:
         update(board, lambda state: dataclasses.replace(state, epoch=state.epoch + 1), 10_000)
 
 
+@pytest.mark.slow
 def test_eight_processes_lose_no_update(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=_increment, args=(tmp_path, 12)) for _ in range(8)]
@@ -184,7 +185,7 @@ def test_who_knows_a_damaged_version_puts_a_whole_one_above_it(tmp_path, damage)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_swap_lost_to_damage_is_said_and_its_epoch_is_not_used_again(tmp_path, damage, count):
     told = []
-    board = quick(tmp_path, told=told.append)
+    board = quick(tmp_path, on_damage=told.append)
     epochs(board, 3)
     for version in range(3, 3 - count, -1):
         version_file(tmp_path, version).write_bytes(damage)
@@ -225,7 +226,6 @@ def test_flipped_bit_is_seen(tmp_path):
     assert board.get_state() == (b"state 1", 2)
 
 
-@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_any_damage_loses_at_most_what_was_damaged(tmp_path_factory, data):
     """Bit flips, truncations, missing and left-over files: the newest whole version counts."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastic_trainer.agent.boards.board import BoardState, Commit, update
-from elastic_trainer.agent.boards.file_board import FileBoard
 from elastic_trainer.anomalies import FINE, Action, Record, Skip, Void
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Commit, update
 from elastic_trainer.checkpoint.collective import StepFailedError
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, Keeping
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -25,11 +26,13 @@ from elastic_trainer.config import (
     TrainSection,
 )
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.guard import RECENT, Guard
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
+from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.training.guard import RECENT, Guard
 
+WAIT = timedelta(seconds=20)
 SHAPE = ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8)
 
 
@@ -66,7 +69,9 @@ def guard_of(root, *, board=None, epoch=1, steps=(), **numbers):
     if shared.get_state() is None:
         update(shared, lambda _: BoardState(epoch=epoch, commits=commits))
     events = EventLog(root, "w")
-    return Guard(config_of(root, **numbers), board or shared, events, rank=0, epoch=epoch)
+    return Guard(
+        config_of(root, **numbers), board or shared, events, ranks=RankGrid(WAIT), epoch=epoch
+    )
 
 
 def on_board(root):
@@ -89,13 +94,13 @@ class Gone:
 def test_a_usual_step_writes_nothing(tmp_path):
     guard = guard_of(tmp_path, board=Gone())
     for step in range(1, 20):
-        assert guard.judge(step, 2.0, 1.0) == FINE
+        assert guard.decide(step, 2.0, 1.0) == FINE
     assert not (tmp_path / "events").exists()
 
 
 def test_a_skip_is_on_the_board_before_training_goes_on(tmp_path):
     guard = guard_of(tmp_path)
-    assert guard.judge(5, math.nan, 1.0).action is Action.SKIP
+    assert guard.decide(5, math.nan, 1.0).action is Action.SKIP
     assert on_board(tmp_path).numbers == Record((Skip(5, 5),))
     assert guard.passes_over(5)
     [event] = events(tmp_path)
@@ -107,14 +112,14 @@ def test_a_skip_that_cannot_be_recorded_is_made_all_the_same_and_says_so(tmp_pat
     guard = guard_of(tmp_path, board=Gone() if why == "gone" else None)
     if why == "fenced":
         update(FileBoard(tmp_path / "board"), lambda _: BoardState(epoch=2))
-    assert guard.judge(5, math.inf, 1.0).action is Action.SKIP
+    assert guard.decide(5, math.inf, 1.0).action is Action.SKIP
     assert events(tmp_path)[0]["recorded"] is False
     assert not on_board(tmp_path).numbers.skips
 
 
 def test_a_rollback_voids_and_drops_what_is_newer(tmp_path):
     guard = guard_of(tmp_path, steps=(4, 8, 12), non_finite="rollback", rollback_steps=3)
-    assert guard.judge(13, math.nan, 1.0).action is Action.ROLLBACK
+    assert guard.decide(13, math.nan, 1.0).action is Action.ROLLBACK
     state = on_board(tmp_path)
     assert [commit.step for commit in state.commits] == [4, 8]
     assert state.numbers == Record((Skip(11, 13),), (Void(1, 10),))
@@ -125,23 +130,23 @@ def test_a_rollback_that_cannot_be_recorded_is_none(tmp_path):
     fenced = guard_of(tmp_path, steps=(4,), non_finite="rollback")
     update(FileBoard(tmp_path / "board"), lambda _: BoardState(epoch=2))
     with pytest.raises(StepFailedError, match="newer epoch"):
-        fenced.judge(30, math.nan, 1.0)
+        fenced.decide(30, math.nan, 1.0)
     with pytest.raises(StepFailedError, match="Input/output"):
-        guard_of(tmp_path, board=Gone(), non_finite="rollback").judge(30, math.nan, 1.0)
+        guard_of(tmp_path, board=Gone(), non_finite="rollback").decide(30, math.nan, 1.0)
 
 
 def test_the_baseline_is_saved_with_the_state_and_restored(tmp_path):
     guard = guard_of(tmp_path, loss_spike="stop")
     for step in range(1, 13):
-        guard.judge(step, 2.0 + step / 100, 1.0)
+        guard.decide(step, 2.0 + step / 100, 1.0)
     save(tmp_path, 12, keeps=guard.keeps)
     again = guard_of(tmp_path, loss_spike="stop")
-    assert again.judge(13, 90.0, 1.0) == FINE  # it knows nothing yet
+    assert again.decide(13, 90.0, 1.0) == FINE  # it knows nothing yet
     again = restored(tmp_path, again)
     assert again.keeps[RECENT].equal(guard.keeps[RECENT]) is False  # NaN is not NaN
     assert again.keeps[RECENT].nan_to_num().equal(guard.keeps[RECENT].nan_to_num())
-    spike = again.judge(13, 90.0, 1.0)
-    assert (spike.action, spike) == (Action.STOP, guard.judge(13, 90.0, 1.0))
+    spike = again.decide(13, 90.0, 1.0)
+    assert (spike.action, spike) == (Action.STOP, guard.decide(13, 90.0, 1.0))
 
 
 def test_a_checkpoint_without_a_baseline_begins_a_new_one(tmp_path):
@@ -153,10 +158,11 @@ def test_a_checkpoint_without_a_baseline_begins_a_new_one(tmp_path):
 def manager(root, keeps):
     model = nn.Linear(2, 2)
     return CheckpointManager(
-        Keeping.of(config_of(root), epoch=1, layout=ParallelLayout()),
+        CheckpointPolicy.of(config_of(root), epoch=1, layout=ParallelLayout()),
         FileBoard(root / "board"),
         EventLog(root, "manager"),
         torch.device("cpu"),
+        ranks=RankGrid(WAIT),
         state=TrainingState(model, torch.optim.AdamW(model.parameters()), keeps),
     )
 

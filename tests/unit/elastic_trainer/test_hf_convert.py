@@ -21,9 +21,9 @@ from hf_models import (
 )
 from safetensors.torch import load_file
 
-from elastic_trainer.checkpoint import hf_import, hf_names
+from elastic_trainer.checkpoint import hf_names, hf_source
 from elastic_trainer.checkpoint.errors import InputError
-from elastic_trainer.checkpoint.hf_import import import_hf
+from elastic_trainer.checkpoint.hf_convert import import_hf
 from elastic_trainer.checkpoint.manifest import METADATA_NAME
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 
@@ -110,14 +110,14 @@ def test_the_run_has_one_commit_of_step_0(tmp_path, hf):
 
 def test_chunks_bound_what_is_read_at_once(tmp_path, hf, monkeypatch):
     held = []
-    read = hf_import.HFSource.read
+    read = hf_source.HFSource.read
 
     def spy(self, name, start, stop):
         out = read(self, name, start, stop)
         held.append(out.nbytes)
         return out
 
-    monkeypatch.setattr(hf_import.HFSource, "read", spy)
+    monkeypatch.setattr(hf_source.HFSource, "read", spy)
     import_hf(hf, tmp_path / "run", run_id="r", max_chunk_bytes=1000)
     assert max(held) <= 1000
     assert sum(held) == 4 * SHAPE.num_params()

@@ -11,7 +11,7 @@ import torch
 from hf_models import equal_bits, export_run, random_weights, read_hf, write_hf
 
 from elastic_trainer.checkpoint import hf_names
-from elastic_trainer.checkpoint.hf_import import import_hf
+from elastic_trainer.checkpoint.hf_convert import import_hf
 from elastic_trainer.model import Llama, rope_table
 from elastic_trainer.models import PRESETS, ModelShape
 

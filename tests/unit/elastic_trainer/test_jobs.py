@@ -10,6 +10,7 @@ from membership_sim import Cluster
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.jobs import slurm_job, supersedes
 from elastic_trainer.agent.membership.notices import StopAsked
+from elastic_trainer.ladder import Ladder
 
 COUNTS = st.integers(0, 10**6)
 NAMES = st.one_of(
@@ -39,7 +40,9 @@ def test_of_two_names_at_most_one_supersedes(one, other):
 
 def started(nodes: int, job: str) -> Cluster:
     cluster = Cluster(
-        Settings(rung_nodes=tuple(range(nodes, 0, -1)), expected_nodes=nodes, join_timeout_s=5.0)
+        Settings(
+            ladder=Ladder.data_parallel(max_nodes=nodes, min_nodes=1, workers=1), join_timeout_s=5.0
+        )
     )
     for i in range(nodes):
         cluster.add(f"node{i}", job=job)

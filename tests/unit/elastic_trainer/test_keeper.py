@@ -13,23 +13,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_snapshot_image import write_image
+from insider import Insider
+from test_snapshot_image import KEY, write_image
 
 from elastic_trainer.agent.keeper import MAX_UNPROVED, Keeper
-from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
+from elastic_trainer.agent.wire.secret import KEY_BYTES, Badge, Secret, authenticate
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.snapshots.errors import PeerError
 from elastic_trainer.snapshots.image import PAGE, Header, Image
+from elastic_trainer.snapshots.mac import MAC_BYTES
 from elastic_trainer.snapshots.peer import (
     KEEPER_LABEL,
-    Authenticate,
     Peer,
     PeerLink,
     read_peers,
     write_peers,
 )
-from elastic_trainer.snapshots.wire import send_message
+from elastic_trainer.snapshots.wire import Authenticate, Channel
 
 HOME = "127.0.0.1"
 
@@ -38,7 +39,7 @@ HOME = "127.0.0.1"
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     folder = tmp_path / "kept"
     folder.mkdir()
-    keeper = Keeper(folder, HOME, authenticate=prove(b"k", server=True))
+    keeper = Keeper(folder, HOME, authenticate=prove(b"k", server=True), key=KEY)
     keeper.start()
     yield keeper
     keeper.close()
@@ -62,7 +63,7 @@ def dial(keeper: Keeper, key: bytes = b"k") -> PeerLink:
 
 def put(link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False) -> Header:
     image = Image(path)
-    header = image.verify()
+    header = image.verify(KEY)
     with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
         raw = bytearray(body)
     image.close()
@@ -80,7 +81,7 @@ def test_a_copy_is_kept_listed_verified_and_read(tmp_path: Path, keeper: Keeper)
         (held,) = link.held()
         assert (held.header, held.file, held.node) == (written, "copy-e2-r1-s1", "b")
         assert [part.name for part in link.verified_index(held.file)] == ["model.a", "model.b"]
-        first, second = link.read(held.file, [(0, 10), (128, 3000)])
+        first, second = link.read(held.file, [(0, 10), (128, 3000)], KEY)
         assert bytes(first) == payload[:10]
         assert bytes(second) == payload[128:]
 
@@ -110,7 +111,7 @@ def test_a_writer_that_dies_midway_leaves_nothing_that_counts(
     with dial(keeper) as link:
         put(link, tmp_path / "image")
         assert len(link.held()) == 1
-        send_message(link._sock, {"op": "put", "header": header.to_dict(), "slot": 0})
+        link._channel.send({"op": "put", "header": header.to_dict(), "slot": 0, "times": 1})
         link._sock.sendall(b"x" * 100)
     deadline = time.monotonic() + 10
     with dial(keeper) as link:
@@ -138,7 +139,7 @@ def test_what_is_rotten_in_memory_is_said(tmp_path: Path, keeper: Keeper) -> Non
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
-        with pytest.raises(PeerError, match="another CRC"):
+        with pytest.raises(PeerError, match="another MAC"):
             link.verified_index(path.name)
 
 
@@ -146,7 +147,7 @@ def test_what_is_rotten_in_memory_is_said(tmp_path: Path, keeper: Keeper) -> Non
 def test_only_images_are_given_out(keeper: Keeper, file: str) -> None:
     for ask in (
         lambda link: link.verified_index(file),
-        lambda link: link.read(file, [(0, 1)]),
+        lambda link: link.read(file, [(0, 1)], KEY),
     ):
         with dial(keeper) as link, pytest.raises(PeerError):
             ask(link)
@@ -158,7 +159,7 @@ def test_a_span_outside_the_image_is_refused(tmp_path: Path, keeper: Keeper) -> 
         with dial(keeper) as link:
             put(link, tmp_path / "image")
             with pytest.raises(PeerError):
-                link.read("copy-e2-r1-s0", [span])
+                link.read("copy-e2-r1-s0", [span], KEY)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_strangers_make_way_for_who_proves_itself(keeper: Keeper) -> None:
 
 def test_closing_ends_every_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    keeper = Keeper(tmp_path, HOME, authenticate=prove(b"k", server=True))
+    keeper = Keeper(tmp_path, HOME, authenticate=prove(b"k", server=True), key=KEY)
     keeper.start()
     with dial(keeper) as link:
         link.held()
@@ -234,8 +235,7 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
         Peer(node=f"n{i}", address=HOME, port=keeper.port if i == keeps else 0, machine=machine)
         for i, machine in enumerate(machines)
     ]
-    write_peers(tmp_path / "peers", peers, 3)
-    members, spares = read_peers(tmp_path / "peers")
+    write_peers(tmp_path / "peers", peers[:3], peers[3:], ())
     own = tmp_path / "own"
     own.mkdir()
     place = Place(
@@ -243,9 +243,9 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
         node="n0",
         local_rank=0,
         workers=1,
-        members=tuple(members),
-        spares=tuple(spares),
+        **read_peers(tmp_path / "peers"),
         authenticate=prove(b"k", server=False),
+        image_key=KEY,
     )
     said: list[object] = []
     tier = MemoryTier(
@@ -266,6 +266,108 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
 
 
 def test_peers_are_written_and_read(tmp_path: Path) -> None:
-    peers = [Peer(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(3)]
-    write_peers(tmp_path / "peers", peers, 2)
-    assert read_peers(tmp_path / "peers") == (peers[:2], peers[2:])
+    peers = tuple(Peer(node=f"n{i}", address=HOME, port=i, machine=f"m{i}") for i in range(4))
+    write_peers(tmp_path / "peers", peers[:2], peers[2:3], peers[3:])
+    found = read_peers(tmp_path / "peers")
+    assert found == {"members": peers[:2], "spares": peers[2:3], "left": peers[3:]}
+
+
+HEADER = {
+    "epoch": 2,
+    "step": 7,
+    "rank": 1,
+    "shard": 1,
+    "num_shards": 4,
+    "num_ranks": 8,
+    "index_bytes": 10,
+    "payload_bytes": 100,
+    "mac": "01" * MAC_BYTES,
+}
+INFINITE, NO_NUMBER = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *({"op": "put", "header": HEADER, "slot": s} for s in (7, -1, INFINITE, True, "0", None)),
+        *(
+            {"op": "put", "header": {**HEADER, name: value}, "slot": 0}
+            for name in ("epoch", "rank", "payload_bytes", "index_bytes")
+            for value in (-1, 1 << 62, 1 << 70, 1.0, NO_NUMBER, INFINITE, None, [])
+        ),
+        *({"op": "put", "header": {**HEADER, "mac": m}, "slot": 0} for m in ("", "01", "zz", 1)),
+        {"op": "put", "header": {**HEADER, "more": 1}, "slot": 0},
+        *({"op": "put", "header": h, "slot": 0} for h in ({}, [], None, "x")),
+        *({"op": "free", "before_epoch": e} for e in (INFINITE, NO_NUMBER, -1, "1", None, [])),
+        *({"op": "verify", "file": f} for f in (None, 7, [], "x" * 99)),
+        *(
+            {"op": "get", "file": "copy-e2-r1-s0", "spans": spans}
+            for spans in (None, 1, [1], [[0]], [[0, INFINITE]], [[NO_NUMBER, 1]], [["0", 1]])
+        ),
+        {"op": None},
+        {"op": [INFINITE]},
+        {},
+    ],
+)
+def test_a_malformed_request_ends_its_connection_and_nothing_else(
+    tmp_path: Path, keeper: Keeper, request_: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody catches on a thread ends the agent."""
+    uncaught: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        link._channel.send(request_)
+        with pytest.raises((EOFError, ConnectionError)):
+            link._channel.receive()
+    with dial(keeper) as link:
+        assert [held.file for held in link.held()] == ["copy-e2-r1-s0"]
+    assert not uncaught
+
+
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b"7", b'{"op":NaN', b"\xff"])
+def test_what_is_no_message_ends_its_connection_and_nothing_else(
+    keeper: Keeper, raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncaught: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    with Insider(keeper.port, Badge(Secret(b"k" * KEY_BYTES), KEEPER_LABEL, "run"), 5) as insider:
+        insider.say(raw)
+        with pytest.raises((EOFError, ConnectionError)):
+            insider.hear()
+    with Insider(keeper.port, Badge(Secret(b"k" * KEY_BYTES), KEEPER_LABEL, "run"), 5) as insider:
+        insider.sock.sendall(b"\xff" * 20)  # a length of 4 GiB
+        with pytest.raises((EOFError, ConnectionError)):
+            insider.hear()
+    assert not uncaught
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"images": 1}, {"images": [{}]}, {"images": [{"header": {}, "file": 1}]}, {"macs": None}, {}],
+)
+def test_a_malformed_answer_of_a_keeper_is_an_error_of_that_peer(answer: dict[str, object]) -> None:
+    with socket.create_server((HOME, 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer_once() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                channel = Channel(sock, prove(b"k", server=True))
+                for _ in range(3):
+                    channel.receive()
+                    channel.send(answer)
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        with PeerLink(Peer(node="b", address=HOME, port=port), prove(b"k", server=False)) as link:
+            for ask in (
+                link.held,
+                lambda: link.verified_index("copy-e2-r1-s0"),
+                lambda: link.read("copy-e2-r1-s0", [(0, 1)], KEY),
+            ):
+                with pytest.raises(PeerError):
+                    ask()
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.ladder import Ladder, Rung, TooFewNodes
-from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import AXES, ParallelLayout
 
 
 def make(sizes):
@@ -27,13 +30,67 @@ def test_rung_for_is_the_largest_rung_that_fits(sizes, left):
         assert ladder.rung_for(left).num_nodes == max(fitting)
         assert ladder.rung_for(left) == make(sizes).rung_for(left)
     else:
-        with pytest.raises(TooFewNodes):
-            ladder.rung_for(left)
+        assert ladder.rung_for(left) is None
 
 
-def test_too_few_nodes_says_what_is_missing():
-    with pytest.raises(TooFewNodes, match="3 nodes left, the last rung needs 4: waiting"):
-        make([8, 4]).rung_for(3)
+def test_a_rung_is_the_same_after_a_round_trip():
+    (rung, _) = make([8, 4]).rungs
+    assert Rung.from_dict(json.loads(json.dumps(rung.to_dict()))) == rung
+
+
+@st.composite
+def ladders(draw):
+    """Runs of rungs with steps of all kinds, as planners make and as none does."""
+    rungs, nodes = [], 5000
+    for _ in range(draw(st.integers(1, 6))):
+        replicate = draw(st.integers(1, 3))
+        layout = ParallelLayout(
+            dp=replicate * draw(st.integers(50, 90)),
+            tp=draw(st.sampled_from([1, 8])),
+            pp=draw(st.integers(1, 3)),
+            dp_replicate=replicate,
+            order=draw(st.permutations(AXES).map(tuple)),
+        )
+        rounds, speed = draw(st.integers(1, 3)), draw(st.none() | st.floats(0.1, 9.0))
+        step, dp_step = draw(st.integers(1, 3)), replicate * draw(st.integers(-2, 3))
+        for index in range(draw(st.integers(1, 12))):
+            rungs.append(
+                Rung(
+                    num_nodes=nodes,
+                    layout=replace(layout, dp=layout.dp - index * dp_step),
+                    micro_batches=rounds,
+                    tokens_per_s=speed,
+                    memory_gib=draw(st.none() | st.just(2.5)) if index == 3 else None,
+                )
+            )
+            nodes -= step
+        nodes -= draw(st.integers(0, 4))
+    return Ladder(tuple(rungs))
+
+
+@given(ladders())
+def test_ranges_are_the_same_ladder(ladder):
+    written = json.loads(json.dumps(ladder.to_ranges()))
+    assert Ladder.from_ranges(written) == ladder
+    assert len(written) <= len(ladder.rungs)
+
+
+def test_rungs_that_differ_by_equal_steps_are_one_entry():
+    rungs = Ladder.data_parallel(max_nodes=2048, min_nodes=1, workers=8)
+    first = {"num_nodes": 2048, "layout": "dp16384-pp1-cp1-tp1", "micro_batches": 1}
+    steps = {"count": 2048, "nodes_step": 1, "dp_step": 8}
+    assert rungs.to_ranges() == [{**first, **steps}]
+
+
+def test_the_former_form_is_read_too():
+    ladder = make([8, 4])
+    assert Ladder.from_ranges([rung.to_dict() for rung in ladder.rungs]) == ladder
+
+
+def test_of_a_script_only_nodes_are_known():
+    ladder = Ladder.data_parallel(max_nodes=3, min_nodes=2, workers=4)
+    assert [(rung.num_nodes, rung.layout.dp) for rung in ladder.rungs] == [(3, 12), (2, 8)]
+    assert all(rung.layout.world_size == rung.layout.dp for rung in ladder.rungs)
 
 
 def test_ends_of_the_ladder():

@@ -82,3 +82,10 @@ def test_impossible_layouts_are_asserted(wrong):
 def test_every_rank_runs_enough_micro_batches_and_not_one_more(num, dp):
     rounds = micro_batches_per_rank(num, dp)
     assert (rounds - 1) * dp < num <= rounds * dp
+
+
+def test_people_read_no_axes_of_size_one():
+    assert ParallelLayout(dp=4, tp=2).label == "dp4·tp2"
+    assert ParallelLayout().label == "dp1"
+    assert ParallelLayout(pp=2).label == "pp2"
+    assert ParallelLayout(dp=4, dp_replicate=2, cp=2).label == "dp4·cp2·hsdp2"

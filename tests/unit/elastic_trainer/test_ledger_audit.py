@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.data_index import micro_batch_samples
+from elastic_trainer.data.index import micro_batch_samples
 from elastic_trainer.ledger_audit import LedgerAudit, audit
 
 B = 4

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.boards.board import BoardState, Commit
 from elastic_trainer.anomalies import Record, Void
+from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.checkpoint.manifest import (
     FileEntry,

@@ -6,7 +6,7 @@ import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
-from elastic_trainer.agent.membership.cause import COLLATERAL_SETTLE_S, SETTLE_S
+from elastic_trainer.agent.membership.attribution import COLLATERAL_SETTLE_S, SETTLE_S
 from elastic_trainer.agent.membership.notices import NodeLeaving, StopAsked, WorkersReady
 from elastic_trainer.failures import Kind
 
@@ -209,7 +209,7 @@ def test_two_bad_nodes_leave_together():
     assert epochs(cluster) == 2
 
 
-# --- put out, and back -----------------------------------------------------------------
+# --- excluded, and back -----------------------------------------------------------------
 
 
 def test_the_operator_lets_a_node_come_back_and_it_starts_afresh():
@@ -232,7 +232,7 @@ def test_the_operator_lets_a_node_come_back_and_it_starts_afresh():
     assert again in cluster.up  # one failure, not the third
 
 
-def test_a_node_that_is_not_put_out_may_say_so_too():
+def test_a_node_that_is_not_excluded_may_say_so_too():
     cluster = started(3)
     cluster.kill(others(cluster)[0])
     cluster.add("node9", readmit=True)

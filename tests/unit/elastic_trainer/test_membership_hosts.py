@@ -1,4 +1,4 @@
-"""Pods that come and go on machines, in virtual time: put out is the machine, not a name."""
+"""Pods that come and go on machines, in virtual time: excluded is the machine, not a name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def pods(count: int, *, least: int = 1, **kwargs) -> Cluster:
     return cluster
 
 
-def put_out(cluster: Cluster, node) -> str:
-    """Have the node's workers die until its machine is put out; return the machine."""
+def exclude(cluster: Cluster, node) -> str:
+    """Have the node's workers die until its machine is excluded; return the machine."""
     for _ in range(2):
         cluster.fail_worker(node)
         cluster.run(cluster.now + 3.0)
@@ -34,10 +34,10 @@ def put_out(cluster: Cluster, node) -> str:
     return node.me.host
 
 
-def test_a_pod_under_another_name_does_not_come_back_on_a_machine_that_was_put_out():
+def test_a_pod_under_another_name_does_not_come_back_on_a_machine_that_was_excluded():
     cluster = pods(4)
     bad = others(cluster)[0]
-    host = put_out(cluster, bad)
+    host = exclude(cluster, bad)
     (evicted,) = events(cluster, "member.evicted")
     assert (evicted["member"], evicted["host"]) == (bad.me.node, host)
     before = epochs(cluster)
@@ -53,7 +53,7 @@ def test_a_pod_under_another_name_does_not_come_back_on_a_machine_that_was_put_o
 def test_a_pod_on_another_machine_is_welcome_at_once(name):
     cluster = pods(4)
     bad = others(cluster)[0]
-    put_out(cluster, bad)
+    exclude(cluster, bad)
     fresh = cluster.add(bad.me.node if name == "the same" else name, host="m9")
     assert next_epoch(cluster, 2.0) < 1.0
     assert fresh.me in cluster.up[0].formed.members
@@ -81,9 +81,9 @@ def test_failures_of_pods_with_other_names_add_up_on_their_machine():
     assert "failed 2 times" in second.stopped.reason
 
 
-def test_what_was_put_out_outlives_the_coordinator():
+def test_what_was_excluded_outlives_the_coordinator():
     cluster = pods(5)
-    host = put_out(cluster, others(cluster)[0])
+    host = exclude(cluster, others(cluster)[0])
     cluster.kill(coordinator(cluster))
     cluster.run_until(cluster.settled, within=5.0)
     again = cluster.add("p-again", host=host)
@@ -94,12 +94,12 @@ def test_what_was_put_out_outlives_the_coordinator():
 def test_the_machine_of_the_coordinator_is_given_up_and_another_agent_leads():
     cluster = pods(4)
     first = coordinator(cluster)
-    host = put_out(cluster, first)
+    host = exclude(cluster, first)
     cluster.run_until(cluster.settled, within=5.0)
     leader = coordinator(cluster)
     assert leader is not first
     assert {m.node for m in leader.formed.members} == {n.me.node for n in cluster.up}
-    assert leader.machine.ctx.barred.keys() == {host}
+    assert leader.machine.ctx.excluded.keys() == {host}
     entries = leader.machine.ctx.history.entries
     assert {entry.host for _, entry in entries} == {host}, "that it went is nobody's failure"
     again = cluster.add(first.me.node, host=host)
@@ -145,7 +145,7 @@ def test_nothing_tells_the_only_machine_from_the_program():
 def test_a_parked_job_of_pods_waits_for_one_on_another_machine():
     cluster = pods(3, least=3, join_timeout_s=30.0)
     bad = others(cluster)[0]
-    put_out(cluster, bad)
+    exclude(cluster, bad)
     assert cluster.parked()
     cluster.run(cluster.now + 300.0)
     assert cluster.parked(), "nobody was refused: perhaps no machine is free"
@@ -156,7 +156,7 @@ def test_a_parked_job_of_pods_waits_for_one_on_another_machine():
 
 def test_pods_that_find_no_other_machine_end_the_job_in_the_end():
     cluster = pods(3, least=3, join_timeout_s=30.0)
-    host = put_out(cluster, others(cluster)[0])
+    host = exclude(cluster, others(cluster)[0])
     for i in range(3):
         cluster.add(f"again{i}", host=host)
         cluster.run(cluster.now + 5.0)
@@ -194,7 +194,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.integers(0, 9))
-def test_no_agent_ever_works_on_a_machine_after_it_was_put_out(steps, seed):
+def test_no_agent_ever_works_on_a_machine_after_it_was_excluded(steps, seed):
     """Pods fail, die and come under old and new names on few machines; the simulation checks
     every epoch that is published, this test what came of it."""
     cluster = Cluster(settings(4, max_restarts=1000, no_progress=1000, max_crashes=1000), seed=seed)
@@ -220,10 +220,11 @@ def test_no_agent_ever_works_on_a_machine_after_it_was_put_out(steps, seed):
     cluster.run(cluster.now + 90.0)  # also for an agent that is left alone, and gathers anew
     leaders = [n for n in cluster.up if n.machine.is_coordinator]
     for leader in leaders:
-        barred = leader.machine.ctx.barred
+        excluded = leader.machine.ctx.excluded
         working = {n.me.agent_id: n.me.host for n in cluster.up if n.working is not None}
-        assert not set(working.values()) & barred.keys(), cluster.describe()
-        assert all(n.me.host not in barred for n in cluster.up if n is not leader)
-        size = cluster.settings.rung_for(len(cluster.able()))
+        assert not set(working.values()) & excluded.keys(), cluster.describe()
+        assert all(n.me.host not in excluded for n in cluster.up if n is not leader)
+        rung = cluster.settings.ladder.rung_for(len(cluster.able()))
+        size = rung.num_nodes if rung else 0
         newest = set(cluster.published[max(cluster.published)].members.ids) if size else set()
         assert (working.keys(), len(newest)) == (newest, size), cluster.describe()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
@@ -33,6 +36,37 @@ def test_a_dead_jobs_run_is_taken_over_after_a_while():
         cluster.add(f"node{i}", job="next")
     took = cluster.run_until(cluster.settled, within=20.0)
     assert took >= cluster.settings.takeover_refused_s
+
+
+@pytest.mark.parametrize("why", ["its holder is gone", "its holder is silent", "it is down"])
+def test_those_who_wait_for_the_lease_leave_the_board_alone(why):
+    """At most one read in two seconds each, and never many of them at once."""
+    waiting, wait_s, begin_s = 100, 40.0, 12.0
+    patient = replace(settings(2), takeover_s=1000.0, takeover_refused_s=1000.0)
+    cluster = Cluster(patient)
+    first = cluster.add("node0")
+    cluster.run_until(lambda: first.machine.is_coordinator, within=5.0)
+    cluster.kill(first, silent=why == "its holder is silent")
+    if why == "it is down":
+        cluster.board.down_until = cluster.now + 2 * wait_s
+    for i in range(waiting):
+        cluster.add(f"other{i}", job="next")
+    begun = cluster.now + begin_s
+    cluster.run(begun + wait_s)
+    times = [when for when, _ in cluster.board.reads if when >= begun]
+    assert len(times) <= 0.5 * waiting * wait_s
+    most = max(Counter(int(10 * when) for when in times).values())
+    assert most <= waiting / 4, "in a tenth of a second"
+
+
+def test_a_lease_that_becomes_free_is_taken_in_time_however_long_the_wait():
+    cluster = Cluster(replace(settings(2), takeover_refused_s=61.0))
+    first = cluster.add("node0")
+    cluster.run_until(lambda: first.machine.is_coordinator, within=5.0)
+    cluster.kill(first)
+    cluster.add("node1", job="next")
+    took = cluster.run_until(lambda: any(n.machine.is_coordinator for n in cluster.up), within=70.0)
+    assert 61.0 <= took < 61.5
 
 
 def test_a_board_that_does_not_answer_leaves_the_running_epoch_alone():

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from elastic_trainer.metrics import flops_per_token, utilisation
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.training.metrics import flops_per_token, utilisation
 
 
 def test_flops_counted_by_hand():

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_trainer.config import OptimizerConfig
-from elastic_trainer.optimizer import (
+from elastic_trainer.training.optimizer import (
     build_optimizer,
     clip_gradients,
     gradient_square_sum,

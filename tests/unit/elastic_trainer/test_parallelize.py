@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_trainer.model import Block, rope_table
 from elastic_trainer.models import ModelShape
-from elastic_trainer.parallelize import _recomputed
+from elastic_trainer.parallel.apply import _recomputed
 
 SHAPE = ModelShape(num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
 SDPA = "_scaled_dot_product_flash_attention_for_cpu"

@@ -7,20 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 RANK = """
 import sys, torch, torch.distributed as dist
+from datetime import timedelta
 from torch import nn
-from elastic_trainer.own_state import ApiError, _check_equal
+from elastic_trainer.progress import ApiError
+from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.training.script_checkpointer import _check_equal
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+ranks = RankGrid(timedelta(seconds=60))
 def model(seed, layers):
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
 for seed, layers in ((0, 2), (rank, 2), (0, 1 + rank), (0, 0)):
     try:
-        _check_equal(model(seed, layers), torch.device("cpu"))
+        _check_equal(model(seed, layers), ranks)
         print("equal")
     except ApiError as error:
         print(error)
@@ -28,6 +34,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_told_alike(tmp_path):
     ranks = [
         subprocess.Popen(

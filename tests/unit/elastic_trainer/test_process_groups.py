@@ -27,6 +27,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["keep", "free"])
 def test_a_group_that_has_ended_is_not_freed_before_the_next_one_has(how):
     done = subprocess.run(

@@ -127,6 +127,7 @@ def test_a_reported_step_ends_the_counting(counter) -> None:
     assert heartbeat.read().listens
 
 
+@pytest.mark.slow
 def test_progress_needs_no_torch_and_no_agent(tmp_path: Path) -> None:
     """In a worker it beats; in a process that the worker forks, and without an agent, nothing."""
     code = (

@@ -19,8 +19,8 @@ from elastic_trainer.config import (
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.parallel.stages import split_layers
 from elastic_trainer.rank_part import main, rank_part
-from elastic_trainer.stages import split_layers
 
 PAPER = {
     "8,192 GPUs": ("llama3-405b", ParallelLayout(tp=8, cp=1, pp=16, dp=64), 8192),
@@ -34,6 +34,10 @@ OTHERS = {
     "8b": ("llama3-8b", ParallelLayout(dp=64), 8192),
     "8b tp cp": ("llama3-8b", ParallelLayout(tp=4, cp=2, dp=8), 8192),
 }
+
+
+QUICK = ("16,384 GPUs, long", "70b hsdp")
+"""All axes at once, and replicas."""
 
 
 def config_of(name, layout, seq_len, *, shape=None, interleave=1):
@@ -66,7 +70,13 @@ def shard(rows, pieces, index=0):
     return max(0, min(rows - index * size, size))
 
 
-@pytest.mark.parametrize("row", [*PAPER.values(), *OTHERS.values()], ids=[*PAPER, *OTHERS])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, row in (PAPER | OTHERS).items()
+    ],
+)
 def test_a_published_layout_builds_for_the_first_the_last_and_a_rank_between(row):
     name, layout, _ = row
     shape, parts = PRESETS[name], layout.dp_shard * layout.cp
@@ -91,13 +101,10 @@ def test_a_published_layout_builds_for_the_first_the_last_and_a_rank_between(row
         assert ("head.weight" in part.shapes) == (part.coordinate["pp"] == layout.pp - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
-    # All have the same tp and pp, on which a stage's parameters depend.
-    [
-        pytest.param(row, marks=[pytest.mark.slow] if i else [])
-        for i, row in enumerate(PAPER.values())
-    ],
+    PAPER.values(),
     ids=PAPER,
 )
 def test_the_stages_of_405b_hold_its_parameters_once(row):
@@ -172,7 +179,7 @@ def test_the_command_prints_a_rank(tmp_path, monkeypatch, capsys):
     assert (told["layout"], told["coordinate"]["tp"]) == ("dp4-pp1-cp1-tp8", 1)
     text = printed("--rank", "9")
     first, second, *_ = text.splitlines()
-    assert first == "rank 9 of dp4-pp1-cp1-tp8: dp 1, pp 0, cp 0, tp 1"
+    assert first == "rank 9 of dp4·tp8: dp 1, pp 0, cp 0, tp 1"
     assert second == "layers 0-31, embedding and head"
     assert "0.935 GiB  parameters, fp32 shards" in text
     with pytest.raises(SystemExit, match="2"):

@@ -1,4 +1,4 @@
-"""A clock that leaves out the time in which its process was stopped; the reactor's is one."""
+"""A clock that leaves out the time in which its process was stopped; the network's is one."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def test_a_gap_between_two_readings_that_only_a_stop_explains_is_no_time():
 
 REACTOR = """
 import sys, time
-from elastic_trainer.agent.wire.reactor import Reactor
-reactor = Reactor()
-reactor.start()
+from elastic_trainer.agent.wire.network import NetworkThread
+network = NetworkThread()
+network.start()
 begun = time.monotonic()
 def due():
-    print(round(time.monotonic() - begun, 1), round(reactor.now.stopped_s, 1), flush=True)
-reactor.call(lambda: reactor.call_at(reactor.now() + 1.5, due))
+    print(round(time.monotonic() - begun, 1), round(network.now.stopped_s, 1), flush=True)
+network.call(lambda: network.call_at(network.now() + 1.5, due))
 print("begun", flush=True)
 sys.stdin.read()
-reactor.stop()
+network.stop()
 """
 
 
+@pytest.mark.slow
 def test_a_timer_of_the_reactor_waits_for_as_long_as_its_process_runs():
     process = subprocess.Popen(
         [sys.executable, "-c", REACTOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

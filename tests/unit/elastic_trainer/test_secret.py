@@ -24,6 +24,7 @@ from elastic_trainer.agent.wire.secret import (
     Secret,
     SecretError,
     authenticate,
+    fingerprint,
     load_secret,
     make_secret,
 )
@@ -32,8 +33,13 @@ KEY = bytes(range(KEY_BYTES))
 PORT = {"label": "agents", "context": "run1"}
 
 
-def shake(*, dials, secret=None, nonce=None, **port):
-    return Handshake(secret or Secret(KEY), dials=dials, nonce=nonce, **{**PORT, **port})
+DIALER, LISTENER = ("10.0.0.1", 40001), ("10.0.0.2", 29400)
+
+
+def shake(*, dials, secret=None, nonce=None, ends=None, **port):
+    ends = ends or ((DIALER, LISTENER) if dials else (LISTENER, DIALER))
+    port = {**PORT, **port}
+    return Handshake(secret or Secret(KEY), dials=dials, nonce=nonce, ends=ends, **port)
 
 
 def converse(dialer, listener):
@@ -108,7 +114,7 @@ def test_what_is_no_plain_file_is_refused(tmp_path):
         make_secret(tmp_path)
     (tmp_path / SECRET_NAME).unlink()
     os.mkfifo(tmp_path / SECRET_NAME, 0o600)
-    with pytest.raises(SecretError, match=r"HF520 .*no plain file"):
+    with pytest.raises(SecretError, match=r"HF520 .*regular file"):
         make_secret(tmp_path)
 
 
@@ -145,7 +151,8 @@ def test_both_ends_prove_themselves():
 def test_the_proof_is_hmac_sha256_over_everything_that_matters():
     mine, theirs = b"L" * NONCE_BYTES, b"D" * NONCE_BYTES
     answer = shake(dials=False, nonce=mine).feed(MAGIC + theirs)
-    parts = (MAGIC, b"listener", b"agents", b"run1", theirs, mine)
+    ends = (b"10.0.0.1 40001", b"10.0.0.2 29400")
+    parts = (MAGIC, b"listener", b"agents", b"run1", *ends, theirs, mine)
     whole = b"".join(len(p).to_bytes(4, "big") + p for p in parts)
     assert answer == MAGIC + mine + hmac.new(KEY, whole, hashlib.sha256).digest()
 
@@ -174,9 +181,17 @@ def test_bytes_may_come_in_any_pieces_with_data_behind(data):
 
 @pytest.mark.parametrize(
     "other",
-    [{"secret": Secret(b"x" * KEY_BYTES)}, {"label": "snapshots"}, {"context": "run2"}],
+    [
+        {"secret": Secret(b"x" * KEY_BYTES)},
+        {"label": "snapshots"},
+        {"context": "run2"},
+        {"ends": (DIALER, ("10.0.0.3", 29400))},
+        {"ends": (DIALER, ("10.0.0.2", 29401))},
+        {"ends": (("10.0.0.3", 40001), LISTENER)},
+        {"ends": (("10.0.0.1", 40002), LISTENER)},
+    ],
 )
-def test_another_key_port_or_run_is_refused_by_both(other):
+def test_another_key_port_run_or_end_is_refused_by_both(other):
     with pytest.raises(AuthError, match="does not know"):
         converse(shake(dials=True, **other), shake(dials=False))
     # A dialer that does not check is refused by the listener all the same.
@@ -222,11 +237,53 @@ def test_garbage_is_refused_or_waited_for(garbage, dials):
     assert MAGIC.startswith(garbage[: len(MAGIC)])
 
 
+# --- the session ------------------------------------------------------------------------
+
+
+def sessions():
+    dialer, listener = shake(dials=True), shake(dials=False)
+    converse(dialer, listener)
+    return dialer.session(), listener.session()
+
+
+def test_frames_of_both_directions_are_taken_in_their_order():
+    ends = sessions()
+    for source, target in (ends, ends[::-1]):
+        for payload in (b"", b"one", b"one", b"two" * 999):
+            target.check(payload, source.tag(fingerprint(payload)))
+
+
+@pytest.mark.parametrize("what", ["changed", "repeated", "left out", "sent back", "of another"])
+def test_a_frame_that_is_not_the_next_that_was_sent_is_refused(what):
+    source, target = sessions()
+    first, second = (source.tag(fingerprint(payload)) for payload in (b"one", b"two"))
+    wrong = {
+        "changed": (target, b"onf", first),
+        "repeated": (target, b"one", first),
+        "left out": (target, b"two", second),
+        "sent back": (source, b"one", first),
+        "of another": (sessions()[1], b"one", first),
+    }
+    if what == "repeated":
+        target.check(b"one", first)
+    end, payload, tag = wrong[what]
+    with pytest.raises(AuthError, match="not the one that was sent"):
+        end.check(payload, tag)
+
+
 # --- blocking sockets -------------------------------------------------------------------
 
 
+def connected():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname(), timeout=5)
+        theirs, _ = server.accept()
+    ours.settimeout(None)
+    return ours, theirs
+
+
 def both(server_secret, client_secret, timeout_s=2.0):
-    ours, theirs = socket.socketpair()
+    ours, theirs = connected()
     ours.settimeout(7.0)
     errors = {}
 
@@ -264,7 +321,7 @@ def test_blocking_sockets_refuse_a_stranger():
 
 @pytest.mark.parametrize("server", [True, False])
 def test_a_slow_end_is_given_up_in_time(server):
-    ours, theirs = socket.socketpair()
+    ours, theirs = connected()
     stop = threading.Event()
 
     def drip():

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.checkpoint.placement import copy_node, kept_apart, on_one_machine, shard_of
 from elastic_trainer.layout import AXES, ParallelLayout
-from elastic_trainer.snapshots.buddies import copy_node, on_one_machine, shard_of
 from elastic_trainer.snapshots.choice import (
     Holding,
     describe_missing,
@@ -96,6 +96,36 @@ def test_the_copy_goes_to_another_replica_first() -> None:
     assert copies == [2, 2, 3, 3, 0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(dp=8), ParallelLayout(dp=4, pp=2)])
+@pytest.mark.parametrize("domains", ["aabbccdd", "aaaabbbb", "abababab", "aaabbbcc"])
+def test_a_whole_failure_domain_is_lost_and_nothing_with_it(
+    layout: ParallelLayout, domains: str
+) -> None:
+    places = kept_apart([f"m{i}" for i in range(8)], domains, 8)
+    kept = [copy_node(layout, rank, 1, places) for rank in range(8)]
+    for domain in set(domains):
+        for rank, keeper in enumerate(kept):
+            assert keeper is not None
+            assert {domains[rank], domains[keeper]} != {domain}
+    assert max(kept.count(node) for node in range(8)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("domains", "places"),
+    [
+        (["", "", "", ""], "wxyz"),
+        (["a", "a", "b", "b"], "aabb"),
+        (["a", "a", "", "b"], "aayb"),
+        (["a", "a", "a", "b"], "wxyz"),  # one node cannot keep what three give away
+        (["a", "a", "a", "a"], "wxyz"),
+    ],
+)
+def test_where_domains_are_unknown_or_too_large_machines_count(
+    domains: list[str], places: str
+) -> None:
+    assert kept_apart("wxyz", domains, 4) == list(places)
+
+
 def test_one_replica_copies_to_the_next_node() -> None:
     layout = ParallelLayout(pp=4)
     assert [copy_node(layout, rank, 1, apart(layout, 1)) for rank in range(4)] == [1, 2, 3, 0]
@@ -152,7 +182,6 @@ def holding(
         num_ranks=num * replicas,
         index_bytes=0,
         payload_bytes=0,
-        crc=0,
     )
     return Holding(
         header=header,

@@ -23,8 +23,10 @@ from elastic_trainer.snapshots.image import (
     parse_name,
     place,
 )
+from elastic_trainer.snapshots.mac import MAC_BYTES
 
 NUM_DAMAGES = 1000
+KEY = bytes(range(32))
 
 
 def part(name: str, num_bytes: int) -> dict[str, object]:
@@ -50,13 +52,12 @@ def write_image(path: Path, *, step: int = 7, payload: bytes = b"") -> Header:
         num_ranks=8,
         index_bytes=len(index),
         payload_bytes=payload_bytes,
-        crc=0,
     )
     image = Image(path, create_bytes=header.total_bytes)
     image.map[PAGE : PAGE + len(index)] = index
     data = payload or random.Random(step).randbytes(payload_bytes)
     image.map[header.payload_at : header.total_bytes] = data
-    whole = image.seal(header)
+    whole = image.seal(header, KEY)
     image.close()
     return whole
 
@@ -64,7 +65,7 @@ def write_image(path: Path, *, step: int = 7, payload: bytes = b"") -> Header:
 def verify(path: Path) -> Header:
     image = Image(path)
     try:
-        return image.verify()
+        return image.verify(KEY)
     finally:
         image.close()
 
@@ -72,7 +73,7 @@ def verify(path: Path) -> Header:
 def test_a_sealed_image_says_what_it_is(tmp_path: Path) -> None:
     written = write_image(tmp_path / "image")
     image = Image(tmp_path / "image")
-    assert image.verify() == image.header() == written
+    assert image.verify(KEY) == image.header() == written
     assert [p.name for p in image.index(written)] == ["model.a", "model.b"]
     image.close()
 
@@ -139,8 +140,8 @@ NUMBERS = st.integers(0, 2**63)
 @given(
     st.builds(
         Header,
-        **{name: NUMBERS for name in Header.__slots__ if name != "crc"},
-        crc=st.integers(0, 2**32 - 1),
+        **{name: NUMBERS for name in Header.__slots__ if name != "mac"},
+        mac=st.binary(min_size=MAC_BYTES, max_size=MAC_BYTES).map(bytes.hex),
     )
 )
 def test_a_header_survives_the_round_trip(header: Header) -> None:
@@ -181,9 +182,9 @@ def test_that_its_step_is_committed_is_forgotten_with_it(tmp_path: Path) -> None
     assert not image.committed
     image.commit()
     assert image.committed
-    assert image.verify() == header
+    assert image.verify(KEY) == header
     image.tear()
     assert not image.committed
-    image.seal(header)
+    image.seal(header, KEY)
     assert not image.committed
     image.close()

@@ -1,10 +1,9 @@
-"""Jobs that stand still: whom the coordinator blames, and how soon; in virtual time."""
+"""Jobs that stand still: which worker the coordinator finds, and how soon; in virtual time."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 from membership_sim import Cluster, Node
 from test_membership import coordinator, others, started
@@ -34,17 +33,17 @@ def over(cluster: Cluster):
 
 def test_the_worker_that_does_not_wait_is_blamed_and_stacks_come_first() -> None:
     cluster = started(4)
-    culprit = others(cluster)[1]
-    culprit.view = {"part": "data", "place": 3, "state": "R"}
+    hung_node = others(cluster)[1]
+    hung_node.view = {"part": "data", "place": 3, "state": "R"}
     assert stand_still_until(cluster, over(cluster), within=1.0) < 0.3
     for node in cluster.up:
         notice = aborted(node)
         assert notice.stacks
-        assert notice.victims == (culprit.me.node,)
+        assert notice.victims == (hung_node.me.node,)
     (entry,) = [past for _, past in coordinator(cluster).machine.ctx.history.entries]
-    assert (entry.node, entry.kind, entry.step) == (culprit.me.node, Kind.HANG, 7)
+    assert (entry.node, entry.kind, entry.step) == (hung_node.me.node, Kind.HANG, 7)
     hung = [f for n in cluster.up for _, e, f in n.events if e == "worker.hung"]
-    assert [event["member"] for event in hung] == [culprit.me.node]
+    assert [event["member"] for event in hung] == [hung_node.me.node]
 
 
 def test_nobody_is_blamed_while_the_one_they_wait_for_may_be_at_work() -> None:
@@ -69,7 +68,7 @@ def test_when_nobody_stands_out_the_job_restarts_without_blame() -> None:
 
 
 @pytest.mark.parametrize("late_first", [False, True])
-@pytest.mark.parametrize("nodes", [3, 4, 16])
+@pytest.mark.parametrize("nodes", [3, 16])
 def test_a_stopped_node_is_left_out_in_a_second_and_comes_back(
     nodes: int, late_first: bool
 ) -> None:
@@ -89,8 +88,8 @@ def test_a_stopped_node_is_left_out_in_a_second_and_comes_back(
     assert len(cluster.up) == nodes
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 3.0, 10.0, 60.0])
-@pytest.mark.parametrize("nodes", [3, 4, 16])
+@pytest.mark.parametrize("pause_s", [0.0, 60.0])
+@pytest.mark.parametrize("nodes", [3, 16])
 def test_a_stopped_coordinator_is_succeeded_and_comes_back(nodes: int, pause_s: float) -> None:
     cluster = started(nodes)
     stopped = coordinator(cluster)
@@ -121,7 +120,7 @@ def test_a_node_that_beats_but_does_not_answer_is_not_taken_for_dead() -> None:
 
 
 @pytest.mark.parametrize("earlier_s", [0.0, 0.4, 1.1, 2.0])
-@pytest.mark.parametrize("nodes", [4, 5, 16])
+@pytest.mark.parametrize("nodes", [4, 16])
 def test_a_coordinator_cut_off_leaves_the_job_to_the_others(nodes: int, earlier_s: float) -> None:
     """The workers stand still at once, on both sides: long before anybody counts as silent."""
     cluster = started(nodes)
@@ -158,7 +157,7 @@ def watch_standstill(cluster: Cluster, since: float, until: float) -> None:
 
 
 @pytest.mark.parametrize("which", ["coordinator", "member"])
-@pytest.mark.parametrize("nodes", [3, 4, 16])
+@pytest.mark.parametrize("nodes", [3, 16])
 def test_a_silent_node_is_lost_as_soon_as_the_limit_is_reached(nodes: int, which: str) -> None:
     cluster = started(nodes)
     stopped = coordinator(cluster) if which == "coordinator" else others(cluster)[-1]
@@ -172,7 +171,6 @@ def test_a_silent_node_is_lost_as_soon_as_the_limit_is_reached(nodes: int, which
     assert all(n.formed and len(n.formed.members) == nodes - 1 for n in left)
 
 
-@examples(max_examples=40, deadline=None)
 @given(st.floats(0.1, 1.9), st.integers(0, 3), st.integers(0, 10))
 def test_nobody_is_lost_before_the_limit(paused_s: float, which: int, again: int) -> None:
     """A node that everybody waits for, silent too, but that goes on in time."""
@@ -252,7 +250,6 @@ def test_a_coordinator_that_was_paused_with_all_others_keeps_its_lease(age_s: fl
     assert coordinator(cluster) is lead
 
 
-@examples(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0.0, 1.5), min_size=8, max_size=8), st.floats(6.0, 4000.0))
 def test_a_job_that_is_suspended_as_a_whole_goes_on_in_its_epoch(gaps, stopped_s) -> None:
     """Each node is stopped and goes on at a time of its own, a little apart from the others'."""

@@ -15,7 +15,7 @@ def line(cluster: Cluster) -> list:
     return [lead, *rest]
 
 
-@pytest.mark.parametrize("dead", [2, 5, 16, 17, 20, 32])
+@pytest.mark.parametrize("dead", [2, 17, 32])
 def test_a_dead_rack_at_the_front_is_succeeded_within_a_second(dead):
     cluster = started(80)
     for node in line(cluster)[:dead]:
@@ -24,7 +24,7 @@ def test_a_dead_rack_at_the_front_is_succeeded_within_a_second(dead):
     assert took < 1.0, took
 
 
-@pytest.mark.parametrize("dead", [2, 5, 16, 17])
+@pytest.mark.parametrize("dead", [2, 17])
 def test_a_rack_without_power_is_succeeded_within_a_second_of_being_missed(dead):
     cluster = started(64)
     front = line(cluster)[:dead]

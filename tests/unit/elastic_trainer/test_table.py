@@ -21,6 +21,7 @@ rows = st.lists(
         port=number,
         workers=number,
         snapshot_port=number,
+        domain=text,
     ),
     max_size=5,
     unique_by=lambda member: member.agent_id,
@@ -73,12 +74,12 @@ def test_who_is_not_there_is_not_found():
     assert len(NOBODY) == 0
 
 
-@pytest.mark.parametrize("column", range(7))
+@pytest.mark.parametrize("column", range(8))
 @pytest.mark.parametrize("wrong", [None, True, 1.5, [], {}, -1, 65536, 10**30, "x", 7])
 def test_a_wrong_value_is_refused(column, wrong):
     raw = json.loads(json.dumps(Members.of([member(0), member(1)]).to_wire()))
     raw[column][1] = wrong
-    if (column < 4 and wrong == "x") or (column >= 4 and wrong == 7):
+    if (column < 5 and wrong == "x") or (column >= 5 and wrong == 7):
         assert len(Members.from_wire(raw)) == 2
         return
     with pytest.raises(ValueError, match="table of members"):
@@ -87,7 +88,7 @@ def test_a_wrong_value_is_refused(column, wrong):
 
 @pytest.mark.parametrize(
     "raw",
-    [None, 7, "abcdef", {}, [], [[]] * 6, [[]] * 8, [[]] * 6 + [[1]], [[]] * 6 + [3]],
+    [None, 7, "abcdef", {}, [], [[]] * 7, [[]] * 9, [[]] * 7 + [[1]], [[]] * 7 + [3]],
 )
 def test_what_is_no_table_is_refused(raw):
     with pytest.raises(ValueError, match="table of members"):

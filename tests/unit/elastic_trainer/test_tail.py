@@ -8,8 +8,9 @@ import pytest
 import test_zygote as t
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing import Std
 
-from elastic_trainer.agent.command.flags import Std, Streams
+from elastic_trainer.agent.command.flags import Streams
 from elastic_trainer.agent.workers.tail import CHUNK_BYTES, Followed, LogFollower, LogTail
 
 ALL = Streams(console=Std.ALL)

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer import write_behind
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
-from elastic_trainer.ledger import LedgerWriter
+from elastic_trainer.training.ledger import LedgerWriter
 from elastic_trainer.write_behind import WriteBehind
 
 
@@ -40,7 +40,7 @@ def test_frozen_storage_holds_a_caller_up_once_and_the_lines_come_later(tmp_path
     told = []
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    file = WriteBehind(fifo, told=lambda *what: told.append(what))
+    file = WriteBehind(fifo, on_stall=lambda *what: told.append(what))
     begun = time.monotonic()
     for number in range(1000):
         file.put(f"{number}\n".encode())

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,8 @@ from elastic_trainer.agent.membership.tasks import (
     WorkerStarted,
     ZygoteLost,
 )
-from elastic_trainer.agent.workers.ends import failure_of
-from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.agent.workers import zygote_client
+from elastic_trainer.agent.workers.workers import Workers, failure_of
 from elastic_trainer.failures import Kind
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.zygote import DEFAULT_PRELOAD
@@ -127,6 +128,54 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert said == "child does exit 0"
 
 
+AGENT = """
+import json, os, sys
+import mailbox  # stands for torch: imported once, before the fork
+sys.path.insert(0, {here!r})
+from test_zygote import CHILD, Path, Task, Workers, base_env, gather, launch, run_one
+from elastic_trainer.agent.workers.zygote_client import ZygoteClient
+
+tmp_path = Path({tmp_path!r})
+task, env = Task(kind="main", target=CHILD, cwd=str(tmp_path)), base_env()
+del env["AGENTS_OWN"]
+inherited = os.pipe()  # as from who started the agent
+zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
+workers = Workers(task, env=env, zygote=zygote)
+workers.launch(3, [launch(tmp_path, CHILD_REPORT=str(tmp_path / "report"))])
+started, ended = run_one(workers)
+os.kill(zygote.pid, 9)
+lost, = gather(workers, bool)
+print(json.dumps([zygote.pid, started.how, ended.code, lost.detail, workers.zygote_pid]))
+workers.close()
+"""
+
+
+def test_a_zygote_forked_from_the_agent_has_what_it_imported_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    agent = AGENT.format(here=str(HERE), tmp_path=str(tmp_path))
+    env = {**base_env(), "AGENTS_OWN": "1"}
+    del env["OMP_NUM_THREADS"]
+    command = [sys.executable, "-P", "-c", agent]
+    done = subprocess.run(
+        command, check=False, env=env, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    pid, how, code, lost, next_pid = json.loads(done.stdout)
+    assert (how, code, lost) == ("zygote", 0, "signal SIGKILL")
+    assert next_pid != pid
+    report = json.loads((tmp_path / "report.0").read_text())
+    assert report["preloaded_in"] == report["ppid"] == report["session"] == pid
+    assert "mailbox" in report["imported"]
+    assert report["cwd"] == str(tmp_path)
+    assert report["env"]["OMP_NUM_THREADS"] == "1"
+    assert "AGENTS_OWN" not in report["env"]
+    log = tmp_path / "logs" / "0.log"
+    assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
+    assert report["collects"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [{}, {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "4"}])
 def test_libraries_that_start_threads_do_not_keep_it_from_forking(
     tmp_path: Path, threads: dict[str, str]
@@ -360,6 +409,7 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
     assert lines == ["['--flag', 'a b']", "late thread", "at exit"]
 
 
+@pytest.mark.slow
 def test_the_real_trainer_can_be_forked(tmp_path: Path) -> None:
     """Importing it starts no thread; without a run directory it ends by itself."""
     if importlib.util.find_spec(DEFAULT_PRELOAD) is None:
@@ -375,7 +425,112 @@ def test_the_real_trainer_can_be_forked(tmp_path: Path) -> None:
     assert ended.code not in {0, None}
 
 
-def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:
+def until_written(path: Path) -> int:
+    until(path.exists, f"no {path}")
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize("ends", ["killed with its epoch", "by SIGKILL", "by itself"])
+def test_a_daemon_that_a_worker_started_ends_before_its_epoch(
+    workers: Workers, tmp_path: Path, ends: str
+) -> None:
+    """A session of its own and another parent: it may hold the device's memory all the same."""
+    act = f"daemon {tmp_path / 'daemon'} {'exit 0' if ends == 'by itself' else 'wait'}"
+    workers.launch(0, [launch(tmp_path, CHILD_ACT=act)])
+    (started,) = until_started(workers)
+    daemon = until_written(tmp_path / "daemon")
+    if ends != "killed with its epoch":
+        if ends == "by SIGKILL":
+            os.kill(started.pid, signal.SIGKILL)
+        until_exited(workers)
+        until(lambda: workers.poll(0.1) or workers.cleared, "not cleared")
+        assert gone(daemon)
+    zygote = workers.zygote_pid
+    _, unreapable = workers.kill_all(10.0)
+    assert not Path(f"/proc/{daemon}").exists()
+    assert unreapable == []
+    assert workers.zygote_pid == zygote
+    assert workers.cleared
+
+
+def test_a_worker_that_ends_leaves_the_daemons_of_others_alone(
+    workers: Workers, tmp_path: Path
+) -> None:
+    launches = [
+        launch(tmp_path, 0, CHILD_ACT="late exit 0"),
+        launch(tmp_path, 1, CHILD_ACT=f"daemon {tmp_path / 'daemon'}"),
+    ]
+    workers.launch(0, launches)
+    (ended,) = exits(gather(workers, lambda seen: len(seen) == 3))
+    daemon = until_written(tmp_path / "daemon")
+    assert (ended.local_rank, ended.code) == (0, 0)
+    assert not gone(daemon)
+    assert not workers.cleared
+    workers.kill_all(10.0)
+    assert gone(daemon)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_daemons_end_with_a_zygote_that_dies_or_does_not_answer(
+    workers: Workers, tmp_path: Path, number: signal.Signals
+) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT=f"daemon {tmp_path / 'daemon'}")])
+    until_started(workers)
+    daemon = until_written(tmp_path / "daemon")
+    other = subprocess.Popen(["sleep", "600"])  # what else the agent has started is not theirs
+    try:
+        os.kill(workers.zygote_pid, number)
+        _, unreapable = workers.kill_all(0.5)
+        assert not Path(f"/proc/{daemon}").exists()
+        assert unreapable == []
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_daemon_that_cannot_be_killed_costs_the_node_its_place(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT=f"daemon {tmp_path / 'daemon'}")])
+    (started,) = until_started(workers)
+    daemon = until_written(tmp_path / "daemon")
+    os.kill(workers.zygote_pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr(zygote_client, "kill_children", lambda _: None)  # it is in the kernel
+        ended, unreapable = workers.kill_all(0.5)
+    assert [e.pid for e in ended] == [started.pid]
+    assert unreapable == [daemon]
+    os.kill(daemon, signal.SIGKILL)
+    os.waitpid(daemon, 0)
+
+
+def test_what_was_preloaded_may_have_children_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "helper_preload.py").write_text(
+        "import subprocess, zygote_child\nsubprocess.Popen(['sleep', '600'])\n"
+        "main = zygote_child.main\n"
+    )
+    env = base_env()
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    workers = Workers(Task(kind="main", target="helper_preload", cwd=str(tmp_path)), env=env)
+    try:
+        workers.launch(0, [launch(tmp_path, CHILD_ACT=f"daemon {tmp_path / 'daemon'}")])
+        until_started(workers)
+        daemon = until_written(tmp_path / "daemon")
+        assert workers.kill_all(10.0)[1] == []
+        assert gone(daemon)
+        (helper,) = (p for p in children_of(workers.zygote_pid) if not gone(p))
+    finally:
+        workers.close()
+    assert gone(helper)
+
+
+def children_of(parent: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_and_zygote_die_with_the_agent(tmp_path: Path, *, stopped: bool) -> None:
     """A process that runs the agent's side is SIGKILLed: nobody may be left."""
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -383,8 +538,9 @@ def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:
         "tmp = Path(sys.argv[1])\n"
         "task = t.Task(kind='main', target=t.CHILD, cwd=str(tmp))\n"
         "w = t.Workers(task, env=t.base_env())\n"
-        "w.launch(0, [t.launch(tmp, r, CHILD_ACT='wait') for r in range(2)])\n"
+        "w.launch(0, [t.launch(tmp, r, CHILD_ACT=f'daemon {tmp}/{r}.daemon') for r in range(2)])\n"
         "pids = [s.pid for s in t.until_started(w, 2)]\n"
+        "pids += [t.until_written(tmp / f'{r}.daemon') for r in range(2)]\n"
         "(tmp / 'pids.tmp').write_text(' '.join(map(str, [w.zygote_pid, *pids])))\n"
         "(tmp / 'pids.tmp').rename(tmp / 'pids')\n"
         "time.sleep(600)\n"
@@ -393,8 +549,10 @@ def test_workers_and_zygote_die_with_the_agent(tmp_path: Path) -> None:
     try:
         until((tmp_path / "pids").exists, "the workers did not start")
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert len(pids) == 3
+        assert len(pids) == 5
         assert not any(gone(pid) for pid in pids)
+        if stopped:
+            os.kill(pids[0], signal.SIGSTOP)
     finally:
         os.kill(agent, signal.SIGKILL)
         os.waitpid(agent, 0)

@@ -39,6 +39,8 @@ def main() -> int:
                     "signals": signals,
                     "collects": gc.isenabled(),
                     "frozen": gc.get_freeze_count(),
+                    "imported": sorted(sys.modules),
+                    "session": os.getsid(os.getppid()),
                     "env": dict(os.environ),
                 }
             )
@@ -69,12 +71,32 @@ def _act(verb: str, argument: str = "") -> int:
     if verb == "family":  # leaves a grandchild behind in its group
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(argument).write_text(str(child.pid))
+    if verb == "daemon":  # leaves a grandchild behind in a session of its own
+        path, _, then = argument.partition(" ")
+        _daemon(Path(path))
+        return _act(*(then or "wait").split(maxsplit=1))
     if verb == "train":
         return _train(int(argument or 1000000))
     if verb == "stall":
         return _train(int(argument), stall=True)
     while True:
         time.sleep(0.05)
+
+
+def _daemon(path: Path) -> None:
+    """Fork twice, with a session each time; return once the grandchild has written its pid."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            path.with_suffix(".part").write_text(str(os.getpid()))
+            path.with_suffix(".part").rename(path)
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def _train(steps: int, *, stall: bool = False) -> int:

@@ -7,10 +7,9 @@ import json
 import pytest
 from fake_api import kubeconfig
 
-from launcher.backends.kubernetes.api import KubernetesApi, Patience
+from launcher.backends.kubernetes import storage
+from launcher.backends.kubernetes.api import KubernetesApi, Patience, connect
 from launcher.backends.kubernetes.backend import KubernetesBackend
-from launcher.backends.kubernetes.config import connect
-from launcher.backends.kubernetes.storage import StoragePatience
 
 ROOT = "/apis/kubeflow.org/v1/namespaces/train/pytorchjobs"
 MAPS = "/api/v1/namespaces/train/configmaps"
@@ -77,7 +76,7 @@ def bundle(run_dir, **kwargs):
 
 
 @pytest.fixture
-def backend(server, tmp_path, waits):
+def backend(server, tmp_path, waits, monkeypatch):
     path = tmp_path / "kubeconfig"
     path.write_text(kubeconfig(server.url, namespace="other"))
     made: list[KubernetesApi] = []
@@ -88,8 +87,8 @@ def backend(server, tmp_path, waits):
         made.append(connect(context, env=env, patience=patience, sleep=waits.append))
         return made[-1]
 
-    patience = StoragePatience(start_s=1.0, copy_s=5.0, fetch_s=5.0)
-    yield KubernetesBackend(connected, patience=patience, sleep=waits.append, wall=lambda: NOW)
+    monkeypatch.setattr(storage, "START_S", 1.0)
+    yield KubernetesBackend(connected, sleep=waits.append, wall=lambda: NOW)
     for api in made:
         api.client.rest_client.pool_manager.clear()
 

@@ -6,16 +6,20 @@ them is for tests/kubernetes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 import pytest
+from websocket import ABNF, frame_buffer
 
 CREATED = "2026-01-01T00:00:00Z"
 
@@ -43,6 +47,10 @@ class FakeApi:
     lines: list[list[str]] = field(default_factory=list)
     """What watches send, one list for each."""
     logs: dict[str, str] = field(default_factory=dict)
+    frames: list[tuple[int, bytes]] = field(default_factory=list)
+    """What clients have sent to commands in pods: channel, data."""
+    breaks_off: bool = False
+    """The next command's connection breaks off after its first output."""
     version: int = 100
 
     def says(self, part: str, *replies: Reply) -> None:
@@ -99,6 +107,10 @@ def fake_api() -> Iterator[FakeApi]:
             call = f"{self.command} {self.path}"
             fake.calls.append(call)
             reply = fake.reply(call)
+            if reply is None and "Upgrade" in self.headers:
+                self.close_connection = True
+                _exec(fake, self)
+                return
             if reply is None or reply.after:
                 answer = _carried_out(fake, self.command, self.path, body)
                 if reply is not None:
@@ -129,6 +141,69 @@ def fake_api() -> Iterator[FakeApi]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
+    """Run a command here, its streams over a WebSocket as a kubelet has them (v4.channel)."""
+    key = handler.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+    digest = hashlib.sha1(key.encode(), usedforsecurity=False).digest()
+    handler.send_response(101)
+    for name, value in (
+        ("Upgrade", "websocket"),
+        ("Connection", "Upgrade"),
+        ("Sec-WebSocket-Accept", b64encode(digest).decode()),
+        ("Sec-WebSocket-Protocol", "v4.channel.k8s.io"),
+    ):
+        handler.send_header(name, value)
+    handler.end_headers()
+    query, lock = parse_qs(urlsplit(handler.path).query), threading.Lock()
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(query["command"], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+
+    def send(data: bytes, opcode: int = ABNF.OPCODE_BINARY) -> None:
+        frame = ABNF.create_frame(data, opcode)
+        frame.mask_value = 0
+        with lock, suppress(OSError):  # whose client has gone
+            handler.wfile.write(frame.format())
+
+    def receive(size: int) -> bytes:
+        data = handler.rfile.read(size)
+        if not data:
+            raise ConnectionError("the client has gone")
+        return data
+
+    def takes_input() -> None:
+        frames = frame_buffer(receive, skip_utf8_validation=True)
+        with process.stdin, suppress(OSError):
+            while (frame := frames.recv_frame()).opcode == ABNF.OPCODE_BINARY:
+                fake.frames.append((frame.data[0], frame.data[1:]))
+                if frame.data[0] == 0:
+                    process.stdin.write(frame.data[1:])
+        process.kill()
+
+    def gives_output(channel: int, stream: Any) -> None:
+        with stream:
+            for data in iter(lambda: stream.read(30_000), b""):
+                send(bytes([channel]) + data)
+                if fake.breaks_off:
+                    process.kill()
+                    handler.connection.shutdown(2)
+
+    threads = [
+        threading.Thread(target=gives_output, args=(1, process.stdout)),
+        threading.Thread(target=gives_output, args=(2, process.stderr)),
+    ]
+    for thread in (*threads, threading.Thread(target=takes_input, daemon=True)):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    code = process.wait()
+    told: dict[str, Any] = {"metadata": {}, "status": "Success"}
+    if code:
+        told = status_object(500, "NonZeroExitCode", f"command terminated with exit code {code}")
+        told["details"] = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
+    send(b"\x03" + json.dumps(told).encode())
+    send(b"\x03\xe8", ABNF.OPCODE_CLOSE)
 
 
 @pytest.fixture

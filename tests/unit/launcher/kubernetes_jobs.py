@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from launcher.errors import UserError
 from launcher.jobspec.reading import parse_spec
 from launcher.planning.search import plan
-from launcher.render.kubernetes_yaml import parse_yaml
 from launcher.targets import target_named
 
 KINDS = ("pytorchjob", "jobset", "trainjob")
@@ -68,7 +68,7 @@ def refused(values, kind="pytorchjob", **places):
 
 def documents_of(values, kind, **places):
     """Return the documents of manifests.yaml."""
-    return parse_yaml(bundle_of(values, kind, **places)["manifests.yaml"], "manifests.yaml")
+    return list(yaml.safe_load_all(bundle_of(values, kind, **places)["manifests.yaml"]))
 
 
 def job_of(documents):

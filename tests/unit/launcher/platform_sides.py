@@ -17,7 +17,7 @@ from fake_slurm import FakeSlurm
 from slurm_bench import TINY, cli
 
 from launcher import stop_request
-from launcher.ops.record.record import LauncherLog
+from launcher.record.files import LauncherLog
 from launcher.run_files import attempt_order
 
 SECTION = "kubernetes: {{image: 'holdfast:1', claim: runs, mount: {home}, namespace: train}}\n"
@@ -32,7 +32,7 @@ _PODS = "/api/v1/namespaces/train/pods"
 _SPAN = r"\d+ (?:d|h|min|s)(?: \d+ (?:h|min|s))?"
 _WHEN = re.compile(rf"(?:in )?{_SPAN}(?: ago)? \([\d: -]+\)")
 _AGE = re.compile(rf"\bfor {_SPAN}")
-_TIMES = re.compile(r"(?:, (?:submitted|expected to start|started|ended|its time is up) <time>)+")
+_TIMES = re.compile(r"(?:, (?:submitted|expected to start|started|ended|time limit) <time>)+")
 
 
 def stamp(t_unix: float) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.boards.board import Ended, Lease, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import Ended, Lease, update
 from launcher.node.pod_env import PodEnv
 from launcher.planning.search import plan
 from launcher.render.local import render_local
@@ -57,10 +57,9 @@ RUNNER = """
 import ctypes, os, sys
 from pathlib import Path
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-from launcher.node import pod_decide
-from launcher.node.pod import pod
-pod_decide.FIRST_PAUSE_S = float(sys.argv[3])
-code = pod(Path(sys.argv[1]), os.environ | {"PYTHONPATH": sys.argv[2]})
+from launcher.node import pod
+pod.FIRST_PAUSE_S = float(sys.argv[3])
+code = pod.pod(Path(sys.argv[1]), os.environ | {"PYTHONPATH": sys.argv[2]})
 try:
     left = os.waitpid(-1, os.WNOHANG)
 except ChildProcessError:

@@ -9,7 +9,7 @@ import pytest
 from fake_slurm import FakeSlurm, tree
 
 from launcher.cli.main import run_cli
-from launcher.ops.record.record import LauncherLog
+from launcher.record.files import LauncherLog
 
 TINY = """\
 name: a-job

@@ -6,12 +6,40 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    TrainConfig,
+    TrainSection,
+)
 from elastic_trainer.events import Event
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
 
 START_S = 0.8
 """From a formed epoch to its trainers being ready."""
 STEP_S = 0.1
 PHASES = {"form_epoch": 0.1, "fork": 0.05, "process_group": 0.1, "model": 0.3, "restore": 0.25}
+
+
+def config_of(steps: int = 120, nodes: tuple[int, ...] = (4,)) -> TrainConfig:
+    """Return the job.json of a run with a data-parallel rung for each of `nodes`."""
+    rungs = [Rung(num_nodes=n, layout=ParallelLayout(dp=n), micro_batches=1) for n in nodes]
+    return TrainConfig(
+        name="t",
+        run_id="run-1",
+        model_name="tiny",
+        model=ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8),
+        ladder=Ladder(tuple(rungs)),
+        gpus_per_node=1,
+        device="cpu",
+        train=TrainSection(seq_len=8, global_batch=12, steps=steps),
+        data=DataSection(path="/nowhere"),
+        checkpoint=CheckpointSection(dir="/nowhere"),
+        elastic=ElasticSection(hang_ceiling_s=300.0, start_ceiling_s=900.0),
+    )
 
 
 @dataclass
@@ -33,6 +61,7 @@ class Stream:
     def form(self, members: list[str], *, resume: int, layout: str | None = None) -> Stream:
         self.epoch += 1
         self.t += 0.1
+        layout = layout or f"dp{len(members)}-pp1-cp1-tp1"
         self.add(
             "epoch.formed",
             epoch=self.epoch,
@@ -40,6 +69,7 @@ class Stream:
             members=members,
             spares=[],
             rung=len(members),
+            layout=layout,
             coordinator=members[0],
             reason="start",
         )
@@ -60,7 +90,7 @@ class Stream:
                 rank=rank,
                 step=resume,
                 resume_step=resume,
-                layout=layout or f"dp{len(members)}-pp1-cp1-tp1",
+                layout=layout,
             )
         self.step = resume
         return self
@@ -83,16 +113,14 @@ class Stream:
                 )
         return self
 
+    def inject(self, action: str, node: str) -> Stream:
+        """A fault that nobody has noticed yet."""
+        at = {"node": node, "step": self.step, "epoch": self.epoch}
+        self.add("fault.injected", **at, action=action, target=node)
+        return self
+
     def kill_node(self, node: str, *, action: str = "kill-node", detect_s: float = 0.02) -> Stream:
-        self.add(
-            "fault.injected",
-            node=node,
-            step=self.step,
-            epoch=self.epoch,
-            action=action,
-            target=node,
-        )
-        self.t += detect_s
+        self.inject(action, node).t += detect_s
         self.add("member.lost", epoch=self.epoch, node="node0", member=node, reason="EOF")
         self.add("recovery.phase", epoch=self.epoch, node="node0", phase="detect", seconds=detect_s)
         self.add("epoch.aborted", epoch=self.epoch, node="node0", reason="lost", victims=[node])
@@ -121,9 +149,7 @@ def storm() -> Stream:
     stream.form(["node0", "node1", "node3"], resume=28).steps(60)
     stream.kill_node("node0", action="kill-coordinator", detect_s=0.3)
     stream.form(["node1", "node3"], resume=60).steps(90)
-    stream.add(
-        "fault.injected", node="node2", step=90, epoch=3, action="return-node", target="node2"
-    )
+    stream.inject("return-node", "node2")
     stream.add("member.joined", epoch=3, node="node1", member="node2")
     stream.add("trainer.stopping", epoch=3, step=90, rank=0, why="grow")
     stream.form(["node1", "node3", "node2"], resume=90).steps(120)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
-from launcher.ops.local.chaos import Chaos, ChaosSchedule, parse_chaos
+from launcher.ops.local.faults import Chaos, ChaosSchedule, parse_chaos
 
 NODES = ["node0", "node1", "node2", "node3"]
 

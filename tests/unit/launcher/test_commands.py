@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.commands import Answer, SystemCommands, TimedOutError, retried
-from launcher.errors import PermanentError, TemporaryError, UserError
+from launcher.backends.commands import Answer, SystemCommands, TimedOutError
+from launcher.errors import UserError
 
 
 def python(code, **kwargs):
@@ -38,7 +38,7 @@ def test_bytes_that_are_no_text_do_no_harm():
 
 
 def test_a_program_that_is_missing_is_the_users_to_mend(tmp_path):
-    commands = SystemCommands({"PATH": str(tmp_path)}, way_out={"sbatch": "go to a login node"})
+    commands = SystemCommands({"PATH": str(tmp_path)}, fix={"sbatch": "go to a login node"})
     with pytest.raises(UserError) as caught:
         commands.run(["sbatch", "x"], timeout_s=1.0)
     assert str(caught.value) == (
@@ -78,31 +78,3 @@ def test_a_long_complaint_is_cut():
     answer = Answer(argv=("x",), code=1, out="", err="e" * 5000 + "\n\n")
     assert len(answer.complaint) == 2000
     assert Answer(argv=("x",), code=1, out="said\n", err=" \n").complaint == "said"
-
-
-def test_only_temporary_failures_are_tried_again():
-    waits, calls = [], []
-
-    def fails_twice():
-        calls.append(1)
-        if len(calls) < 3:
-            raise TemporaryError("busy")
-        return "done"
-
-    assert retried(fails_twice, for_s=60.0, sleep=waits.append) == "done"
-    assert len(waits) == 2
-    assert all(0.0 <= wait <= 10.0 for wait in waits)
-
-    def fails_for_good():
-        calls.append(1)
-        raise PermanentError("no")
-
-    calls.clear()
-    with pytest.raises(PermanentError):
-        retried(fails_for_good, for_s=60.0, sleep=waits.append)
-    assert len(calls) == 1
-
-
-def test_after_its_time_the_last_failure_is_told():
-    with pytest.raises(TemporaryError, match="busy"):
-        retried(lambda: (_ for _ in ()).throw(TemporaryError("busy")), for_s=0.0, sleep=time.sleep)

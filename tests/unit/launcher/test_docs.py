@@ -16,6 +16,7 @@ from launcher.cli.main import run_cli
 from launcher.codes import CODES
 
 ROOT = Path(__file__).parents[3]
+INTERNALS = ("architecture", "membership", "state", "parallelism")
 
 
 def test_the_command_reference_is_that_of_the_commands():
@@ -56,18 +57,29 @@ def test_the_readme_links_every_page():
     assert linked == {path.name for path in (ROOT / "docs").glob("*.md")}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{each}.md" for each in INTERNALS))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_in_the_tree(page):
     text = (ROOT / page).read_text()
-    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in sources()]
+    files = {f"/{path.relative_to(ROOT).as_posix()}": path for path in sources()}
     named = [
         each
         for name in re.findall(r"`([\w./{},]+\.(?:py|j2|toml))`", text)
         for each in spelled_out(name)
     ]
-    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
     for folder in re.findall(r"`((?:launcher|elastic_trainer|tests|examples)/[\w/]*)`", text):
         assert (ROOT / folder).is_dir(), folder
+    for name, symbol in re.findall(r"`([\w./]+\.py):(\w+)`", text):
+        texts = [path.read_text() for each, path in files.items() if each.endswith(f"/{name}")]
+        defined = re.compile(rf"^(?:class |def ){symbol}\b|^{symbol}\b", re.MULTILINE)
+        assert any(map(defined.search, texts)), f"{name}: {symbol}"
+
+
+def test_the_architecture_can_be_read_in_ten_minutes():
+    assert len((ROOT / "docs/architecture.md").read_text().split()) < 2000
 
 
 def sources():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UserError
-from launcher.ops.record.record import RunRecord
 from launcher.ops.submitting.environment import (
     MAX_CHANGES,
     changes,
@@ -19,6 +18,7 @@ from launcher.ops.submitting.environment import (
     record_environment,
     warn_if_changed,
 )
+from launcher.record.files import RunRecord
 
 
 def install(venv, name, version, record="a.py,sha256=1,1\n"):
@@ -47,6 +47,13 @@ def venv(tmp_path):
 def run_dir(tmp_path):
     (tmp_path / "run").mkdir()
     return tmp_path / "run"
+
+
+@pytest.fixture
+def recorded(run_dir, venv):
+    """A run that has recorded the environment `venv`."""
+    record_environment(run_dir, describe(venv=venv, image=None))
+    return run_dir
 
 
 def events(run_dir):
@@ -92,32 +99,29 @@ def test_changes_are_named(venv):
     ]
 
 
-def test_a_change_at_a_restart_is_an_event(venv, run_dir):
-    record_environment(run_dir, describe(venv=venv, image=None))
-    assert warn_if_changed(run_dir) == []
+def test_a_change_at_a_restart_is_an_event(venv, recorded):
+    assert warn_if_changed(recorded) == []
     install(venv, "torch", "2.14.0")
-    assert warn_if_changed(run_dir) == ["torch 2.13.0 -> 2.14.0"]
-    (first, said), (second, fields) = events(run_dir)
+    assert warn_if_changed(recorded) == ["torch 2.13.0 -> 2.14.0"]
+    (first, said), (second, fields) = events(recorded)
     assert first == "environment.recorded"
     assert second == "environment.changed"
     assert fields["was"] == said["digest"] != fields["digest"]
     assert fields["changes"] == ["torch 2.13.0 -> 2.14.0"]
 
 
-def test_an_environment_that_is_gone_is_told_and_stops_nothing(venv, run_dir):
-    record_environment(run_dir, describe(venv=venv, image=None))
+def test_an_environment_that_is_gone_is_told_and_stops_nothing(venv, recorded):
     venv.rename(venv.with_name("gone"))
-    (said,) = warn_if_changed(run_dir)
+    (said,) = warn_if_changed(recorded)
     assert "is not a folder" in said
-    assert events(run_dir)[-1][0] == "environment.changed"
+    assert events(recorded)[-1][0] == "environment.changed"
 
 
-def test_long_lists_are_cut(venv, run_dir):
-    record_environment(run_dir, describe(venv=venv, image=None))
+def test_long_lists_are_cut(venv, recorded):
     for index in range(MAX_CHANGES + 5):
         install(venv, f"p{index}", "1")
-    assert len(warn_if_changed(run_dir)) == MAX_CHANGES + 5
-    fields = events(run_dir)[-1][1]
+    assert len(warn_if_changed(recorded)) == MAX_CHANGES + 5
+    fields = events(recorded)[-1][1]
     assert len(fields["changes"]) == MAX_CHANGES
     assert fields["more"] == 5
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from elastic_trainer.events import EVENTS
-from launcher.ops.record.breakdown import PHASES
+from launcher.record.failures import PHASES
 
 TEXT = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z]+\.[a-z]+)` \| (.*?) \| (.*?) ?\|$", re.MULTILINE)

@@ -5,37 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from synthetic_record import STEP_S, Stream
+from synthetic_record import STEP_S, Stream, config_of
 
-from elastic_trainer.config import (
-    CheckpointSection,
-    DataSection,
-    ElasticSection,
-    TrainConfig,
-    TrainSection,
-)
-from elastic_trainer.ladder import Ladder, Rung
-from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
 from launcher.backends.base import JobState, JobStatus
-from launcher.ops.record.newest import news_of
-from launcher.ops.watching.findings import LEAST_BYTES, Facts, Kind, Room, findings
+from launcher.ops.watching.findings import LEAST_BYTES, DiskSpace, Facts, Kind, findings
+from launcher.record.status import TrainingStatus
 
 NODES = ["n1", "n2", "n3", "n4"]
-ELASTIC = ElasticSection(hang_ceiling_s=300.0, start_ceiling_s=900.0)
-CONFIG = TrainConfig(
-    name="t",
-    run_id="run-1",
-    model_name="tiny",
-    model=ModelShape(num_layers=1, dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8, vocab_size=8),
-    ladder=Ladder((Rung(num_nodes=4, layout=ParallelLayout(dp=4), micro_batches=1),)),
-    gpus_per_node=1,
-    device="cpu",
-    train=TrainSection(seq_len=8, global_batch=4, steps=900),
-    data=DataSection(path="/nowhere"),
-    checkpoint=CheckpointSection(dir="/nowhere"),
-    elastic=ELASTIC,
-)
 RUNNING = JobStatus(state=JobState.RUNNING, nodes=tuple(NODES), batch_host="n1")
 
 
@@ -46,9 +22,9 @@ def training(steps=64):
 
 def found(stream, *, after=0.0, status=RUNNING, **facts):
     """Return kind -> finding, some seconds after the newest event."""
-    news = None if stream is None else news_of(list(stream.events), CONFIG)
+    training = None if stream is None else TrainingStatus(config_of(steps=900), stream.events)
     now = 2000.0 if stream is None else stream.t + after
-    known = Facts(run="one", status=status, news=news, **facts)
+    known = Facts(run="one", platform=status, training=training, **facts)
     return {finding.kind: finding for finding in findings(known, now_unix=now)}
 
 
@@ -60,7 +36,7 @@ def test_nothing_is_wrong_with_a_job_that_trains():
 def test_silence_against_the_time_of_a_step():
     finding = found(training(), after=80.0)[Kind.NO_PROGRESS]
     assert finding.text == "no step for 1 min 20 s (steps take 0.1 s): step 64/900"
-    assert "stacks one" in finding.way_out
+    assert "stacks one" in finding.how_to_fix
 
 
 def test_slow_steps_are_given_ten_of_them_but_no_more_than_a_hang_is():
@@ -155,9 +131,9 @@ def test_a_lost_node_by_the_record():
     stream = training().kill_node("n4").form(["n1", "n2", "n3"], resume=64).steps(80, ranks=1)
     finding = found(stream)[Kind.NODES_LOST]
     assert finding.text == "3 of 4 nodes: n4 is lost"
-    assert finding.way_out == ""
+    assert finding.how_to_fix == ""
     # It may come back as long as the platform has it in the job.
-    assert found(stream, nodes_return=False)[Kind.NODES_LOST].way_out == ""
+    assert found(stream, nodes_return=False)[Kind.NODES_LOST].how_to_fix == ""
     stream.add("member.joined", epoch=2, node="n1", member="n4")
     assert found(stream) == {}
 
@@ -165,9 +141,9 @@ def test_a_lost_node_by_the_record():
 def test_a_lost_node_by_the_platform_alone():
     status = dataclasses.replace(RUNNING, nodes=("n1", "n2"), nodes_lost=("n3", "n4"))
     finding = found(training(), status=status)[Kind.NODES_LOST]
-    assert (finding.text, finding.way_out) == ("2 of 4 nodes: n3 n4 are lost", "")
+    assert (finding.text, finding.how_to_fix) == ("2 of 4 nodes: n3 n4 are lost", "")
     finding = found(training(), status=status, nodes_return=False)[Kind.NODES_LOST]
-    assert "holdfast restart one" in finding.way_out
+    assert "holdfast restart one" in finding.how_to_fix
     # Before any agent has written: by the platform's own names.
     finding = found(Stream().start(nodes=4), status=status)[Kind.NODES_LOST]
     assert finding.text == "2 of 4 nodes: n3 n4 are lost"
@@ -185,7 +161,7 @@ def test_a_machine_and_the_pod_on_it_are_one():
     assert found(stream, status=status)[Kind.NODES_LOST].text == "3 of 4 nodes: pod-3 is lost"
 
 
-def test_nodes_that_were_let_go_or_put_out_are_not_lost():
+def test_nodes_that_were_let_go_or_excluded_are_not_lost():
     for event in ("member.left", "member.evicted"):
         stream = training().kill_node("n4")
         stream.add(event, epoch=1, node="n1", member="n4", host="n4", reason="asked")
@@ -208,17 +184,17 @@ def test_saves_that_fail():
     assert found(stream) == {}
     stream.t += 5.0
     stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
-    assert "the newest is of step 60, 5 s old" in found(stream)[Kind.SAVES_FAIL].text
+    assert "the newest checkpoint is of step 60, 5 s old" in found(stream)[Kind.SAVES_FAIL].text
 
 
 def test_a_full_disk():
-    room = Room(path="/scratch", free_bytes=LEAST_BYTES)
-    assert found(training(), rooms=(room,)) == {}
+    disk = DiskSpace(path="/scratch", free_bytes=LEAST_BYTES)
+    assert found(training(), disks=(disk,)) == {}
     for full in (
-        dataclasses.replace(room, free_bytes=LEAST_BYTES - 1),
-        dataclasses.replace(room, has_files=False),
+        dataclasses.replace(disk, free_bytes=LEAST_BYTES - 1),
+        dataclasses.replace(disk, has_files=False),
     ):
-        finding = found(training(), rooms=(room, full))[Kind.DISK_FULL]
+        finding = found(training(), disks=(disk, full))[Kind.DISK_FULL]
         assert "/scratch" in finding.text
 
 
@@ -231,7 +207,7 @@ def test_a_record_that_cannot_be_brought_here_is_no_good_news():
 def test_a_save_that_failed_is_left_to_tell_of_a_run_that_has_ended():
     stream = training()
     stream.add("checkpoint.failed", epoch=1, step=64, reason="rank 0: No space left on device")
-    for state in (JobState.SAVED, JobState.FAILED, JobState.CANCELLED):
+    for state in (JobState.SAVED, JobState.STOPPED, JobState.FAILED, JobState.CANCELLED):
         assert set(found(stream, status=JobStatus(state=state))) == {Kind.SAVES_FAIL}
     assert found(stream, status=JobStatus(state=JobState.DONE)) == {}
 

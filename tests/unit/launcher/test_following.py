@@ -21,12 +21,16 @@ from launcher.ops.watching.follow_logs import LogReader, Selection
 __all__ = ["fresh", "slurm"]  # fixtures
 
 
-def later(*acts):
-    """Do things one after the other while a command runs."""
+def later(slurm, *acts):
+    """Do things while a command runs, each once the command has seen what the one before did."""
 
     def run():
         for act in acts:
-            time.sleep(0.3)
+            seen, deadline = len(slurm.calls("squeue")), time.monotonic() + 60
+            # Of three more questions one has begun and ended since.
+            while len(slurm.calls("squeue")) < seen + 3:
+                assert time.monotonic() < deadline, "the command asks no more"
+                time.sleep(0.02)
             act()
 
     thread = threading.Thread(target=run)
@@ -50,6 +54,7 @@ def test_logs_follow_over_a_requeue_until_the_job_ends(slurm, capsys, quick):
         trains(attempt="17.1", first=4, ends=0)
 
     thread = later(
+        slurm,
         first,
         lambda: slurm.is_now("PENDING", "BeginTime", nodes=""),
         second,
@@ -115,7 +120,7 @@ def test_watch_shows_progress_and_ends_with_the_job(slurm, capsys, quick):
         slurm.is_now("RUNNING")
         worker_fails(trains("runs/two"))
 
-    thread = later(act, lambda: slurm.is_now("FAILED", ExitCode="93:0"))
+    thread = later(slurm, act, lambda: slurm.is_now("FAILED", ExitCode="93:0"))
     capsys.readouterr()
     submit("--run-dir", "runs/two", "--watch", code=1)
     thread.join()
@@ -135,7 +140,7 @@ def test_cancel_with_save_asks_waits_and_says_what_was_saved(slurm, capsys, quic
         log.emit("checkpoint.committed", node="n1", epoch=1, step=4, dir="y")
         log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
 
-    thread = later(saves, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
+    thread = later(slurm, saves, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
     out, err = cli(capsys, "cancel", "one", "--save")
     thread.join()
     assert "one is over: saved, saved: step 4\n" in out
@@ -150,10 +155,11 @@ def test_cancel_with_save_believes_no_code_when_the_save_failed(slurm, capsys, q
     log = trains()
 
     def cannot_save():
+        assert stop_request.asked(Path("runs/one"))
         log.emit("checkpoint.failed", node="n1", epoch=1, step=4, reason="no space left")
         log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
 
-    thread = later(cannot_save, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
+    thread = later(slurm, cannot_save, lambda: slurm.is_now("FAILED", ExitCode="91:0"))
     out, _ = cli(capsys, "cancel", "one", "--save", code=1)
     thread.join()
     assert "saving failed: step 4: no space left" in out
@@ -226,7 +232,7 @@ def test_restart_lets_the_job_put_itself_back(slurm, capsys, quick):
         log.emit("checkpoint.committed", node="n1", epoch=1, step=4, dir="y")
         log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
 
-    thread = later(saves, lambda: slurm.is_now("PENDING", "BeginTime", nodes=""))
+    thread = later(slurm, saves, lambda: slurm.is_now("PENDING", "BeginTime", nodes=""))
     answer = as_json(capsys, "restart", "one")
     thread.join()
     assert (answer["job_id"], answer["requeued"], answer["saved_step"]) == ("17", True, 4)
@@ -237,7 +243,7 @@ def test_restart_lets_the_job_put_itself_back(slurm, capsys, quick):
 def test_restart_sees_a_job_that_runs_again_already(slurm, capsys, quick):
     slurm.is_now("RUNNING", start=SUBMIT)
     trains()
-    thread = later(lambda: slurm.is_now("RUNNING", start=SUBMIT + 60))
+    thread = later(slurm, lambda: slurm.is_now("RUNNING", start=SUBMIT + 60))
     assert as_json(capsys, "restart", "one")["requeued"]
     thread.join()
 
@@ -256,7 +262,7 @@ def test_restart_submits_again_what_does_not_put_itself_back(slurm, capsys, quic
         slurm.accepts("18")
         slurm.is_now("FAILED", ExitCode="91:0")
 
-    thread = later(saves)
+    thread = later(slurm, saves)
     out, _ = cli(capsys, "restart", "one")
     thread.join()
     assert "one is submitted again: slurm job 18, saved: step 4\n" in out

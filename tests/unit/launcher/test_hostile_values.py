@@ -9,13 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sbatch_lines import directives, has_sbatch, real_directives
 
 from launcher.errors import UserError
+from launcher.jobspec.env import Env
 from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.spec import JobSpec
+from launcher.jobspec.slurm import Slurm
 from launcher.planning.search import plan
 from launcher.render.sbatch import render_slurm
 
@@ -41,7 +42,7 @@ TEXT_KEYS = (
     "slurm.array", "slurm.dependency", "slurm.comment", "slurm.mail_user", "slurm.mail_type",
     "slurm.container", "slurm.python", "slurm.fabric", "slurm.fabric_devices", "slurm.restart",
     "slurm.umask", "slurm.group", "slurm.exclude.0", "slurm.extra.0", "slurm.container_mounts.0",
-    "slurm.modules.0", "slurm.setup.0", "env.inherit.0", "env.venv", "env.stage", "env.image",
+    "slurm.modules.0", "slurm.setup.0", "env.inherit.0", "env.venv", "env.image",
     "env.variables.A", "env.secrets.S.file", "env.secrets.S.env", "network.interface",
     "network.cidr", "network.ports", "data.path", "data.tokenizer", "checkpoint.dir", "code.dir",
     "code.exclude.0", "model", "cluster.gpu", "name", "kubernetes.namespace",
@@ -160,15 +161,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_keys_tried_are_all_that_take_texts():
-    schema = JobSpec.model_json_schema()
-
-    def texts(ref, path):
-        for key, field in schema["$defs"][ref]["properties"].items():
+    def texts(section, path):
+        for key, field in section.model_json_schema()["properties"].items():
             kinds = json.dumps({k: v for k, v in field.items() if k != "description"})
             if '"string"' in kinds:
                 yield f"{path}{key}"
 
-    found = {*texts("Slurm", "slurm."), *texts("Env", "env.")}
+    found = {*texts(Slurm, "slurm."), *texts(Env, "env.")}
     tried = {".".join(key.split(".")[:2]) for key in TEXT_KEYS}
     assert found - tried == set()
 
@@ -190,13 +189,6 @@ def test_each_key_takes_an_attack_as_a_value_or_refuses_it(key, folder):
                 assert (equals, held) == ("=", attack)
 
 
-SETTINGS = settings(
-    deadline=None,
-    max_examples=20,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-
-
 WRITTEN = st.fixed_dictionaries({
     **{f"slurm.{key}": HOSTILE for key in ("comment", "constraint", "mail_user")},
     "slurm.setup": st.lists(HOSTILE, max_size=2),
@@ -206,7 +198,6 @@ WRITTEN = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@SETTINGS
 @given(written=WRITTEN)
 def test_what_a_script_sets_and_calls_is_what_was_written(folder, written):
     values = {key: value for key, value in written.items() if accepted(key, value, folder)}
@@ -232,7 +223,6 @@ def test_what_a_script_sets_and_calls_is_what_was_written(folder, written):
     assert [step for step in steps if step[0] != "beat"] == [["begin", run], [run, "0"]]
 
 
-@SETTINGS
 @given(name=st.one_of(st.sampled_from(ATTACKS), HOSTILE), secret=HOSTILE)
 def test_places_with_any_name_are_reached_and_secrets_are_read_from_files(folder, name, secret):
     base = folder / "".join(name.split("/"))[:60].replace("\0", "")
@@ -260,7 +250,6 @@ def test_places_with_any_name_are_reached_and_secrets_are_read_from_files(folder
     assert f"--output={logs}/slurm-%j.out" in directives(script)
 
 
-@SETTINGS
 @given(image=HOSTILE, mount=HOSTILE, runtime=st.sampled_from(["pyxis", "apptainer"]))
 def test_images_and_mounts_with_any_name(folder, image, mount, runtime):
     values = {"env.image": image, "slurm.container_mounts": [f"/{mount}"]}
@@ -270,7 +259,7 @@ def test_images_and_mounts_with_any_name(folder, image, mount, runtime):
         return
     calls, _, done = run_script(script, folder)
     assert done.returncode == 0, done.stderr
-    srun = next(call for call in calls if call[0] == "srun" and "care" not in call)
+    srun = next(call for call in calls if call[0] == "srun" and "watchdog" not in call)
     run, mounted = folder / "run", f"/{mount}"
     mounts = f"{run}:{run},{folder / 'corpus'}:{folder / 'corpus'},{mounted}"
     if runtime == "pyxis":

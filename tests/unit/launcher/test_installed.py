@@ -59,7 +59,7 @@ def test_messages_name_extras_that_there_are():
         for path in (ROOT / "launcher").rglob("*.py")
         for extra in NAMED.findall(path.read_text(encoding="utf-8"))
     }
-    assert {"train", "kubernetes", "report"} <= named <= set(PROJECT["optional-dependencies"])
+    assert {"train", "kubernetes"} <= named <= set(PROJECT["optional-dependencies"])
 
 
 def test_the_line_names_the_checkout_where_nothing_is_installed(monkeypatch):

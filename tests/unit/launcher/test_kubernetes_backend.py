@@ -11,7 +11,7 @@ import pytest
 from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
 
-from launcher.backends.base import JobId, JobRef, Notices, Reach
+from launcher.backends.base import JobId, JobRef, Notices, RemoteExec
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.documents import (
     Bundle,
@@ -29,7 +29,7 @@ def made(server):
 
 
 def test_it_is_a_backend_that_reaches_its_nodes(backend):
-    assert isinstance(backend, Reach)
+    assert isinstance(backend, RemoteExec)
     assert isinstance(backend, Notices)
     assert backend.name == "kubernetes"
 
@@ -58,12 +58,6 @@ def test_pods_are_kept_off_nodes(backend, server, run):
     job = server.objects[f"{ROOT}/tiny-1"]
     affinity = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["affinity"]
     assert '"NotIn", "values": ["n7"]' in json.dumps(affinity)
-
-
-def test_check_makes_nothing(backend, server, run):
-    [said] = backend.check(bundle(run))
-    assert said == "Kubernetes would take it, in namespace train of context here"
-    assert server.objects == {}
 
 
 QUOTA = Reply(403, status_object(403, "Forbidden", "exceeded quota: jobs"))
@@ -168,13 +162,6 @@ def test_the_right_to_write_the_board_stays_as_the_board_does(backend, server, r
     assert server.objects[f"{accounts}/tiny-1-agent"]["metadata"]["uid"] == made["uid"]
 
 
-def test_no_crd(backend, server, run):
-    server.says(f"POST {ROOT}", Reply(404, "404 page not found\n"))
-    with pytest.raises(UserError, match=r"HF754 .*pytorchjobs.kubeflow.org"):
-        submit(backend, run)
-    assert server.objects == {}
-
-
 def test_the_pod_for_the_storage_has_the_claim_and_no_gpu():
     files = bundle("/holdfast/tiny-1")
     found = storage_pod(read_bundle(files), namespace="train", name="s", lives_s=9)
@@ -259,7 +246,7 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     code = (
         "import sys, launcher.backends.kubernetes.backend as k; k.KubernetesBackend();"
         "print([name for name in sys.modules if name.partition('.')[0] in"
-        " ('kubernetes', 'websocket', 'urllib3', 'yaml')])"
+        " ('kubernetes', 'websocket', 'urllib3')])"
     )
     root = Path(__file__).parents[3]
     done = subprocess.run(

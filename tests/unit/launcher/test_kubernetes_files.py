@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from launcher.backends.kubernetes import files as mine
 from launcher.backends.kubernetes.documents import moved
-from launcher.backends.kubernetes.fetch import new_lines
-from launcher.backends.kubernetes.files import Fetched, one_at_a_time, upload, upload_stop
+from launcher.backends.kubernetes.files import Fetched, one_at_a_time, upload
+from launcher.backends.kubernetes.storage import new_lines
 from launcher.errors import PermanentError
 from launcher.node import files as theirs
-from launcher.run_files import END, frame, safe_parts
+from launcher.run_files import END, safe_parts
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def there(tmp_path):
     return tmp_path / "claim" / "tiny-1"
 
 
-def put(here, there, *, fresh=True):
+def put(here, there, *, fresh=True, **options):
     out = io.BytesIO()
-    upload(here, str(there), out, fresh=fresh, known=Fetched.load(here).files)
+    upload(here, str(there), out, fresh=fresh, known=Fetched.load(here).files, **options)
     return theirs.put(there, out)
 
 
@@ -109,23 +109,25 @@ def test_going_on_with_a_run_sends_no_logs_and_takes_the_stop_away(here, there):
     assert (there / "events/agent-n.jsonl").read_text() == "{}\n{}\n"
     assert (there / "code/ab/a.py").read_text() == "frozen"
     write(here / "stop.json", '{"why": "cancel"}')
-    assert theirs.put(there, io.BytesIO(upload_stop(here))) == 0
+    (there / "job.json").write_text("not sent")
+    assert put(here, there, fresh=False, only=mine.STOP_JSON) == 0
     assert json.loads((there / "stop.json").read_text()) == {"why": "cancel"}
+    assert (there / "job.json").read_text() == "not sent"
     (there / "code/ab").chmod(0o755)
 
 
 def test_what_breaks_off_leaves_nothing(here, there):
     write(here / "job.json", "{}")
     out = io.BytesIO()
-    upload(here, str(there), out, fresh=True, known={})
+    upload(here, str(there), out, fresh=True)
     whole = out.getvalue()
-    for size in (0, 4, 20, 60, len(whole) - 11_000, len(whole) - 1):
+    for size in (0, 4, 20, 60, 600, whole.index(END.encode())):
         with pytest.raises((ValueError, tarfile.TarError)):
             theirs.put(there, io.BytesIO(whole[:size]))
         assert not there.exists()
     there.mkdir(parents=True)
     with pytest.raises((ValueError, tarfile.TarError)):
-        theirs.put(there, io.BytesIO(whole[:-11_000]))
+        theirs.put(there, io.BytesIO(whole[: whole.index(END.encode())]))
     assert list(there.iterdir()) == []
 
 
@@ -253,7 +255,7 @@ def test_what_the_launcher_sends_stays_in_the_run(there):
         [("a", tarfile.SYMTYPE, "/tmp"), ("a/escaped", tarfile.REGTYPE, "")],
         [("a", tarfile.LNKTYPE, "/etc/passwd")],
     ):
-        request = frame(b'{"fresh": true}') + frame(hostile(*members).getvalue())
+        request = b'{"fresh": true}\n' + hostile(*members).getvalue()
         with pytest.raises((ValueError, KeyError)):
             theirs.put(there, io.BytesIO(request))
         assert not there.exists()

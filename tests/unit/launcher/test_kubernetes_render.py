@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kubernetes_jobs import (
+    KINDS,
     bundle_of,
     documents_of,
     job_of,
@@ -13,12 +16,15 @@ from kubernetes_jobs import (
     kind,
     refused,
     template_of,
+    variables_of,
 )
 
 from elastic_trainer.config import TrainConfig
 from launcher.cli.main import run_cli
+from launcher.errors import UserError
+from launcher.jobspec.kubernetes import quantity_bytes
 from launcher.ops.submitting.submit import prepare
-from launcher.render.kubernetes_lint import lint
+from launcher.render.kubernetes_names import SHM_VOLUME
 
 __all__ = ["kind"]  # the fixture
 
@@ -158,7 +164,7 @@ def test_limits_in_time_are_the_controllers(kind):
     assert job["backoffLimit"] == 9
 
 
-def test_every_key_of_the_section_still_passes_the_rules(kind):
+def test_every_key_of_the_section_at_once(kind):
     values = {
         "kubernetes": {
             "namespace": "train", "image": "r/i:1", "image_pull_policy": "Always",
@@ -176,10 +182,66 @@ def test_every_key_of_the_section_still_passes_the_rules(kind):
         },
     }  # fmt: skip
     documents = documents_of(values, kind)
-    assert [each for each in lint(documents) if not each.is_warning] == []
     labels = [each["metadata"]["labels"]["team"] for each in documents]
     assert set(labels) == {"a"}
     assert template_of(documents)["metadata"]["annotations"]["note"] == "b: c"
+
+
+WISHES = st.fixed_dictionaries(
+    {},
+    optional={
+        "cluster.nodes": st.integers(1, 40),
+        "cluster.spares": st.integers(0, 3),
+        "elastic.max_restarts": st.sampled_from([0, 1, 10**9]),
+        "elastic.min_nodes": st.integers(1, 40),
+        "kubernetes.restart_limit": st.integers(1, 60),
+        "kubernetes.memory": st.sampled_from(["1Gi", "9Gi", "64Gi"]),
+        "kubernetes.shm": st.sampled_from(["1Gi", "64Gi"]),
+        "kubernetes.save_s": st.integers(1, 200),
+        "kubernetes.shutdown_s": st.integers(1, 400),
+        "kubernetes.grace_s": st.integers(1, 600),
+        "kubernetes.queue": st.just("q"),
+        "kubernetes|rdma|rdma/hca": st.integers(1, 8),
+    },
+)
+
+
+@given(WISHES, st.sampled_from(KINDS), st.text("ab-9", min_size=1, max_size=90))
+def test_what_a_server_takes_wrongly_cannot_be_said(values, kind, run_id):
+    try:
+        documents = documents_of(values, kind, run_id=run_id)
+    except UserError:
+        return
+    job, pod = documents[-1], template_of(documents)["spec"]
+    (container,) = pod["containers"]
+    if kind == "pytorchjob":
+        policy, elastic = job["spec"]["runPolicy"], job["spec"]["elasticPolicy"]
+        pods = job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+        assert elastic["minReplicas"] <= pods <= elastic["maxReplicas"]
+        assert policy.get("suspend", False) == ("kubernetes.queue" in values)
+        restarts = policy["backoffLimit"]
+    else:
+        pods, restarts = job_of(documents)["completions"], job_of(documents)["backoffLimit"]
+        assert job["spec"].get("suspend", False) == ("kubernetes.queue" in values)
+    assert restarts >= pods, "one restart of each pod ends nothing"
+    budgets = [each["spec"] for each in documents if each["kind"] == "PodDisruptionBudget"]
+    assert [each["minAvailable"] for each in budgets] == ([pods - 1] if pods > 1 else [])
+    assert len(f"{job['metadata']['name']}-{'node'}-0-{pods}-abcde") <= 63
+    given = variables_of(pod)
+    times = [int(given[f"HOLDFAST_{name}_S"]) for name in ("SAVE_WAIT", "SHUTDOWN")]
+    assert pod["terminationGracePeriodSeconds"] >= sum(times)
+    (shm,) = [each["emptyDir"] for each in pod["volumes"] if each["name"] == SHM_VOLUME]
+    assert shm["medium"] == "Memory"
+    limits = container.get("resources", {}).get("limits", {})
+    if "memory" in limits:
+        assert quantity_bytes(shm["sizeLimit"]) < quantity_bytes(limits["memory"])
+    if "rdma/hca" in limits:
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+
+
+def test_fewer_restarts_than_pods_are_refused():
+    (line,) = refused({"kubernetes.restart_limit": 4})
+    assert "HF736 kubernetes.restart_limit: 4 is less than the 5 pods" in line
 
 
 def test_check_says_what_rendering_would(tmp_path, capsys, kind):
@@ -191,12 +253,9 @@ def test_check_says_what_rendering_would(tmp_path, capsys, kind):
     assert run_cli(["check", str(path), "--to", kind]) == 0
 
 
-def test_render_prints_what_check_takes(tmp_path, capsys, kind):
-    path, shown = tmp_path / "job.yaml", tmp_path / "shown.yaml"
+def test_render_writes_the_bundle_and_prints_its_files(tmp_path, capsys, kind):
+    path = tmp_path / "job.yaml"
     path.write_text(job_with({}))
-    assert run_cli(["render", str(path), "--to", kind]) == 0
-    shown.write_text(capsys.readouterr().out)
-    assert run_cli(["check", str(shown)]) == 0
     assert run_cli(["render", str(path), "--to", kind, "-o", str(tmp_path / "run")]) == 0
     written = [Path(line).name for line in capsys.readouterr().out.splitlines()[-3:]]
     assert written == ["manifests.yaml", "job.json", "job.yaml"]
@@ -212,7 +271,7 @@ def test_the_pods_image_is_recorded_and_not_the_launchers_own_python(tmp_path, k
     path, digest = tmp_path / "job.yaml", "sha256:" + "a1" * 32
     path.write_text(job_with({"kubernetes.image": f"registry.local/holdfast@{digest}"}))
     prepared = prepare(str(path), target=kind, stamp="now", python="/launcher/python")
-    found = prepared.kept.environment
+    found = prepared.environment
     assert (found.image_digest, found.prefix, found.distributions) == (digest, None, {})
 
 

@@ -137,7 +137,7 @@ def test_a_run_that_has_the_former_names_is_read(backend, server, run):
     (run / "spec.yaml").write_text(files["job.yaml"])
     running(server)
     assert backend.status([job])[job].state is JobState.RUNNING
-    assert backend.inside(job) == ("/usr/bin/python$3", str(run))
+    assert backend.remote_paths(job) == ("/usr/bin/python$3", str(run))
     assert save_time_s(run) == 77
     former = {name: (run / name).read_text() for name in ("job.yaml", "spec.yaml")}
     assert read_bundle(former).context == "here"

@@ -119,7 +119,7 @@ def test_kill_worker_strikes_one_process_and_only_ours(cluster):
     worker = max(pids)
     cluster.kill_worker(worker)
     eventually(lambda: alive(pids) == pids - {worker})
-    with pytest.raises(PermanentError, match="no live worker"):
+    with pytest.raises(PermanentError, match="not a live worker"):
         cluster.kill_worker(os.getpid())
 
 
@@ -135,15 +135,17 @@ def test_a_killed_agent_leaves_the_rest_to_the_kernel(cluster):
     assert not alive(pids)
 
 
-def test_a_zygote_is_found_by_its_parent_and_its_module(tmp_path):
-    # As a real one: started by the agent, and what it forks has the same command line.
+def test_a_zygote_is_found_by_its_parent_and_its_name(tmp_path):
+    # As a real one: a child of the agent, and what it forks has the same name.
     agent = """
-import subprocess, sys
-program = "import os, time; os.fork(); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", program, "elastic_trainer.zygote"])
-print(child.pid, flush=True)
-child.wait()
-import time
+import ctypes, os, time
+child = os.fork()
+if not child:
+    ctypes.CDLL(None).prctl(15, b"holdfast-zygote", 0, 0, 0)
+    os.fork()
+    time.sleep(600)
+print(child, flush=True)
+os.waitpid(child, 0)
 time.sleep(600)
 """
     with LocalCluster(

@@ -8,10 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from kubectl import install, kubectl, minor_version, why_not
-
-from launcher.render.kubernetes_lint import lint
-from launcher.render.kubernetes_yaml import parse_yaml
 
 CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"
@@ -19,7 +17,7 @@ FOLDERS = ("base", "queue", "monitoring")
 
 
 def documents(path):
-    return parse_yaml(path.read_text(), str(path))
+    return [each for each in yaml.safe_load_all(path.read_text()) if each is not None]
 
 
 def named(folder, kind, name):
@@ -51,7 +49,7 @@ def built(folder):
     """Return what kubectl makes of a kustomization; it says nothing else."""
     done = kubectl("kustomize", folder)
     assert (done.returncode, done.stderr) == (0, "")
-    return parse_yaml(done.stdout, str(folder))
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def by_name(objects):
@@ -90,7 +88,6 @@ def test_kubectl_builds_what_the_files_say(folder):
     objects = built(ROOT / folder)
     assert by_name(objects) == by_name(wanted)
     assert len(objects) >= 2
-    assert lint(objects) == []
 
 
 @pytest.mark.usefixtures("has_kubectl")
@@ -148,8 +145,3 @@ def test_the_dashboard_asks_for_what_is_recorded():
     for panel in board["panels"]:
         for target in panel["targets"]:
             assert any(name in target["expr"] for name in recorded if name)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
-def test_the_examples_are_sound(path):
-    assert lint([*documents(path), *documents(ROOT / "examples" / "claim.yaml")]) == []

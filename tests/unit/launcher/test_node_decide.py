@@ -5,26 +5,35 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.board.state import BoardState, Ended, Lease
+from elastic_trainer.config import ElasticSection
 from launcher.node.attempt import Past
 from launcher.node.decide import (
     STILL_READS,
+    AttemptResult,
     BeatWatch,
-    Budget,
-    OnBoard,
-    Verdict,
+    attempt_result,
     is_over,
     may_begin,
     near_limit,
-    verdict,
+    pause_s,
     what_now,
     within_restarts,
 )
 
 CODES = st.sampled_from([0, 91, 92, 93, 94])
-BUDGET = Budget(max_restarts=3, window_s=1000.0, no_progress=2)
+BUDGET = ElasticSection(max_restarts=3, window_s=1000.0, no_progress=2)
 NODES = st.dictionaries(
     st.sampled_from(["n1", "n2", "n3", "n4"]), st.sampled_from([0, 1, 91, 92, 93, 94])
 )
+
+
+def board(
+    code: int | None = None, reason: str = "", *, ended: str | None = "7.0", **more
+) -> BoardState:
+    """A board on which attempt `ended` has ended, with `code`."""
+    end = None if code is None or ended is None else Ended(job=ended, code=code, reason=reason)
+    return BoardState(ended=end, **more)
 
 
 def past(i: int, code: int | None = None, *, step: int = 0, failed: bool = False) -> Past:
@@ -61,7 +70,7 @@ def test_a_cancelled_run_stays_saved_and_a_live_one_is_named():
     assert "8.0 (coordinated by n3)" in found.reason
 
 
-def test_what_a_caretaker_wrote_down_ends_the_job_that_it_had_started_again():
+def test_what_a_watchdog_wrote_down_ends_the_job_that_it_had_started_again():
     for code in (93, 94):
         assert begin(past=[past(0, code)], before="7.0").code == code
         assert begin(past=[past(0, code)], before="9.0").code == 0
@@ -91,7 +100,7 @@ def test_no_progress_stops_a_job_and_only_that(tries, last):
         past(i, 92, step=s, failed=f)
         for i, (s, (f, _)) in enumerate(zip(steps, tries, strict=True))
     ]
-    budget = Budget(max_restarts=100, window_s=1000.0, no_progress=2)
+    budget = ElasticSection(max_restarts=100, window_s=1000.0, no_progress=2)
     trailing = 0
     for failed, gain in reversed(tries):
         if not failed or gain:
@@ -110,17 +119,20 @@ def test_of_a_script_that_shows_no_steps_only_the_budget_decides():
 @given(NODES, st.booleans(), st.one_of(st.none(), st.integers(0, 143)))
 def test_the_board_decides_over_all_exit_codes(exits, at_limit, step_code):
     facts = {"exits": exits, "at_limit": at_limit, "step_code": step_code}
-    assert verdict(finished=True, ended=(92, "x"), **facts).code == 0
+    assert attempt_result(board(92, "x", finished=True), "7.0", **facts).code == 0
+    assert attempt_result(board(92, ended="7.1"), "7.0", **facts) == attempt_result(
+        board(), "7.0", **facts
+    ), "another attempt's end is not this one's"
     for code in (0, 91, 92, 93, 94):
-        found = verdict(finished=False, ended=(code, "so it was"), **facts)
+        found = attempt_result(board(code, "so it was"), "7.0", **facts)
         assert (found.code, found.reason) == (code, "so it was")
-    failed = verdict(finished=False, ended=(1, "not saved"), **facts)
+    failed = attempt_result(board(1, "not saved"), "7.0", **facts)
     assert (failed.code, failed.failed) == (92, True)
 
 
 @given(NODES, st.one_of(st.none(), st.integers(0, 143)))
 def test_without_the_board_the_exit_codes_give_a_code_of_the_contract(exits, step_code):
-    found = verdict(finished=False, ended=None, exits=exits, at_limit=False, step_code=step_code)
+    found = attempt_result(board(), "7.0", exits=exits, step_code=step_code)
     assert found.code in {0, 91, 92, 93, 94}
     assert found.code in {*exits.values(), 92, *([] if exits else [91])}
     if found.code == 93:
@@ -131,13 +143,13 @@ def test_without_the_board_the_exit_codes_give_a_code_of_the_contract(exits, ste
 
 def test_a_save_counts_as_a_failure_only_at_the_time_limit():
     for at_limit in (False, True):
-        found = verdict(finished=False, ended=(91, "saved"), exits={}, at_limit=at_limit)
+        found = attempt_result(board(91, "saved"), "7.0", exits={}, at_limit=at_limit)
         assert found.failed == at_limit
 
 
 @given(CODES, st.sampled_from(["requeue", "chain", "none"]), st.integers(0, 5), st.booleans())
 def test_restarts_are_counted_only_where_there_would_be_one_more(code, restart, done, stop):
-    found = Verdict(code=code, failed=False, reason="so it was")
+    found = AttemptResult(code=code, failed=False, reason="so it was")
     given = {"restart": restart, "done": done, "stop_asked": stop}
     assert within_restarts(found, most=None, **given) == found
     now = within_restarts(found, most=3, **given)
@@ -173,9 +185,10 @@ def test_a_beat_is_lost_after_readings_of_the_same_value_and_never_by_failed_rea
     st.sampled_from([None, "7.0", "7.1"]),
     st.booleans(),
 )
-def test_a_caretaker_acts_only_for_a_job_that_has_ended(finished, ended_job, lease_job, still):
-    seen = OnBoard(finished=finished, ended_job=ended_job, lease_job=lease_job, lease_still=still)
-    found = is_over(seen, "7.0")
+def test_a_watchdog_acts_only_for_a_job_that_has_ended(finished, ended_job, lease_job, still):
+    lease = lease_job and Lease(holder="a", node="n", job=lease_job, address="", port=1, term=1)
+    seen = board(91, ended=ended_job, finished=finished, lease=lease)
+    found = is_over(seen, "7.0", lease_still=still)
     if finished or ended_job == "7.0" or lease_job is None:
         assert found is True
     elif lease_job == "7.1":
@@ -195,3 +208,11 @@ def test_a_job_without_its_batch_host_never_stays_running(code, restart, stop, h
     elif restart == "chain" and has_next:
         assert code in {91, 92}
         assert not stop
+
+
+@given(st.integers(-3, 10_000))
+def test_pauses_grow_and_are_bounded(count):
+    bounds = {"first_s": 10.0, "longest_s": 300.0}
+    assert 0 <= pause_s(count, **bounds) <= pause_s(count + 1, **bounds) <= 300
+    assert (pause_s(count, **bounds) == 0) == (count <= 0)
+    assert [pause_s(n, **bounds) for n in (1, 2, 3)] == [10, 20, 40]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,15 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.boards.board import BoardState, Ended, Lease
-from elastic_trainer.agent.boards.file_board import FileBoard
-from launcher.node import beat, board, care
-from launcher.node.agent import NodeAgent
-from launcher.node.attempt import Attempt, NodeError, lineage, pasts
-from launcher.node.care import Caretaker
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Ended, Lease
+from launcher.atomic_file import write_json
+from launcher.backends.commands import Answer
+from launcher.backends.processes import start_ticks
+from launcher.errors import UserError
+from launcher.node import beat, board, slurm
+from launcher.node import watchdog as watchdog_module
+from launcher.node.__main__ import main
+from launcher.node.agent_process import agent_command
+from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.end import end
-from launcher.node.slurm import carry_out, parse_job
-from launcher.whole_file import write_json
+from launcher.node.slurm import carry_out
+from launcher.node.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +42,7 @@ def test_an_attempt_is_named_by_the_job_and_its_restarts(tmp_path):
     env = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}
     assert Attempt.of_env(tmp_path, env).name == "17.2"
     for bad in ({}, {"SLURM_JOB_ID": "../x"}, {**env, "SLURM_RESTART_COUNT": "x"}):
-        with pytest.raises(NodeError, match="HF673"):
+        with pytest.raises(UserError, match="HF673"):
             Attempt.of_env(tmp_path, bad)
 
 
@@ -120,6 +126,7 @@ def test_an_unreadable_board_leaves_the_exit_codes(attempt, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_beat_lasts_as_long_as_the_script(attempt):
     script = subprocess.Popen(["sleep", "100"])
     beating = subprocess.Popen(
@@ -154,8 +161,17 @@ def test_a_beat_lasts_as_long_as_the_script(attempt):
             process.wait()
 
 
+def test_a_process_that_has_ended_is_gone_before_it_is_reaped():
+    script = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert start_ticks(script.pid) == start_ticks(script.pid) is not None
+    script.stdin.close()
+    os.waitid(os.P_PID, script.pid, os.WEXITED | os.WNOWAIT)
+    assert start_ticks(script.pid) is None
+    assert script.wait(10) == 0
+
+
 def answer(text="", code=0, err=""):
-    return subprocess.CompletedProcess([], code, text, err)
+    return Answer(argv=(), code=code, out=text, err=err)
 
 
 class Controller:
@@ -164,7 +180,7 @@ class Controller:
     def __init__(self, *shown):
         self.shown, self.asked, self.slept = list(shown), [], []
 
-    def __call__(self, command):
+    def run(self, command, *, timeout_s, stdin=""):
         self.asked.append(list(command))
         if command[1] == "--oneliner":
             return self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
@@ -172,7 +188,7 @@ class Controller:
 
 
 def run_acts(attempt, controller, *acts):
-    return carry_out(attempt, acts, run=controller, sleep=controller.slept.append)
+    return carry_out(attempt, acts, controller, sleep=controller.slept.append)
 
 
 SHOWN = "JobId=17 JobName=x JobState={} Reason=None Requeue=1 Restarts={} BatchFlag=1"
@@ -201,19 +217,33 @@ def test_a_chain_ends_by_the_successor_first(attempt):
     assert said == [["scancel", "18"], ["scancel", "17"]]
 
 
-def test_what_is_no_answer_is_no_job():
-    assert parse_job("").state == ""
-    assert parse_job("slurm_load_jobs error: garbage").state == ""
-    found = parse_job(SHOWN.format("RUNNING", 3))
-    assert (found.state, found.restarts) == ("RUNNING", 3)
+@pytest.mark.parametrize("said", ["", "slurm_load_jobs error: garbage"])
+def test_what_is_no_answer_is_no_job(attempt, said):
+    controller = Controller(answer(said))
+    assert not run_acts(attempt, controller, "requeue")
+    assert len(controller.asked) == 1
 
 
 def test_the_agent_runs_in_the_container_with_its_python(tmp_path):
     attempt = Attempt(run_dir=tmp_path, job_id="7", restart=0)
-    inside = NodeAgent(attempt, "n1", {}, ["apptainer", "exec", "a b.sif"])
-    command = inside._command("/p")
+    command = agent_command(attempt, "n1", inside=["apptainer", "exec", "a b.sif"])
     assert command[:6] == ["apptainer", "exec", "a b.sif", "python3", "-P", "-m"]
-    assert NodeAgent(attempt, "n1", {})._command("/p")[:3] == ["/p", "-P", "-m"]
+    assert agent_command(attempt, "n1")[:3] == [sys.executable, "-P", "-m"]
+
+
+def test_a_command_is_handed_on_with_its_own_separator(monkeypatch):
+    inside = ["srun", "-n", "2", "py", "-m", "launcher.node", "agent", "R", "--apart", "--", "box"]
+    given = []
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr("launcher.node.steps.serve", lambda *taken: given.append(taken[2]) or 7)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        assert main(["steps", "R", "--", *inside]) == 7
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert given == [inside]
+    assert held - before == {signal.SIGUSR2}
 
 
 def test_a_task_of_an_array_never_speaks_for_the_others(tmp_path):
@@ -244,22 +274,22 @@ def test_a_task_of_an_array_never_speaks_for_the_others(tmp_path):
         ),
     ],
 )
-def test_the_script_and_a_caretaker_allow_the_same_restarts(attempt, env, code):
+def test_the_script_and_a_watchdog_allow_the_same_restarts(attempt, env, code):
     put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
     assert end(attempt, env, 0).code == code  # attempt 17.1 has been restarted once
     assert json.loads((attempt.dir / "end.json").read_text())["code"] == code
 
 
-def caretaker(attempt):
-    return Caretaker(attempt, "n2", {"HOLDFAST_BEAT_S": "0.01"})
+def watchdog(attempt):
+    return Watchdog(attempt, "n2", {"HOLDFAST_BEAT_S": "0.01"})
 
 
-def test_a_caretaker_leaves_a_job_alone_whose_script_beats(attempt, monkeypatch):
+def test_a_watchdog_leaves_a_job_alone_whose_script_beats(attempt, monkeypatch):
     attempt.beat.write_text("000000000001\n")
     reads = iter(range(10**6))
     monkeypatch.setattr(beat, "read", lambda _: str(next(reads)))
-    monkeypatch.setattr(care, "take_over", None)
-    caretaker(attempt).take_care()
+    monkeypatch.setattr(slurm, "take_over", None)
+    watchdog(attempt).finish_job()
     assert not list(attempt.dir.glob("caretaker.*"))
 
 
@@ -267,9 +297,9 @@ def test_storage_that_comes_back_is_no_sign_of_life(attempt, monkeypatch):
     reads = iter([None, None, *["7"] * 1000])
     monkeypatch.setattr(beat, "read", lambda _: next(reads))
     taken = []
-    monkeypatch.setattr(care, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(slurm, "take_over", lambda attempt, env: taken.append(attempt.name))
     put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=91, reason="saved")))
-    caretaker(attempt).take_care()
+    watchdog(attempt).finish_job()
     assert taken == ["17.1"]
 
 
@@ -279,9 +309,9 @@ def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
     attempt.beat.write_text("000000000001\n")
     put(attempt.run_dir, BoardState(lease=lease("17.0", 3)))  # left by the attempt before
     taken, slept = [], []
-    monkeypatch.setattr(care, "take_over", lambda attempt, env: taken.append(attempt.name))
-    monkeypatch.setattr(care.signal, "signal", lambda *_: None)
-    one = caretaker(attempt)
+    monkeypatch.setattr(slurm, "take_over", lambda attempt, env: taken.append(attempt.name))
+    monkeypatch.setattr(watchdog_module.signal, "signal", lambda *_: None)
+    one = watchdog(attempt)
 
     def sleep(seconds):
         slept.append(seconds)
@@ -294,7 +324,7 @@ def test_beside_the_agents_it_acts_once_beat_and_job_have_ended_and_not_before(
             assert taken == []
             put(attempt.run_dir, BoardState(ended=Ended(job="17.1", code=92, reason="x")))
 
-    monkeypatch.setattr(care.time, "sleep", sleep)
+    monkeypatch.setattr(watchdog_module.time, "sleep", sleep)
     assert one.serve() == 0
     assert taken == ["17.1"]
     assert len(slept) == 40

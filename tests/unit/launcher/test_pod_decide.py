@@ -10,61 +10,48 @@ from elastic_trainer.agent.membership.jobs import supersedes
 from launcher.node.pod_decide import (
     AGAIN,
     KINDS,
-    LONGEST_PAUSE_S,
-    JobEnd,
     all_refuse,
     exit_code,
     generation,
     job_id,
-    pause_s,
     place,
 )
 
-ENDS = st.builds(
-    JobEnd,
-    finished=st.booleans(),
-    code=st.one_of(st.none(), st.integers(0, 255)),
-    stop_asked=st.booleans(),
-)
+CODES = st.one_of(st.none(), st.integers(0, 255))
 KIND = st.sampled_from(KINDS)
 PERMANENT = range(1, 128)
 """Codes after which a PyTorchJob with restartPolicy ExitCode starts a pod no more."""
 
 
-@given(KIND, ENDS)
-def test_a_pod_ends_well_only_where_the_run_is_done(kind, end):
-    done = end.finished or end.code == 0
-    assert (exit_code(kind, end) == 0) == done
+@given(KIND, CODES, st.booleans())
+def test_a_pod_ends_well_only_where_the_run_is_done(kind, code, stop_asked):
+    assert (exit_code(kind, code, stop_asked=stop_asked) == 0) == (code == 0)
 
 
-@given(KIND, ENDS)
-def test_a_pod_ends_the_job_badly_only_where_the_job_has_ended_so(kind, end):
-    code = exit_code(kind, end)
-    if code in PERMANENT:
-        assert code in (91, 93, 94)
-        assert not end.finished
-        final = end.code in (93, 94)
-        cancelled = end.stop_asked and end.code == 91
-        assert final or cancelled
+@given(KIND, CODES, st.booleans())
+def test_a_pod_ends_the_job_badly_only_where_the_job_has_ended_so(kind, code, stop_asked):
+    found = exit_code(kind, code, stop_asked=stop_asked)
+    if found in PERMANENT:
+        assert found in (91, 93, 94)
+        assert code in (93, 94) or (stop_asked and code == 91)
 
 
 @given(KIND, st.booleans(), st.sampled_from([None, 1, 91, 92, 130, 137, 143]))
 def test_while_the_job_goes_on_or_may_go_on_every_pod_is_started_again(kind, stop_asked, code):
-    end = JobEnd(code=code, stop_asked=stop_asked)
     if not (stop_asked and code == 91):
-        assert exit_code(kind, end) == AGAIN >= 128
+        assert exit_code(kind, code, stop_asked=stop_asked) == AGAIN >= 128
 
 
-@given(ENDS)
-def test_a_job_set_knows_two_codes_that_end_it(end):
+@given(CODES, st.booleans())
+def test_a_job_set_knows_two_codes_that_end_it(code, stop_asked):
     for kind in ("jobset", "trainjob"):
-        assert exit_code(kind, end) in (0, 93, 94, AGAIN)
+        assert exit_code(kind, code, stop_asked=stop_asked) in (0, 93, 94, AGAIN)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("pytorchjob", 91), ("jobset", 93), ("trainjob", 93)])
 def test_a_cancelled_run_stays_down(kind, code):
-    assert exit_code(kind, JobEnd(code=91, stop_asked=True)) == code
-    assert exit_code(kind, JobEnd(code=91)) == AGAIN
+    assert exit_code(kind, 91, stop_asked=True) == code
+    assert exit_code(kind, 91, stop_asked=False) == AGAIN
 
 
 NUMBERS = st.one_of(st.none(), st.integers(0, 99))
@@ -128,10 +115,3 @@ def test_a_pod_that_is_made_anew_has_the_same_place(kind, index, one, other):
     assert place(kind, f"{name}-{one}") == place(kind, f"{name}-{other}") == name
     assert place(kind, f"llama-node-0-{index + 1}-{one}") != name
     assert place("pytorchjob", f"llama-worker-{index}") == f"llama-worker-{index}"
-
-
-@given(st.integers(-3, 10_000))
-def test_pauses_grow_and_are_bounded(count):
-    assert 0 <= pause_s(count) <= pause_s(count + 1) <= LONGEST_PAUSE_S
-    assert (pause_s(count) == 0) == (count <= 0)
-    assert [pause_s(n) for n in (1, 2, 3)] == [10, 20, 40]

@@ -9,16 +9,30 @@ import pytest
 from at_once import at_once
 from pod_world import job_json
 
-from launcher.node.attempt import NodeError
-from launcher.node.pod_dir import failures, prepare, publish
+from elastic_trainer.board.file_board import publish
+from launcher.errors import UserError
+from launcher.node.pod import failures, prepare
 
 __all__ = ["job_json"]  # the fixture
 
 
-def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
-    config = tmp_path / "etc"
-    (config / "..data").mkdir(parents=True)
-    (config / "job.json").write_text(job_json)
+@pytest.fixture
+def config(tmp_path, job_json):
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    (folder / "job.json").write_text(job_json)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def test_many_pods_make_the_run_directory_at_once(tmp_path, config, job_json):
+    (config / "..data").mkdir()
     (config / "job.yaml").write_text("name: x\n")
     made: list[str] = []
 
@@ -32,11 +46,7 @@ def test_many_pods_make_the_run_directory_at_once(tmp_path, job_json):
     assert sorted(path.name for path in run.iterdir()) == ["job.json", "job.yaml"]
 
 
-def test_what_submit_has_put_there_stays(tmp_path, job_json):
-    config, run = tmp_path / "etc", tmp_path / "run"
-    config.mkdir()
-    run.mkdir()
-    (config / "job.json").write_text(job_json)
+def test_what_submit_has_put_there_stays(tmp_path, config, run, job_json):
     frozen = json.dumps({**json.loads(job_json), "command_dir": "/frozen"})
     (run / "job.json").write_text(frozen)
     assert prepare(run, config) == []
@@ -44,15 +54,11 @@ def test_what_submit_has_put_there_stays(tmp_path, job_json):
     assert prepare(run, tmp_path / "none") == [], "without a ConfigMap"
 
 
-def test_another_run_s_directory_is_left_alone(tmp_path, job_json):
-    config, run = tmp_path / "etc", tmp_path / "run"
-    config.mkdir()
-    run.mkdir()
-    (config / "job.json").write_text(job_json)
+def test_another_run_s_directory_is_left_alone(tmp_path, config, run, job_json):
     (run / "job.json").write_text(json.dumps({**json.loads(job_json), "run_id": "other"}))
-    with pytest.raises(NodeError, match=r"HF675 .*of run other, this pod is of run llama"):
+    with pytest.raises(UserError, match=r"HF675 .*of run other, this pod is of run llama"):
         prepare(run, config)
-    with pytest.raises(NodeError, match="HF502"):
+    with pytest.raises(UserError, match="HF502"):
         prepare(tmp_path / "empty", tmp_path / "none")
 
 

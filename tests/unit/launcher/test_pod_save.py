@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pod_world import until
 
-from elastic_trainer.agent.boards.board import Commit, Ended, update
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import Commit, Ended, update
+from elastic_trainer.events import Event
 from launcher import stop_request
 from launcher.node.pod_env import PodEnv
-from launcher.node.pod_save import ANSWER_S, Asked, Saving, Waiting, answer, next_act
+from launcher.node.pod_save import ANSWER_S, Saving, answer, next_act
 
 ENV = {
     "HOLDFAST_KIND": "jobset",
@@ -27,13 +28,24 @@ ENV = {
     "HOLDFAST_SAVE_WAIT_S": "30",
     "POD_NAME": "llama-node-0-3",
 }
-NOW = Waiting(
-    asked=Asked(step=7, epoch=2), asked_s=1.0, newest=(2, 5), seen=(2, 5), epoch=2, over=False
-)
+
+
+def asked(step: int | None, epoch: int | None = 2) -> Event:
+    return Event(event="save.asked", t_unix=0.0, t_mono=0.0, step=step, epoch=epoch)
+
+
+NOW = {
+    "asked": asked(7),
+    "asked_s": 1.0,
+    "newest": (2, 5),
+    "seen": (2, 5),
+    "epoch": 2,
+    "over": False,
+}
 
 
 def acts(**changes) -> str:
-    return next_act(dataclasses.replace(NOW, **changes))
+    return next_act(**{**NOW, **changes})
 
 
 def test_what_comes_next():
@@ -41,7 +53,7 @@ def test_what_comes_next():
     assert acts(over=True) == "done"
     assert acts(asked=None) == "wait"
     assert acts(asked=None, asked_s=ANSWER_S) == "ask"
-    assert acts(asked=Asked(step=None, epoch=2)) == "nothing", "a spare"
+    assert acts(asked=asked(None)) == "nothing", "a spare"
     assert acts(newest=(2, 7)) == "done", "nothing was trained since"
     assert acts(newest=(2, 9)) == "done"
     assert acts(newest=(2, 6)) == "ask", "a save that was under way: the wish was passed over"
@@ -49,31 +61,28 @@ def test_what_comes_next():
     assert acts(epoch=3) == "ask", "those who were asked are gone"
 
 
+NUMBER = st.none() | st.integers(0, 9)
+
+
 @given(
-    st.builds(
-        Waiting,
-        asked=st.one_of(
-            st.none(),
-            st.builds(
-                Asked,
-                step=st.one_of(st.none(), st.integers(0, 9)),
-                epoch=st.one_of(st.none(), st.integers(0, 9)),
-            ),
-        ),
-        asked_s=st.floats(0, 100),
-        newest=st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
-        seen=st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
-        epoch=st.integers(0, 9),
-        over=st.booleans(),
+    st.fixed_dictionaries(
+        {
+            "asked": st.none() | st.builds(asked, NUMBER, NUMBER),
+            "asked_s": st.floats(0, 100),
+            "newest": st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
+            "seen": st.tuples(st.integers(-1, 9), st.integers(-1, 9)),
+            "epoch": st.integers(0, 9),
+            "over": st.booleans(),
+        }
     )
 )
 def test_it_is_done_only_when_what_was_asked_for_is_safe(now):
-    act = next_act(now)
+    act = next_act(**now)
     assert act in ("done", "nothing", "ask", "wait")
-    if act == "done" and not now.over:
-        assert now.newest[1] >= now.asked.step
+    if act == "done" and not now["over"]:
+        assert now["newest"][1] >= now["asked"].step
     if act == "ask":
-        assert now.asked_s > 0, "never in a tight loop"
+        assert now["asked_s"] > 0, "never in a tight loop"
 
 
 def line(t_unix: float, step: int | None, event: str = "save.asked") -> str:
@@ -82,11 +91,13 @@ def line(t_unix: float, step: int | None, event: str = "save.asked") -> str:
 
 def test_the_newest_answer_counts_and_none_from_before():
     lines = ['rn": 3}', line(1, 4), line(2, 5), line(3, 9, "worker.exit"), '{"event": "save.as']
-    assert answer(lines, 0.5) == Asked(5, 2)
-    assert answer(lines, 2) == Asked(5, 2)
+    for since in (0.5, 2):
+        found = answer(lines, since)
+        assert (found.step, found.epoch) == (5, 2)
     assert answer(lines, 2.5) is None
     assert answer([], 0) is None
-    assert answer(["3", "null", "[]", line(1, None)], 0) == Asked(None, 2)
+    found = answer(["3", "null", "[]", line(1, None)], 0)
+    assert (found.step, found.epoch) == (None, 2)
 
 
 @given(st.lists(st.text(max_size=40)), st.floats(allow_nan=False))

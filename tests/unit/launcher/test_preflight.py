@@ -17,7 +17,7 @@ from launcher.backends.commands import Answer as Said
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.ops.preflight import checks
-from launcher.ops.preflight.checks import Expected, Finding, NodeReport, judge, run_checks
+from launcher.ops.preflight.checks import Expected, Finding, NodeReport, evaluate, run_checks
 from launcher.ops.preflight.nodes import SUBMITTERS, Preflight, Where, choose
 
 
@@ -50,24 +50,24 @@ def test_who_differs_from_the_others_is_named():
         report("e", clock=0.1, storage=800.0, versions="torch 2"),
         NodeReport(node="f", problem="no answer"),
     ]
-    judged = judge(reports, Expected())
-    assert levels(judged) == {
+    evaluated = evaluate(reports, Expected())
+    assert levels(evaluated) == {
         **{name: [] for name in "abf"},
         "c": ["clock"],
         "d": ["storage"],
         "e": ["versions"],
     }
-    assert [each.level for each in judged] == ["ok", "ok", "fail", "warn", "fail", "fail"]
-    texts = {f.text for each in judged for f in each.findings}
+    assert [each.level for each in evaluated] == ["ok", "ok", "fail", "warn", "fail", "fail"]
+    texts = {f.text for each in evaluated for f in each.findings}
     assert "torch 2; most nodes have torch 1" in texts
-    assert "+4.9 s from the other nodes' clocks; mend NTP on c" in texts
+    assert "+4.9 s from the other nodes' clocks; fix NTP on c" in texts
 
 
 def test_what_has_failed_already_keeps_its_words():
     failed = Finding(check="storage", level="fail", text="full", value=1.0)
     reports = [report("a", storage=100.0), report("b", storage=100.0)]
     reports.append(NodeReport(node="c", findings=(failed,)))
-    assert judge(reports, Expected())[2].findings == (failed,)
+    assert evaluate(reports, Expected())[2].findings == (failed,)
 
 
 @given(
@@ -84,10 +84,10 @@ def test_what_has_failed_already_keeps_its_words():
     )
 )
 def test_the_verdict_never_makes_anything_better_or_loses_a_node(reports):
-    judged = judge(reports, Expected())
-    assert [each.node for each in judged] == [each.node for each in reports]
-    assert all(len(a.findings) == len(b.findings) for a, b in zip(judged, reports, strict=True))
-    usual = [f for each in judged for f in each.findings if f.check == "versions"]
+    evaluated = evaluate(reports, Expected())
+    assert [each.node for each in evaluated] == [each.node for each in reports]
+    assert all(len(a.findings) == len(b.findings) for a, b in zip(evaluated, reports, strict=True))
+    usual = [f for each in evaluated for f in each.findings if f.check == "versions"]
     if usual:
         assert sum(f.level == "ok" for f in usual) * 2 >= len(usual)
 
@@ -202,6 +202,7 @@ def test_wrong_names_are_refused(tmp_path, where):
     assert error.value.code == "HF661"
 
 
+@pytest.mark.slow
 def test_this_machine_by_submitits_local_executor(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--dir", str(tmp_path), "--shm-gib", "0", "--timeout", "100"]
@@ -213,6 +214,7 @@ def test_this_machine_by_submitits_local_executor(tmp_path, capsys, monkeypatch)
     assert list((tmp_path / "runs" / ".preflight").iterdir()) == []  # nothing pickled is left
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_is_exit_code_1_and_the_pickles_are_private(tmp_path, capsys):
     folder = tmp_path / "files"
     options = ["--check", "shm", "--shm-gib", "1e9", "--folder", str(folder), "--timeout", "100"]
@@ -235,6 +237,7 @@ echo "Submitted batch job $$"
 """
 
 
+@pytest.mark.slow
 def test_nodes_are_asked_a_few_at_a_time_and_none_is_forgotten(tmp_path, monkeypatch):
     programs, busy = tmp_path / "bin", tmp_path / "busy"
     for folder in (programs, busy):

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import os
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.events import Event
-from launcher.ops.record.record import LauncherLog, RunRecord
+from launcher.errors import UserError
+from launcher.record.files import LauncherLog, RunRecord, events_named, newest_events
 
 
 def event(t, name="agent.started"):
     return Event(event=name, t_unix=t, t_mono=t)
+
+
+def of_one_file(run_dir):
+    """Return a record, the only file of it, which is not there yet, and a line."""
+    path = run_dir / "events" / "a.jsonl"
+    path.parent.mkdir()
+    return RunRecord(run_dir), path, event(1.0).encode()
 
 
 def test_merges_writers_by_time_and_reads_only_what_is_new(tmp_path):
@@ -26,35 +37,24 @@ def test_merges_writers_by_time_and_reads_only_what_is_new(tmp_path):
 
 
 def test_a_torn_last_line_waits_for_its_rest(tmp_path):
-    record = RunRecord(tmp_path)
-    path = tmp_path / "events" / "a.jsonl"
-    path.parent.mkdir()
-    line = event(1.0).encode()
+    record, path, line = of_one_file(tmp_path)
     path.write_text(line + line[:20])
     assert len(record.poll()) == 1
     with path.open("a") as file:
         file.write(line[20:])
     assert len(record.poll()) == 1
-    assert record.torn == 0
 
 
 def test_a_line_torn_by_a_crash_costs_only_itself(tmp_path):
-    record = RunRecord(tmp_path)
-    path = tmp_path / "events" / "a.jsonl"
-    path.parent.mkdir()
-    line = event(1.0).encode()
-    path.write_text(line[:20] + line + line + "{}\n")
+    record, path, line = of_one_file(tmp_path)
+    path.write_text(line[:20] + line + line + '{}\n{"event":"run.ended","t_unix":"now"}\n')
     assert len(record.poll()) == 1
-    assert record.torn == 2
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.lists(st.floats(0, 1e9), max_size=6))
 def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
-    run_dir = tmp_path_factory.mktemp("run")
-    path = run_dir / "events" / "a.jsonl"
-    path.parent.mkdir()
-    text = "".join(event(t).encode() for t in times)
-    record, at = RunRecord(run_dir), 0
+    record, path, _ = of_one_file(tmp_path_factory.mktemp("run"))
+    text, at = "".join(event(t).encode() for t in times), 0
     for cut in [*cuts, len(text)]:
         with path.open("a") as file:
             file.write(text[at : at + cut])
@@ -63,13 +63,33 @@ def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
     assert [e.t_unix for e in record.events] == sorted(round(t, 6) for t in times)
 
 
-def test_follow_ends_with_one_last_look(tmp_path):
-    record, log = RunRecord(tmp_path), LauncherLog(tmp_path, "a")
-    turns = iter([False, True])
+def test_the_ends_of_long_files_are_enough(tmp_path):
+    assert newest_events(tmp_path) == []
+    log = LauncherLog(tmp_path, "a")
+    for step in range(4000):
+        log.emit("step.completed", step=step, padding="x" * 100)
+    LauncherLog(tmp_path, "b").emit("run.ended", code=0)
+    found = newest_events(tmp_path)
+    assert 1000 < len(found) < 3000
+    assert [found[0].step, found[-2].step] == [4001 - len(found), 3999]
 
-    def until():
-        log.emit("run.started", attempt=1, nodes=1)
-        return next(turns)
 
-    batches = list(record.follow(until=until, sleep=lambda _: None))
-    assert [len(batch) for batch in batches] == [1, 1]
+def test_a_few_events_are_found_in_the_files_that_were_written_since(tmp_path):
+    for writer in ("a", "b"):
+        log = LauncherLog(tmp_path, writer, wall=lambda: 50.0, mono=lambda: 0.0)
+        log.emit("member.evicted", member=writer)
+        log.emit("member.lost", member="evicted")
+    (tmp_path / "events" / "notes.txt").write_text('{"event":"member.evicted"}')
+    with (tmp_path / "events" / "a.jsonl").open("a") as file:
+        file.write('{"event":"member.evi')
+    os.utime(tmp_path / "events" / "b.jsonl", (100.0, 100.0))
+    found = events_named(tmp_path, ["member.evicted"], since_unix=90.0)
+    assert [event.fields["member"] for event in found] == ["a", "b"]
+    assert len(events_named(tmp_path, ["member.evicted"], since_unix=5000.0)) == 1
+
+
+@pytest.mark.parametrize("read", [newest_events, lambda path: RunRecord(path).poll()])
+def test_a_record_that_cannot_be_read(tmp_path, read):
+    (tmp_path / "events").write_text("")
+    with pytest.raises(UserError, match="HF613"):
+        read(tmp_path)

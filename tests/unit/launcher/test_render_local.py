@@ -14,6 +14,25 @@ from launcher.targets import TARGETS, target_named
 PLACES = {"run_id": "r1", "run_dir": "/runs/r1", "base_dir": "/home/me/jobs"}
 
 
+@pytest.mark.parametrize(
+    ("layout", "longest"),
+    [("{tp: 8, dp: auto}", 25_000), ("{dp: auto, dp_replicate: 16}", 160_000)],
+    ids=["regular", "replicas-of-uneven-numbers"],
+)
+def test_job_json_of_2048_nodes_is_short(make_spec, layout, longest):
+    spec = make_spec(
+        f"layout={layout}",
+        "cluster.nodes=2048",
+        "train.global_batch=16384",
+        "elastic={min_nodes: 1}",
+    )
+    planned = plan(spec)
+    assert len(planned.ladder.rungs) == 2048
+    text = to_train_config(spec, planned, **PLACES).to_json()
+    assert len(text) < longest
+    assert TrainConfig.from_json(text).ladder == planned.ladder
+
+
 def test_job_json_carries_the_spec(make_spec):
     spec = make_spec(
         "checkpoint={every_steps: 5, every_s: null, keep_every_steps: 10}",
@@ -66,6 +85,7 @@ def test_the_kept_spec_gives_the_same_job_again(job_text):
         assert "# mine" in bundle["job.yaml"]
         again = parse_spec(bundle["job.yaml"])
         assert again.model_dump() == spec.model_dump()
+        assert again.slurm == spec.slurm
         assert render_local(again, plan(again), **PLACES)["job.json"] == bundle["job.json"]
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sbatch_lines import arguments, directives, has_sbatch, real_directives
 
@@ -28,7 +28,6 @@ LINES = st.one_of(
 
 
 @given(st.lists(st.one_of(LINES, st.just("a\nb")), max_size=20))
-@settings(deadline=None, max_examples=30)
 def test_bash_reads_words_as_they_were(values):
     script = f"printf '%s\\0' {words('start', *values)}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=30)

@@ -8,8 +8,8 @@ from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
 from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.spec import SECTIONS
-from launcher.ops.checkpoints.resume_keys import (
+from launcher.jobspec.spec import all_sections, keys_of
+from launcher.ops.checkpoints.start_from import (
     KEYS,
     _flat,
     forbidden,
@@ -106,9 +106,9 @@ def test_imported_weights_need_the_dimensions_only():
 
 def test_every_key_of_these_sections_has_a_rule():
     for section in ("model", "layout", "cluster", "train", "data", "checkpoint", "elastic"):
-        for key in SECTIONS[section].model_fields:
+        for key in keys_of(all_sections()[section]):
             assert rule_of(f"{section}.{key}").reason
-    for key in SECTIONS["train"].model_fields:
+    for key in keys_of(all_sections()["train"]):
         assert f"train.{key}" in KEYS, "each key of train is thought through by itself"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from launcher.errors import UserError
 from launcher.ops import permissions
+from launcher.ops import run_dir as run_dirs
 
 
 def test_the_umask_holds_while_it_is_asked_for(tmp_path):
@@ -62,3 +63,77 @@ def test_a_group_that_the_user_is_not_in(monkeypatch):
     with pytest.raises(UserError, match="is not in group") as error:
         permissions.check_group(other)
     assert error.value.code == "HF643"
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """Make what is this user's another user's."""
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o775, 0o2770])
+def test_a_run_directory_of_ones_own_is_used(tmp_path, mode):
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    run_dirs.create(run_dir, {"job.json": "{}"})
+    assert (run_dir / "job.json").exists()
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_parent_that_all_may_write_must_be_sticky(tmp_path, existed):
+    parent = tmp_path / "all"
+    parent.mkdir()
+    run_dir = parent / "mine" / "r"
+    if existed:
+        run_dir.mkdir(parents=True)
+    parent.chmod(0o777)
+    with pytest.raises(UserError, match=f"HF616.*{parent} has mode 0777") as error:
+        run_dirs.create(run_dir, {"job.json": "{}"})
+    assert error.value.code == "HF616"
+    assert run_dir.exists() == existed
+    parent.chmod(0o1777)
+    run_dirs.create(run_dir, {"job.json": "{}"})
+
+
+def test_a_run_directory_that_all_may_write_is_refused(tmp_path):
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    run_dir.chmod(0o777)
+    with pytest.raises(UserError) as error:
+        run_dirs.create(run_dir, {"job.json": "{}"})
+    assert error.value.code == "HF616"
+    with permissions.umask("0000"), pytest.raises(UserError) as error:
+        run_dirs.create(tmp_path / "fresh", {"job.json": "{}"})
+    assert error.value.code == "HF616"
+    assert not list(run_dir.iterdir())
+    assert not list((tmp_path / "fresh").iterdir())
+
+
+@pytest.mark.usefixtures("others")
+def test_a_run_directory_of_another_user_is_refused(tmp_path):
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    with pytest.raises(UserError, match="this is user 12345") as error:
+        run_dirs.create(run_dir, {"job.json": "{}"})
+    assert error.value.code == "HF616"
+    assert not list(run_dir.iterdir())
+
+
+def test_a_link_to_a_folder_that_all_may_change_is_followed_for_the_check(tmp_path):
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "r").mkdir()
+    (tmp_path / "all").chmod(0o777)
+    (tmp_path / "r").symlink_to(tmp_path / "all" / "r")
+    with pytest.raises(UserError) as error:
+        run_dirs.create(tmp_path / "r", {"job.json": "{}"})
+    assert error.value.code == "HF616"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_real_folder_of_another_user_is_refused(tmp_path):
+    run_dir = tmp_path / "r"
+    run_dir.mkdir()
+    os.chown(run_dir, 12345, -1)
+    with pytest.raises(UserError, match="belongs to user 12345"):
+        run_dirs.write_bundle(run_dir, {"job.json": "{}"})

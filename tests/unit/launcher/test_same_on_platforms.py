@@ -107,7 +107,7 @@ CASES = {
     trains: "nothing is wrong: running, step 3/60, loss 2.2000",
     stands_still: "no step for <age> (steps take 1 s): step 3/60",
     recovers: "1 of 2 nodes: <node 1> is lost",
-    is_parked: "it is parked: 1 node left, the last rung needs 2",
+    is_parked: "it is parked: 1 node left, the smallest layout needs 2",
     has_done_it: "it has done its last step",
     would_fail_again: "it failed with code 93: it would fail again",
     used_its_budget_up: "it failed with code 94: 4 failures in 86400 s",

@@ -24,7 +24,7 @@ STUB = """\
 what=${0##*/}
 [[ $what != python* ]] || { what=$4; shift 4; }
 [[ $what != steps ]] || { shift 2; exec "$@"; }
-[[ $what != srun || $* != *' care '* ]] || what=srun-care
+[[ $what != srun || $* != *' watchdog '* ]] || what=srun-watchdog
 echo "$what${2:+ $2}" >>"$SLURM_STUBS/calls"
 [[ ! -r $SLURM_STUBS/$what ]] || source "$SLURM_STUBS/$what"
 exit 0
@@ -74,7 +74,7 @@ def run(tmp_path):
         lines = (folder / "calls").read_text().splitlines()
         called = [Path(line).name if line.startswith("/") else line for line in lines]
         # Two are started side by side.
-        side = [name for name in called if name.split()[0] in {"beat", "srun-care"}]
+        side = [name for name in called if name.split()[0] in {"beat", "srun-watchdog"}]
         return [name.split()[0] for name in called if name not in side] + sorted(
             {name.split()[0] for name in side}
         ), done.returncode
@@ -129,6 +129,6 @@ def test_no_restarts_left_is_94_and_no_requeue(run):
     assert run(end="exit 94\n") == (["begin", "srun", "end", "beat"], 94)
 
 
-def test_agents_in_pyxis_have_their_caretakers_in_a_step_outside(run):
+def test_agents_in_pyxis_have_their_watchdogs_in_a_step_outside(run):
     called, code = run("slurm.container=pyxis", "env.image=reg.io#a:1")
-    assert (sorted(called), code) == (["beat", "begin", "end", "srun", "srun-care"], 0)
+    assert (sorted(called), code) == (["beat", "begin", "end", "srun", "srun-watchdog"], 0)

@@ -7,7 +7,7 @@ from fake_commands import FakeCommands
 
 from launcher.backends.base import JobId, JobRef, JobState
 from launcher.backends.commands import SystemCommands, TimedOutError
-from launcher.backends.slurm.backend import SlurmBackend, slurm_environment
+from launcher.backends.slurm.backend import SlurmBackend, outside_jobs, slurm_environment
 from launcher.backends.slurm.parse import SACCT_COLUMNS, SEPARATOR
 from launcher.backends.slurm.queries import Patience
 from launcher.errors import PermanentError, TemporaryError, UserError
@@ -304,8 +304,10 @@ def test_description_and_events():
 
 def test_variables_that_would_change_what_is_asked_are_left_out():
     env = {"PATH": "/bin", "SBATCH_PARTITION": "moon", "SLURM_JOB_ID": "1", "SLURM_CONF": "/c"}
-    kept = slurm_environment(env | {"SQUEUE_FORMAT": "%i", "SACCT_FORMAT": "x"})
-    assert kept == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+    env |= {"LC_ALL": "de_DE.UTF-8", "SQUEUE_FORMAT": "%i", "SACCT_FORMAT": "x"}
+    kept = {"PATH": "/bin", "SLURM_CONF": "/c", "LC_ALL": "de_DE.UTF-8"}
+    assert outside_jobs(env) == kept  # what a step of the user's gets
+    assert slurm_environment(env) == kept | {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
     assert SlurmBackend(FakeCommands({}), env=env).ignored == ["SBATCH_PARTITION"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_trainer.models import PRESETS
 from launcher.errors import UserError
 from launcher.jobspec.reading import load_spec, parse_spec
-from launcher.jobspec.spec import SECTIONS
+from launcher.jobspec.spec import all_sections, keys_of
 from launcher.planning.search import plan
 from launcher.planning.summary import summary_lines
 
@@ -82,6 +82,7 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("layout.ordr=1", "HF010 layout.ordr: unknown key; did you mean layout.order?"),
         ("train.lr=1", "HF010 train.lr: unknown key here; did you mean train.optimizer.lr?"),
         ("zzz=1", "HF010 zzz: unknown key; a job file has name, model"),
+        ("env.stage=/disk", "HF010 env.stage: unknown key: environments are not copied"),
         ("train.steps=1e6", "HF012 train.steps: expected a whole number, found the number 1000000.0; write 1000000"),
         ("train.steps='50'", "HF012 train.steps: expected a whole number, found the text '50'; write 50 without"),
         ("train.steps=true", "HF012 train.steps: expected a whole number, found the truth value true"),
@@ -246,7 +247,11 @@ def test_a_missing_config_json_is_reported_with_the_other_mistakes(tmp_path, job
 
 
 _keys = st.sampled_from(
-    [f"{name}.{key}".lstrip(".") for name, model in SECTIONS.items() for key in model.model_fields]
+    [
+        f"{name}.{key}".lstrip(".")
+        for name, model in all_sections().items()
+        for key in keys_of(model)
+    ]
 )
 _values = st.one_of(
     st.none(),

@@ -30,7 +30,7 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["layout={pp: 2, schedule: interleaved, interleave: 4}", f"model={TINY}"], "HF109 layout.pp: 2 x interleave 4 = 8 stages is more than the 4 layers"),
         (["layout={pp: 4}", "train.global_batch=16"], "HF110 train.global_batch: 16 sequences are 2 micro-batches per dp rank, fewer than the 4 pipeline stages; use at least 32, or pp 2 or less"),
         (["layout={pp: 4, schedule: interleaved, interleave: 2}", "train.global_batch=48"], "HF111 train.global_batch: the interleaved schedule runs a multiple of pp 4 micro-batches per dp rank, not 6; use 32 or 64 sequences"),
-        (["train.micro_batch=3"], "HF112 train.global_batch: 64 sequences are no whole number of micro-batches of 3; use 63, or micro_batch 2 or 1"),
+        (["train.micro_batch=3"], "HF112 train.global_batch: 64 sequences are not a whole number of micro-batches of 3; use 63, or micro_batch 2 or 1"),
         (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 sequences are 16 micro-batches of 1, fewer than dp 32; use at least 32, or a layout with dp 16 or less"),
         (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 does not divide dp 4; use 2 or 1"),
     ],

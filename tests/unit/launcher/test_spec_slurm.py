@@ -45,7 +45,7 @@ def script(spec):
         ("slurm={segment: 16, version: 23.11}", "HF161 slurm.segment: sbatch has --segment since"),
         ("slurm={segment: 4, switches: 1, version: 24.11}", "HF016 slurm.segment: switches are"),
         ("env.variables={SLURM_JOB_ID: x}", "HF165 env.variables.SLURM_JOB_ID: SLURM_JOB_ID is"),
-        ("env.variables={'a b': x}", "HF165 env.variables.a b: 'a b' is no name"),
+        ("env.variables={'a b': x}", "HF165 env.variables.a b: 'a b' is not a variable name"),
         ("env.variables={DB_PASSWORD: x}", "HF163 env.variables.DB_PASSWORD: is named like a"),
         ("env.secrets={A: {file: /x, env: A}}", "HF163 env.secrets.A: expected {file: PATH}"),
         ("env={variables: {A: x}, secrets: {A: {env: B}}}", "HF016 env.variables.A: A is in"),
@@ -111,7 +111,7 @@ def test_restarts_by_requeue_chain_or_not_at_all(make_spec):
     assert "#SBATCH --requeue\n" in again
     assert "hf_node again" in again
     assert "#SBATCH --no-requeue\n" in chain
-    assert "sbatch --parsable --dependency=singleton /runs/r/job.sbatch" in chain
+    assert 'sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" /runs/r/job.sbatch' in chain
     assert "HOLDFAST_MAX_REQUEUES=4" in chain
     assert "hf_node again" not in chain + none
     assert "#SBATCH --no-requeue\n" in none

@@ -1,14 +1,16 @@
 # ruff: noqa: E501  tables of messages, a row each
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import UserError
-from launcher.jobspec.source import describe, read_source
+from launcher.jobspec.source import describe, read_source, write_sets
 
 
 def refusal(text, sets=()):
@@ -20,12 +22,13 @@ def refusal(text, sets=()):
 def test_values_are_those_of_yaml_1_2():
     source = read_source(
         "a: 1\nb: 1e-5\nc: yes\nd: 2-00:00:00\ne: 2020-01-01\nf: 0o17\ng: 0x10\nh: 012\n"
-        "i: 1_000\nj: ~\nk: true\nl: '3'\nm: .inf\n",
+        "i: 1_000\nj: ~\nk: true\nl: '3'\nm: .inf\nn: on\no: 12:30:00\np: 1e4\nq: !!str 5\nr: =\ns:\n",
         "job.yaml",
     )
     assert source.data == {
         "a": 1, "b": 1e-5, "c": "yes", "d": "2-00:00:00", "e": "2020-01-01", "f": 15, "g": 16,
-        "h": 12, "i": 1000, "j": None, "k": True, "l": "3", "m": math.inf,
+        "h": 12, "i": 1000, "j": None, "k": True, "l": "3", "m": math.inf, "n": "on",
+        "o": "12:30:00", "p": 1e4, "q": "5", "r": "=", "s": None,
     }  # fmt: skip
     assert source.problems == []
 
@@ -56,11 +59,17 @@ def test_every_key_knows_its_line():
         ("hello\n", "found the text 'hello'"),
         ("a:\n\tb: 1\n", "job.yaml:2: HF003 a tab is used for indentation; YAML wants spaces"),
         ("a: [\n", "HF003 not YAML"),
-        ("a: b: c\n", "job.yaml:1: HF003 not YAML: mapping values are not allowed here"),
+        ("a: b: c\n", "job.yaml:1: HF003 not YAML: mapping values are not allowed"),
         ("a: \x00\n", "HF003 character 0 is not allowed"),
         ("a: 1\n---\nb: 1\n", "HF007 a second document starts here"),
-        ("apiVersion: v1\n---\na: 1\n", "HF007 these are manifests of Kubernetes, not a job file"),
+        ("apiVersion: v1\n---\na: 1\n", "HF007 this is a manifest of Kubernetes, not a job file"),
+        ("apiVersion: v1\nkind: Pod\n", "HF007 this is a manifest of Kubernetes"),
         ("a: " + "[" * 5000, "HF003 nested too deeply"),
+        ("a: " + "[" * 500_000 + "]" * 500_000, "HF003 nested too deeply"),
+        ("- " * 5000, "HF003 nested too deeply"),
+        ('{"a": "\\ud83d\\ude00"}', "job.yaml:1: HF015 half of a surrogate pair"),
+        ("a: *x\n", "job.yaml:1: HF003 not YAML: the alias *x stands for nothing"),
+        ("a: \ud800\n", "HF003 not YAML"),
         ("a: &x [*x]\n", "HF007 a[0]: aliases that contain themselves"),
         ("a" * ((1 << 20) + 1), "HF002"),
     ],
@@ -79,12 +88,14 @@ def test_aliases_do_not_unfold_without_end():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("a: 1\na: 2\n", "job.yaml:2: HF006 a: is there twice, first in line 1; keep one"),
+        ("a: 1\na: 2\n", "job.yaml:2: HF006 a: duplicate key, first in line 1; keep one"),
         ("a: !!python/object:os.system x\n", "HF007 a: the tag tag:yaml.org,2002:python/object"),
         ("a: !foo {b: 1}\n", "HF007 a: the tag !foo is not allowed"),
         ("a: {<<: {b: 1}}\n", "HF007 a: only plain keys are allowed here"),
         ("? [a, b]\n: 2\n", "HF007"),
+        ("a: !foo [1]\n", "HF007 a: the tag !foo is not allowed"),
         ("a: " + "9" * 5000 + "\n", "HF013 a: '9999"),
+        ("a: 0b1\n", "HF013 a: '0b1' cannot be read as a number"),
     ],
 )
 def test_smaller_mistakes_are_kept_for_the_report(text, problem):
@@ -113,6 +124,52 @@ def test_sets_override_add_and_win_in_order():
 def test_sets_that_cannot_be_applied(text, problem):
     (found,) = read_source("a: {b: 1}\n", "job.yaml", [text]).problems
     assert problem in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "sets", "written"),
+    [
+        ("a: {b: 1} # x\n", ["a.b=2"], "a: {b: 2} # x\n"),
+        ("a: {b: 1}\n", ["a.c=x", "a.c=y"], 'a: {c: "y", b: 1}\n'),
+        ("a: {}\n", ["a.c=.5"], "a: {c: 0.5}\n"),
+        ("a:\n  # why\n  b: 1 # x\n# end\n", ["a.b=2"], "a:\n  # why\n  b: 2 # x\n# end\n"),
+        ("a:\n  b: 1\n", ["a.c.d=[1, x]"], 'a:\n  c: {"d": [1, "x"]}\n  b: 1\n'),
+        ("a:\n# x\nb: 1\n", ["a.c=2"], 'a: {"c": 2}\n# x\nb: 1\n'),
+        ("a:\n  b: 1\n  c: 2\n# x\nd: 3\n", ["a={}"], "a:\n  {}\n# x\nd: 3\n"),
+        ("é: |\n  😀\n\nb: 1\n", ["é=ü"], 'é: "ü"\n\nb: 1\n'),
+        ("a: 1", ["b=2"], "a: 1\nb: 2\n"),
+        ("a: &x {b: 1}\nc: *x # y\n", ["c=2"], "a: &x {b: 1}\nc: 2 # y\n"),
+        ("a: 1\n", ["b.c=1", "b=2"], "a: 1\nb: 2\n"),
+        ("a: &x {b: 1}\nc: *x\n", ["a.b=2"], None),  # c would change, too
+    ],
+)
+def test_sets_are_written_into_the_text(text, sets, written):
+    assert write_sets(text, sets) == written
+
+
+_keys = st.sampled_from(["a", "b", "c d", "é", "#", "1", "on", ""])
+_values = (
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["x", "- a", "yes", "1.0", "#"])
+)
+
+
+@given(
+    st.dictionaries(
+        _keys, _values | st.dictionaries(_keys, _values | st.lists(_values)), min_size=1
+    ),
+    st.lists(st.tuples(st.lists(_keys.filter(bool), min_size=1, max_size=3), _values)),
+    st.booleans(),
+)
+def test_what_is_written_is_what_the_sets_say(data, changes, flow):
+    text = yaml.safe_dump(data, default_flow_style=flow, allow_unicode=True) + "# end\n"
+    sets = [f"{'.'.join(path)}={json.dumps(value)}" for path, value in changes]
+    wanted = read_source(text, "job.yaml", sets)
+    if any(problem.code == "HF008" for problem in wanted.problems):
+        return
+    written = write_sets(text, sets)
+    if written is not None:
+        assert read_source(written, "job.yaml").data == wanted.data
+        assert "# end" in written
 
 
 @given(st.text(max_size=60))

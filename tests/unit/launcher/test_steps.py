@@ -6,11 +6,12 @@ import signal
 
 import pytest
 
-from elastic_trainer.agent.boards.board import BoardState, Commit, Ended
-from elastic_trainer.agent.boards.file_board import FileBoard
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import BoardState, Commit, Ended
+from launcher.backends.commands import Answer
 from launcher.node.attempt import Attempt
 from launcher.node.steps import LONE_TRIES, Steps, command_of, grouped, to_start_again
-from launcher.ops.record.record import RunRecord
+from launcher.record.files import RunRecord
 
 
 class Srun:
@@ -31,11 +32,6 @@ class Srun:
         self.got.append(number)
 
 
-class Answer:
-    def __init__(self, out, code=0):
-        self.stdout, self.stderr, self.returncode = out, "", code
-
-
 class World:
     """A batch host; `acts` happen one a turn, a second apart."""
 
@@ -44,7 +40,7 @@ class World:
         self.attempt.dir.mkdir(parents=True)
         self.sruns, self.now, self.allocated = [], 0.0, nodes
         self.steps = Steps(
-            self.attempt, nodes, ["srun", "--wait=0", "agent"], start=self.start, run=self.run,
+            self.attempt, nodes, ["srun", "--wait=0", "agent"], start=self.start, commands=self,
             mono=lambda: self.now,
         )  # fmt: skip
 
@@ -52,10 +48,10 @@ class World:
         self.sruns.append(Srun(argv))
         return self.sruns[-1]
 
-    def run(self, argv):
-        if argv[0] == "squeue":
-            return Answer(",".join(self.allocated)) if self.allocated else Answer("", 1)
-        return Answer(argv[-1].replace(",", "\n"))
+    def run(self, argv, *, timeout_s, stdin=""):
+        assert argv[0] == "squeue"
+        out = ",".join(self.allocated)
+        return Answer(argv=argv, code=0 if out else 1, out=out, err="")
 
     def of(self, node):
         return next(srun for srun in reversed(self.sruns) if srun.nodes == node)
@@ -127,7 +123,7 @@ def test_a_node_has_its_srun_and_all_end_together(world):
     assert [srun.nodes for srun in world.sruns] == ["n1", "n2", "n3"]
 
 
-def test_a_step_that_was_lost_is_started_again_and_no_other_is_touched(world, capsys):
+def test_a_step_that_was_lost_is_started_again_and_no_other_is_touched(world):
     def check():
         assert [srun.nodes for srun in world.sruns] == ["n1", "n2", "n3", "n2"]
         assert world.sruns[0].got == world.sruns[2].got == []
@@ -140,7 +136,6 @@ def test_a_step_that_was_lost_is_started_again_and_no_other_is_touched(world, ca
     record.poll()
     [event] = [e for e in record.events if e.event == "step.lost"]
     assert event.fields == {"nodes": ["n2"], "code": 137, "alone": False}
-    assert "the others go on" in capsys.readouterr().err
 
 
 def test_a_node_that_has_left_the_job_is_not_started_again(world):
@@ -182,7 +177,7 @@ def test_all_lost_it_says_what_storage_has_and_gives_up_after_a_few_tries(world,
 
     assert world.serve(then=all_lost) == 137
     assert len(world.sruns) == 3 * (1 + LONE_TRIES)
-    assert "the newest checkpoint is of step 40" in capsys.readouterr().err
+    assert "checkpoint is step 40" in capsys.readouterr().err
 
 
 def test_the_board_says_that_the_job_has_ended(world):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT, tree
 from slurm_bench import TINY, fresh, refused, submit
 
+from elastic_trainer.storage_probe import probe_storage
 from launcher.backends.slurm.queries import Patience
 from launcher.cli.main import run_cli
+from launcher.ops import run_dir as run_dirs
 
 __all__ = ["fresh"]  # the fixture
 
@@ -182,8 +186,8 @@ def test_a_sweep_is_one_array_with_a_run_for_each_task(fresh, capsys):
     [
         (["--sweep", "train.seed"], "HF654 --sweep 'train.seed': expected KEY=V1,V2"),
         (["--sweep", "train.seed=1,,2"], "HF654"),
-        (["--sweep", "train.seed=1", "--sweep", "train.seed=2"], "is there twice"),
-        (["--sweep", "train.seed=1,1"], "the value 1 is there twice"),
+        (["--sweep", "train.seed=1", "--sweep", "train.seed=2"], "is given twice"),
+        (["--sweep", "train.seed=1,1"], "the value 1 is given twice"),
         (["--sweep", "train.seeds=1,2"], "HF010 train.seeds"),
         (["--sweep", "train.seed=1,x"], "HF012 train.seed"),
         (["--sweep", "cluster.nodes=2,3"], "HF654 --sweep: its values change what is asked"),
@@ -240,3 +244,20 @@ def test_tasks_of_a_sweep_share_one_copy_of_the_code(fresh, capsys):
     assert Path(folder, "tool.py").read_text() == "x = 1\n"
     assert not list(Path("s").glob("[0-9]/code"))
     assert len(list(Path("s").glob("[0-9]/environment.json"))) == 3
+
+
+def test_a_file_system_without_hard_links_is_refused(fresh, capsys, monkeypatch):
+    def link(_file, _second):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(run_dirs, "probe_storage", partial(probe_storage, link=link))
+    assert "HF617 " in refused(capsys, "--run-dir", "runs/one")
+    assert fresh.calls() == []
+
+
+def test_a_run_directory_that_all_may_write_is_refused(fresh, capsys):
+    Path("all").mkdir()
+    Path("all").chmod(0o777)
+    for run_dir in ("all", "all/run"):
+        assert "HF616 " in refused(capsys, "--run-dir", run_dir)
+    assert fresh.calls() == []

@@ -8,14 +8,34 @@ from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, storm
 
 from elastic_trainer.ledger_audit import LedgerAudit
-from launcher.ops.record import timeline
-from launcher.ops.record.summary import summarise
+from launcher.record import timeline
+from launcher.record.summary import summarise
 
 NODES = [f"node{i}" for i in range(4)]
+COLLATERAL = ("node3", "collateral", 3)
+"""The worker of rank 3 on node3 failed because its peer did."""
+
+
+def trained(steps, nodes=NODES):
+    return Stream().start().form(nodes, resume=0).steps(steps)
+
+
+def only_failure(stream, *, upto=20):
+    (failure,) = summarise(stream.steps(upto).end().events, code=0)["failures"]
+    return failure
+
+
+def abort(stream, *, victim, failed=(), reason="worker failed"):
+    """End the epoch for `victim`; of `failed` each (node, kind, rank) is a worker that ended."""
+    for node, kind, rank in failed:
+        stream.add(
+            "worker.exit", epoch=stream.epoch, node=node, worker_rank=rank, kind=kind, detail=kind
+        )
+    stream.add("epoch.aborted", epoch=stream.epoch, node="node0", reason=reason, victims=[victim])
 
 
 def test_an_undisturbed_run():
-    stream = Stream().start().form(NODES, resume=0).steps(20)
+    stream = trained(20)
     stream.add("trainer.finished", epoch=1, step=20, loss=1.0)
     summary = summarise(stream.end().events, code=0)
     assert summary["state"] == "finished"
@@ -38,7 +58,7 @@ def test_an_undisturbed_run():
 
 
 def test_skipped_steps_count_but_have_no_loss():
-    stream = Stream().start().form(NODES, resume=0).steps(19)
+    stream = trained(19)
     stream.add("step.skipped", epoch=1, step=20, rank=0, loss="nan", tokens=512, step_s=0.09)
     stream.add("step.skipped", epoch=1, step=21, rank=0, reason="passed over")
     summary = summarise(stream.end().events, code=0)
@@ -49,7 +69,7 @@ def test_skipped_steps_count_but_have_no_loss():
 
 def test_a_counter_that_stands_where_an_epoch_began_is_no_step_of_it():
     """The agent may look at a script before its first step there."""
-    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream = trained(5)
     stream.kill_node("node2").form(NODES[:2], resume=5)
     stream.add("script.progress", epoch=2, step=5, node="node0")
     summary = summarise(stream.steps(8).end().events, code=0)
@@ -96,62 +116,47 @@ def test_failures_of_the_storm():
 
 def test_a_fork_counts_from_the_moment_the_epoch_was_formed():
     """A node that ends its old workers late begins late to fork, and all wait for it."""
-    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream = trained(5)
     stream.kill_node("node2").form(NODES[:2], resume=5)
     formed = next(e.t_unix for e in stream.events if e.event == "epoch.formed" and e.epoch == 2)
     late = {"epoch": 2, "node": "node1", "phase": "fork", "seconds": 0.03}
     stream.add("recovery.phase", at=formed + 0.2, **late)
-    (failure,) = summarise(stream.steps(8).end().events, code=0)["failures"]
+    failure = only_failure(stream, upto=8)
     assert failure["phases"]["fork"] == pytest.approx(0.2)
 
 
 def test_a_failure_nobody_injected_starts_its_clock_at_detection():
-    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream = trained(5)
     stream.t += 3.0
     stream.add("member.lost", epoch=1, node="node0", member="node1", reason="silent")
-    stream.form(["node0", "node2", "node3"], resume=5).steps(6)
-    (failure,) = summarise(stream.end().events, code=0)["failures"]
+    stream.form(["node0", "node2", "node3"], resume=5)
+    failure = only_failure(stream, upto=6)
     assert failure["detected_s"] == 0.0
     assert failure["injected"] is None
     assert failure["recovered_s"] == pytest.approx(0.1 + 0.8 + STEP_S, abs=2e-3)
 
 
 def test_a_killed_worker_is_one_failure_and_its_peers_none():
-    stream = Stream().start().form(NODES, resume=0).steps(5)
+    stream = trained(5)
     stream.add(
         "fault.injected", node="node1", rank=1, step=5, action="kill-worker", target="rank 1"
     )
     stream.t += 0.01
-    for node, kind in (("node1", "killed"), ("node2", "collateral"), ("node3", "crash")):
-        stream.add(
-            "worker.exit",
-            epoch=1,
-            node=node,
-            worker_rank=1,
-            kind=kind,
-            action="restart",
-            detail=kind,
-        )
-    stream.add("epoch.aborted", epoch=1, node="node0", reason="killed", victims=["node1"])
-    stream.form(NODES, resume=5).steps(9)
-    (failure,) = summarise(stream.end().events, code=0)["failures"]
+    ends = [("node1", "killed", 1), ("node2", "collateral", 1), ("node3", "crash", 1)]
+    abort(stream, victim="node1", failed=ends, reason="killed")
+    failure = only_failure(stream.form(NODES, resume=5), upto=9)
     assert (failure["kind"], failure["node"], failure["rank"]) == ("killed", "node1", 1)
     assert failure["detected_s"] == pytest.approx(0.01)
 
 
 def test_a_node_missed_only_when_the_next_epoch_runs_is_one_failure():
     """Peers' workers fail first; the node's own connection is given up after a second try."""
-    stream = Stream().start().form(NODES, resume=0).steps(10)
-    stream.add("fault.injected", node="node2", step=10, epoch=1, action="kill-node", target="node2")
+    stream = trained(10).inject("kill-node", "node2")
     stream.t += 0.03
-    stream.add(
-        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
-    )
-    stream.t += 0.01
-    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    abort(stream, victim="node3", failed=[COLLATERAL])
     stream.form(["node0", "node1", "node3"], resume=8)
     stream.add("member.lost", epoch=2, node="node0", member="node2", reason="did not come back")
-    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    failure = only_failure(stream)
     assert (failure["node"], failure["kind"], failure["epoch"]) == ("node2", "node_lost", 1)
     assert failure["detected_s"] == pytest.approx(0.03)
     assert failure["steps_redone"] == 2
@@ -164,37 +169,29 @@ def test_a_node_missed_only_when_the_next_epoch_runs_is_one_failure():
 
 def test_an_epoch_formed_with_a_dead_node_is_no_failure_of_its_own():
     """The peers' workers failed so soon that the node itself was not missed yet."""
-    stream = Stream().start().form(NODES, resume=0).steps(10)
-    stream.add("fault.injected", node="node2", step=10, epoch=1, action="kill-node", target="node2")
+    stream = trained(10).inject("kill-node", "node2")
     stream.t += 0.01
-    stream.add(
-        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
-    )
-    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    abort(stream, victim="node3", failed=[COLLATERAL])
     stream.form(NODES, resume=10)
     stream.add("member.lost", epoch=2, node="node0", member="node2", reason="EOF")
-    stream.add("epoch.aborted", epoch=2, node="node0", reason="lost node2", victims=["node2"])
+    abort(stream, victim="node2", reason="lost node2")
     stream.form(["node0", "node1", "node3"], resume=10)
-    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    failure = only_failure(stream)
     assert (failure["node"], failure["epoch"], failure["next_epoch"]) == ("node2", 1, 3)
     assert failure["detected_s"] == pytest.approx(0.01)
 
 
 def test_an_abort_nobody_is_to_blame_for_is_a_failure_still():
-    stream = Stream().start().form(NODES, resume=0).steps(10)
-    stream.add(
-        "worker.exit", epoch=1, node="node3", worker_rank=3, kind="collateral", detail="reset"
-    )
-    stream.add("epoch.aborted", epoch=1, node="node0", reason="worker failed", victims=["node3"])
+    stream = trained(10)
+    abort(stream, victim="node3", failed=[COLLATERAL])
     stream.form(NODES, resume=8)
-    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    failure = only_failure(stream)
     assert (failure["kind"], failure["node"]) == ("collateral", "node3")
 
 
 def test_a_pause_is_a_failure_only_if_somebody_notices():
     def paused():
-        stream = Stream().start().form(NODES, resume=0).steps(10)
-        stream.add("fault.injected", node="node2", step=10, action="pause-node", target="node2")
+        stream = trained(10).inject("pause-node", "node2")
         stream.t += 5.0
         return stream
 
@@ -209,7 +206,7 @@ def test_a_pause_is_a_failure_only_if_somebody_notices():
 
 
 def test_two_nodes_lost_at_once_share_one_recovery():
-    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2").kill_node("node3")
+    stream = trained(10).kill_node("node2").kill_node("node3")
     stream.form(["node0", "node1"], resume=8).steps(12)
     summary = summarise(stream.end().events, code=0)
     assert [failure["node"] for failure in summary["failures"]] == ["node2", "node3"]
@@ -218,7 +215,7 @@ def test_two_nodes_lost_at_once_share_one_recovery():
 
 
 def test_a_failure_during_recovery_recovers_with_the_epoch_that_steps():
-    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2")
+    stream = trained(10).kill_node("node2")
     stream.form(["node0", "node1", "node3"], resume=10).kill_node("node3")
     stream.form(["node0", "node1"], resume=10).steps(12)
     first, second = summarise(stream.end().events, code=0)["failures"]
@@ -227,7 +224,7 @@ def test_a_failure_during_recovery_recovers_with_the_epoch_that_steps():
 
 
 def test_a_failure_without_recovery():
-    stream = Stream().start().form(NODES, resume=0).steps(10).kill_node("node2")
+    stream = trained(10).kill_node("node2")
     summary = summarise(stream.end(92).events, code=92)
     (failure,) = summary["failures"]
     assert failure["recovered_s"] is None
@@ -236,16 +233,17 @@ def test_a_failure_without_recovery():
 
 
 def test_a_lost_spare_costs_nothing():
-    stream = Stream().start().form(NODES[:3], resume=0).steps(10)
-    stream.add("fault.injected", node="node3", step=10, action="kill-node", target="node3")
+    stream = trained(10, NODES[:3]).inject("kill-node", "node3")
     stream.add("member.lost", epoch=1, node="node0", member="node3", reason="EOF")
-    (failure,) = summarise(stream.steps(20).end().events, code=0)["failures"]
+    failure = only_failure(stream)
     assert failure["recovered_s"] == 0.0
 
 
 def test_time_between_attempts_is_not_wall_time():
-    stream = Stream().start().form(NODES, resume=0).steps(10).end(91)
-    once = summarise(stream.events, code=91)
+    stream = trained(10)
+    assert summarise(stream.events, code=91)["state"] == "stopped"
+    stream.add("checkpoint.committed", step=10)
+    once = summarise(stream.end(91).events, code=91)
     stream.t += 3600
     stream.start(attempt=2).form(NODES, resume=10).steps(20).end(0)
     twice = summarise(stream.events, code=0)
@@ -263,7 +261,7 @@ def test_no_events_at_all():
 
 
 def test_parked():
-    stream = Stream().start().form(NODES, resume=0).steps(3).kill_node("node1")
+    stream = trained(3).kill_node("node1")
     stream.add("membership.parked", node="node0", have=3, need=4)
     assert summarise(stream.events)["state"] == "parked"
     stream = Stream().start()

@@ -11,13 +11,13 @@ import pytest
 
 WAITER = """
 import os, signal, sys
-from launcher.node.taken_signals import TakenSignals
+from launcher.node.taken_signals import taken_signals
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
 os.kill(os.getpid(), signal.SIGUSR2)  # held back until it is wanted
-with TakenSignals((signal.SIGUSR2, signal.SIGTERM)) as signals:
+with taken_signals((signal.SIGUSR2, signal.SIGTERM)) as wait:
     for line in sys.stdin:
         print("waiting", flush=True)
-        taken = signals.wait(float(line))
+        taken = wait(float(line))
         print(None if taken is None else taken.name, flush=True)
 print(signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
@@ -40,6 +40,7 @@ def begin(waiter, seconds):
     assert waiter.stdout.readline() == "waiting\n"
 
 
+@pytest.mark.slow
 def test_what_was_held_back_comes_first_and_all_is_put_back_at_the_end(waiter):
     begin(waiter, 30)
     assert waiter.stdout.readline() == "SIGUSR2\n"
@@ -51,6 +52,7 @@ def test_what_was_held_back_comes_first_and_all_is_put_back_at_the_end(waiter):
     assert waiter.communicate() == ("True\nTrue\n", None)
 
 
+@pytest.mark.slow
 def test_a_stop_that_is_longer_than_the_wait_is_no_signal(waiter):
     begin(waiter, 30)
     assert waiter.stdout.readline() == "SIGUSR2\n"

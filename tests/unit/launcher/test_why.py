@@ -1,58 +1,34 @@
-"""What `why` says of runs that were asked to end: by the record alone."""
+"""What `why` and the end of `holdfast run` say of runs that have ended: by the record alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from synthetic_record import Stream
+from synthetic_record import Stream, config_of
 
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus
-from launcher.backends.code_words import state_of
-from launcher.jobspec.reading import parse_spec
-from launcher.ops.record.newest import news_of
-from launcher.ops.record.verdict import judge
+from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
+from launcher.ops.local.job import AttemptResult, job_code
 from launcher.ops.runs import Run
-from launcher.ops.watching.standing import Standing
+from launcher.ops.watching.run_status import RunStatus
 from launcher.ops.watching.why import explain
-from launcher.planning.search import plan
-from launcher.render.local import to_train_config
-
-JOB = """\
-name: tiny
-model: {num_layers: 2, dim: 32, num_heads: 4, ffn_dim: 48, vocab_size: 256}
-cluster: {nodes: 2, gpus_per_node: 1, gpu: cpu}
-train: {seq_len: 32, global_batch: 4, steps: 10}
-data: {path: text}
-"""
+from launcher.record.status import TrainingStatus
 
 
-def told(tmp_path: Path, stream: Stream, code: int):
-    spec = parse_spec(JOB)
-    config = to_train_config(spec, plan(spec), run_id="r", run_dir=tmp_path, base_dir=tmp_path)
+def status_of(tmp_path: Path, stream: Stream, code: int) -> RunStatus:
     stream.add("run.ended", code=code)
-    standing = Standing(
+    return RunStatus(
         run=Run(path=tmp_path, submission=None, shown="r"),
         target="local",
         job=JobRef(id=JobId("")),
-        status=JobStatus(state=state_of(code), code=code),
-        news=news_of(stream.events, config),
+        platform=JobStatus(state=state_of(code), code=code),
+        training=TrainingStatus(config_of(), stream.events),
     )
-    return explain(standing, [], now_unix=stream.t)
 
 
-def ended(tmp_path: Path, stream: Stream, codes: dict[str, int]):
-    """Return what is said after Ctrl-C."""
-    verdict = judge(tmp_path, codes=codes, events=stream.events, interrupted=True)
-    return told(tmp_path, stream, verdict.code)
-
-
-@pytest.mark.parametrize("codes", [{}, {"node0": -15, "node1": -15}])
-def test_a_run_interrupted_before_its_agents_listened_has_not_failed(tmp_path, codes):
-    why = ended(tmp_path, Stream().start(nodes=2), codes)
-    assert why.state is JobState.CANCELLED
-    assert why.short == "it was interrupted by Ctrl-C"
-    assert why.way_out == f"continue with: holdfast run --resume {tmp_path}"
+def told(tmp_path: Path, stream: Stream, code: int, output=()):
+    return explain(status_of(tmp_path, stream, code), output, now_unix=stream.t)
 
 
 def stopped(stream: Stream) -> Stream:
@@ -70,22 +46,106 @@ def before_a_step() -> Stream:
     return stream.form(["node0", "node1"], resume=0)
 
 
+def failed(kind: str = "crash") -> Stream:
+    stream = before_a_step().steps(3)
+    stream.add("worker.exit", epoch=1, node="node0", worker_rank=0, kind="collateral", detail="x")
+    stream.add(
+        "worker.exit", epoch=1, node="node1", worker_rank=1, kind=kind, detail="ValueError: no"
+    )
+    return stream
+
+
+def test_a_run_interrupted_before_its_agents_listened_has_not_failed(tmp_path):
+    why = told(tmp_path, before_workers(), EXIT_INTERRUPTED)
+    assert why.state is JobState.CANCELLED
+    assert why.short == "it was interrupted by Ctrl-C"
+    assert why.how_to_fix == f"resume with: holdfast run --resume {tmp_path}"
+
+
 @pytest.mark.parametrize("begun", [before_workers, before_a_step])
-def test_what_was_stopped_before_it_saved_does_not_say_that_it_saved(tmp_path, begun):
-    why = ended(tmp_path, stopped(begun()), {"node0": 91, "node1": 91})
+def test_what_was_stopped_before_it_saved_is_not_called_saved(tmp_path, begun):
+    why = told(tmp_path, stopped(begun()), 91)
+    assert why.state is JobState.STOPPED
     assert why.short == "it was stopped before anything was saved and ended with code 91"
-    assert "saved" not in why.way_out
+    assert "saved" not in why.how_to_fix
 
 
 def test_what_was_saved_is_named(tmp_path):
     stream = before_a_step().steps(7)
     stream.add("checkpoint.committed", step=7)
-    why = ended(tmp_path, stopped(stream), {"node0": 91, "node1": 91})
+    why = told(tmp_path, stopped(stream), 91)
+    assert why.state is JobState.SAVED
     assert why.short == "it has saved its state at step 7 and ended with code 91"
 
 
 def test_of_a_script_that_says_it_saved_nothing_else_is_known(tmp_path):
     stream = Stream().start(nodes=2)
     stream.add("worker.started", node="node0", pid=1)
-    why = ended(tmp_path, stopped(stream), {"node0": 91, "node1": 91})
+    why = told(tmp_path, stopped(stream), 91)
+    assert why.state is JobState.SAVED
     assert why.short == "it was stopped on request and ended with code 91: SIGTERM"
+
+
+def test_a_failure_names_rank_evidence_and_how_to_fix_it(tmp_path):
+    log = tmp_path / "logs" / "1" / "node1" / "1.log"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"".join(b"line %d\n" % n for n in range(1000)) + b"\xff\n")
+    why = told(tmp_path, failed(), 94)
+    assert "first failure: rank 1 on node1, epoch 1: crash: ValueError: no" in why.more
+    assert (why.log, why.log_lines[-2:]) == (log, ["line 999", "�"])
+    assert len(why.log_lines) < 20
+    assert (why.failure["node"], why.failure["rank"], why.failure["kind"]) == ("node1", 1, "crash")
+    assert "elastic.max_restarts" in why.how_to_fix
+    assert f"holdfast run --resume {tmp_path}" in why.how_to_fix
+
+
+def test_where_no_worker_failed_an_agents_log_is_the_evidence(tmp_path):
+    stream = Stream().start()
+    stream.add("agent.exit", node="node0", code=93, reason="job other-7 holds this run")
+    (tmp_path / "agent.log").write_text("RuntimeError: no\n")
+    why = told(tmp_path, stream, 93, [tmp_path / "agent.log"])
+    assert "other-7" in why.short
+    assert (why.log, why.log_lines) == (tmp_path / "agent.log", ["RuntimeError: no"])
+
+
+def test_reasons_of_an_earlier_attempt_do_not_count(tmp_path):
+    stream = Stream().start()
+    stream.add("job.stopped", code=94, reason="old")
+    stream.t += 1
+    why = told(tmp_path, stream.start(attempt=2), EXIT_LOST)
+    assert "old" not in why.short
+    assert "every agent is gone" in why.how_to_fix
+
+
+@pytest.mark.parametrize(
+    ("codes", "stopped_with", "code"),
+    [
+        ({"node0": 0, "node1": -9}, None, 0),  # one agent that saw the end is enough
+        ({"node0": 92, "node1": 1}, 92, 92),  # the agents' word beats their codes
+        ({"node0": 94, "node1": 93}, None, 93),
+        ({"node0": -15, "node1": -15}, None, EXIT_LOST),
+        ({}, None, EXIT_LOST),
+    ],
+)
+def test_the_code_of_a_local_job(codes, stopped_with, code):
+    stream = Stream()
+    if stopped_with is not None:
+        stream.add("job.stopped", code=stopped_with, reason="2 nodes left")
+    assert job_code(codes, stream.events) == code
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "is_user_error"),
+    [
+        (failed("user_error"), 93, True),
+        (Stream().start(), 93, True),  # no worker failed: a run that another job holds
+        (failed("crash"), 93, False),
+        (failed("user_error"), 94, False),
+    ],
+)
+def test_a_users_mistake(tmp_path, stream, code, is_user_error):
+    why = told(tmp_path, stream, code)
+    result = AttemptResult(
+        run_dir=tmp_path, code=code, interrupted=False, why=why, summary={}, events=[]
+    )
+    assert result.is_user_error == is_user_error

@@ -1,0 +1,244 @@
+"""One node's agent from its options: zygote first, then keeper, rendezvous and its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+import traceback
+from functools import partial
+
+from elastic_trainer.agent.accelerators import healthy
+from elastic_trainer.agent.agent import HoldfastAgent
+from elastic_trainer.agent.command.flags import OptionsError
+from elastic_trainer.agent.command.options import Options
+from elastic_trainer.agent.keeper import Keeper
+from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
+from elastic_trainer.agent.stop_signals import Waker
+from elastic_trainer.agent.wire.addresses import local_address
+from elastic_trainer.agent.wire.network import open_files
+from elastic_trainer.agent.wire.secret import Secret, authenticate, make_secret
+from elastic_trainer.agent.wire.store import parse_ports
+from elastic_trainer.agent.workers.environment import base_environment
+from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
+from elastic_trainer.agent.workers.scratch import Scratch
+from elastic_trainer.agent.workers.scripts import Scripts
+from elastic_trainer.agent.workers.settings import AgentConfig
+from elastic_trainer.agent.workers.tail import LogFollower
+from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.agent.workers.zygote_client import ZygoteClient
+from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
+from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
+from elastic_trainer.event_log import EventLog
+from elastic_trainer.name_service import ask_for_a_name
+from elastic_trainer.script_steps import WRITER
+from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL
+from elastic_trainer.storage_probe import probe_storage
+
+AUTHENTICATE_S = 5.0
+
+
+def run(options: Options) -> int:
+    """Run the agent until the job stops. The process must have no thread yet.
+
+    Returns:
+        The exit code: 0, 91, 92, 93, 94, or 1.
+
+    Raises:
+        OptionsError: HF504, the network section does not fit this node.
+        StorageError: HF617, the run directory's file system lacks something.
+    """
+    address, ports = _network(options)
+    options.shared_dir.mkdir(parents=True, exist_ok=True)
+    probe_storage(options.shared_dir)
+    secret = make_secret(options.shared_dir)
+    for note in options.notes:
+        sys.stderr.write(f"holdfast agent: {note}\n")
+    env = _environment(options, address)
+    with contextlib.ExitStack() as stack:
+        open_files()  # the limit is raised: workers inherit it, and large jobs have many sockets
+        # First of all: later this process has threads, and what has threads cannot be forked.
+        task = options.task
+        zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
+        workers = Workers(task, env=env, zygote=zygote)
+        stack.callback(workers.close)
+        scratch = Scratch(options.run_id, options.node)
+        stack.callback(scratch.remove)
+        log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
+        stack.callback(log.close)
+        waker = Waker()
+        stack.callback(waker.close)
+        keeper = _keeper(options, scratch, address, ports, secret=secret)
+        keeper.start()
+        stack.callback(keeper.close)
+        # At once: a node that dies while it warms up is then known to be dead.
+        rendezvous = _join(
+            options, address, ports, secret=secret, keeper=keeper, log=log, waker=waker
+        )
+        stack.callback(rendezvous.close)
+        agent = HoldfastAgent(
+            _agent_config(options, rendezvous, scratch),
+            worker_spec(
+                rendezvous,
+                task.target,
+                workers=options.workers,
+                max_restarts=options.elastic.max_restarts,
+                role=options.role,
+                event_log_handler=options.event_log_handler,
+            ),
+            workers=workers,
+            waker=waker,
+            log=log,
+            scripts=_scripts(options, log),
+            keeper=keeper,
+        )
+        names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
+        names.start()
+        stack.callback(names.join)  # inside torch it must not be when the interpreter ends
+        result = agent.run(options.role)
+        forward_error_file(result)
+    return result.code
+
+
+def _network(options: Options) -> tuple[str, range]:
+    """Return the address that peers are told, and the ports to listen on."""
+    network = options.network
+    try:
+        ports = parse_ports(network.ports)
+        address = options.local_addr or local_address(
+            interface=network.interface, cidr=network.cidr
+        )
+    except ValueError as error:
+        raise OptionsError("HF504", str(error)) from error
+    return address, ports
+
+
+def _environment(options: Options, address: str) -> dict[str, str]:
+    """Return what the zygote and all workers find in their environment."""
+    env = base_environment(
+        os.environ,
+        workers=options.workers,
+        address=address,
+        run_dir=options.run_dir,
+        record_dir=options.record_dir,
+    )
+    if options.code is not None:
+        env |= {CODE: options.code.dir, SOURCE: options.code.source}
+        env |= frozen_python_path(env)
+    env["HOLDFAST_SINCE"] = str(time.monotonic())
+    env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
+    if options.board is not None:
+        env[BOARD_VARIABLE] = options.board
+    return env
+
+
+def _keeper(
+    options: Options, scratch: Scratch, address: str, ports: range, *, secret: Secret
+) -> Keeper:
+    return Keeper(
+        scratch.snapshots,
+        address,
+        ports,
+        authenticate=partial(
+            authenticate,
+            secret=secret,
+            server=True,
+            label=KEEPER_LABEL,
+            context=options.run_id,
+            timeout_s=AUTHENTICATE_S,
+        ),
+        key=secret.sign(IMAGES, options.run_id.encode()),
+    )
+
+
+def _join(
+    options: Options,
+    address: str,
+    ports: range,
+    *,
+    secret: Secret,
+    keeper: Keeper,
+    log: EventLog,
+    waker: Waker,
+) -> HoldfastRendezvous:
+    """Listen for peers and take this node's place in the job."""
+    workers = options.workers
+    return HoldfastRendezvous(
+        Place(
+            address=address,
+            ports=ports,
+            run_id=options.run_id,
+            job=options.job,
+            secret=secret,
+            settings=Settings(
+                **dataclasses.asdict(options.elastic),
+                workers=workers,
+                ladder=options.ladder,
+            ),
+            node=options.node,
+            host=options.host,
+            workers=healthy(workers, os.environ) if options.accelerators else workers,
+            snapshot_port=keeper.port,
+            domain=options.failure_domain,
+            ready=False,
+            readmit=options.readmit,
+        ),
+        board=open_board(
+            options.board_dir,
+            options.board,
+            on_damage=lambda reason: log.emit("board.damaged", reason=reason),
+        ),
+        log=log.emit_later,
+        notify=waker.wake,
+        crashed=die,
+    )
+
+
+def _scripts(options: Options, log: EventLog) -> Scripts:
+    follower = None
+    if options.streams is not None or options.progress_pattern is not None:
+        follower = LogFollower(options.streams or {}, options.progress_pattern, role=options.role)
+    return Scripts(
+        options.task,
+        log,
+        shown=EventLog(options.record_dir, f"{WRITER}{options.node}", node=options.node),
+        record_dir=options.record_dir,
+        follower=follower,
+        split=options.streams is not None,
+        grace_s=options.stop_grace_s,
+    )
+
+
+def _agent_config(
+    options: Options, rendezvous: HoldfastRendezvous, scratch: Scratch
+) -> AgentConfig:
+    return AgentConfig(
+        me=rendezvous.me,
+        workers=options.workers,
+        scratch=scratch.path,
+        snapshots=scratch.snapshots,
+        log_dir=options.log_root / options.attempt / options.node,
+        stacks_dir=options.record_dir / "stacks",
+        hang_ceiling_s=options.elastic.hang_ceiling_s,
+        start_ceiling_s=options.elastic.start_ceiling_s,
+        hang_floor_s=options.elastic.hang_floor_s,
+        watch_all=options.task.kind == "main",
+        leaves_alone=options.leaves_alone,
+    )
+
+
+def die(error: BaseException) -> None:
+    """End the process at once, and with it the zygote and the workers: the node counts as lost."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def die_of_a_thread(args: threading.ExceptHookArgs) -> None:
+    """End the agent when one of its threads fails: half an agent is worse than none."""
+    if args.exc_type is not SystemExit:
+        die(args.exc_value or args.exc_type())

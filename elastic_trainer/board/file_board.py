@@ -1,0 +1,264 @@
+"""FileBoard: the board as numbered files in one directory of a shared file system.
+
+Version n+1 is a complete, fsynced file published by link(2) under the next
+number, which succeeds for exactly one writer on every POSIX file system,
+NFS and Lustre included. Nothing here relies on locks or on rename: Lustre
+without flock answers ENOSYS, localflock is per node, and rename replaces.
+
+**Damage.** A version that does not match its digest is bytes the storage lost or changed after
+it had called them safe: a lying disk, a power loss. Whoever wrote or read that version holds its
+number and knows its content, and may swap upon it: within seconds a live coordinator's beat
+has put a whole version above. So a reader first waits. When nobody comes, that swap is lost,
+and said to be: the newest whole version below counts, its epoch raised (`after_damage`), under
+the damaged one's number, so that the next swap puts it on top. The damaged file is kept as
+`damaged-<number>`. Only when no version at all is whole the board raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from elastic_trainer.atomic_file import write_new
+from elastic_trainer.board.state import Token, after_damage
+
+KEEP_VERSIONS = 64
+"""Newest versions that stay, so that a reader with an old listing still finds its way."""
+
+HEAL_S: Final = 8.0
+"""How long a reader of a damaged version waits for a newer one: longer than `lease_renew_s`."""
+
+_HEAL_POLL_S = 0.1
+_STALE_TEMP_S = 3600.0
+_READ_ATTEMPTS = 16
+_MAGIC = b"holdfast-board-1"
+_PREFIX = "v"
+_TEMP_PREFIX = ".tmp-"
+_DAMAGED_PREFIX = "damaged-"
+
+
+class _Absent(enum.Enum):
+    """Why a version has no content."""
+
+    GONE = "gone"
+    DAMAGED = "damaged"
+
+
+_GONE, _DAMAGED = _Absent.GONE, _Absent.DAMAGED
+
+
+class BoardCorruptError(OSError):
+    """Not one version's bytes are what was written: the storage lost or changed them all."""
+
+
+class FileBoard:
+    """A compare-and-swap register: `directory` holds its newest versions, one file each.
+
+    The directory is made when it is missing.
+
+    Args:
+        directory: of this board alone.
+        link: the publishing call; an argument so that tests can lose its reply.
+        heal_s: see HEAL_S.
+        on_damage: called with a sentence when a swap was lost to damage.
+        repair: what counts then; see `after_damage`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        link: Callable[[str, str], None] = os.link,
+        heal_s: float = HEAL_S,
+        on_damage: Callable[[str], None] = lambda _: None,
+        repair: Callable[[bytes | None, int], bytes] = after_damage,
+    ) -> None:
+        self._dir = Path(directory)
+        self._link, self._heal_s, self._on_damage, self._repair = link, heal_s, on_damage, repair
+        self._dir.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return "holdfast-file"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the newest content and its version; None when nothing was ever written.
+
+        Takes up to `heal_s` when the newest version is damaged.
+
+        Raises:
+            OSError: the directory cannot be read.
+            BoardCorruptError: no version matches its digest line.
+        """
+        deadline = time.monotonic() + self._heal_s
+        while True:
+            version = self._newest()
+            if version == 0:
+                return None
+            content = self._read(version)
+            if isinstance(content, bytes):
+                return content, version
+            if content is _GONE:
+                continue  # trimmed since it was found: look again
+            if time.monotonic() >= deadline:
+                return self._before(version), version
+            time.sleep(_HEAL_POLL_S)
+
+    def _newest(self) -> int:
+        """Return the number of the newest version, whole or damaged; 0: there is none."""
+        for _ in range(_READ_ATTEMPTS):
+            version = max(self._versions(), default=0)
+            if version > 0 and self._read(version) is _GONE:
+                continue  # trimmed since it was listed: list again
+            # A listing may be old (NFS caches it): look further. That a number was not there is
+            # remembered too, but not past the opening of the directory for the listing above.
+            while self._read(version + 1) is not _GONE:
+                version += 1
+            return version
+        raise OSError(
+            errno.ESTALE,
+            f"the listing stayed behind {_READ_ATTEMPTS} times; the file system's cache is stale",
+            str(self._dir),
+        )
+
+    def _before(self, damaged: int) -> bytes:
+        """Return what counts in place of version `damaged`, which nobody swapped upon."""
+        whole, content = damaged - 1, self._read(damaged - 1)
+        while content is _DAMAGED:
+            whole -= 1
+            content = self._read(whole)
+        if content is _GONE and whole > 0:
+            raise BoardCorruptError(
+                errno.EIO,
+                f"versions {whole + 1} to {damaged} of the board are damaged and no older one is "
+                "left: the storage changed data that was fsynced. Check the file system; put the "
+                "board's files back from a copy, or start another run from a checkpoint",
+                str(self._dir),
+            )
+        fallen_back = self._repair(content if isinstance(content, bytes) else None, damaged - whole)
+        kept = self._dir / f"{_DAMAGED_PREFIX}{damaged:012d}"
+        with contextlib.suppress(OSError):
+            os.link(self._path(damaged), kept)
+        self._on_damage(
+            f"version {damaged} of the board {self._dir} is damaged, the storage changed data that "
+            f"was fsynced: version {whole} counts, what came after it is lost ({kept.name} is kept)"
+        )
+        return fallen_back
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Publish `state` if the newest version is still `token` (None: there is none).
+
+        Returns:
+            The newest content, its version and whether this call put it there.
+
+        Raises:
+            OSError: the storage failed. Whether the swap happened is then unknown
+                and the next `get_state` tells.
+            BoardCorruptError: no version matches its digest line.
+        """
+        base = token or 0  # another backend's token is no number, and equals none
+        # Not its content: who knows what a damaged version said may put a whole one above it.
+        if isinstance(base, int) and self._newest() == base and self._publish(base + 1, state):
+            return state, base + 1, True
+        newest = self.get_state()
+        return None if newest is None else (*newest, False)
+
+    def _publish(self, version: int, state: bytes) -> bool:
+        """Link a complete file as `version`; return whether this call won that number."""
+        temp = self._dir / f"{_TEMP_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+        digest = hashlib.sha256(state).hexdigest().encode()
+        try:
+            write_new(temp, b" ".join((_MAGIC, digest)) + b"\n" + state, durable=True)
+            if not self._link_once(temp, version):
+                return False
+            _fsync_dir(self._dir)
+            if self._was_trimmed(version):
+                with contextlib.suppress(FileNotFoundError):
+                    self._path(version).unlink()
+                return False
+            self._trim(version, temp)
+            return True
+        finally:
+            with contextlib.suppress(OSError):  # an orphan is removed by a later trim
+                temp.unlink()
+
+    def _link_once(self, temp: Path, version: int) -> bool:
+        """Return whether `temp` now has a second name; NFS may lose the reply of a success.
+
+        A retransmitted link answers EEXIST for our own file, so the link count
+        decides in every case of an error.
+        """
+        try:
+            self._link(str(temp), str(self._path(version)))
+        except OSError as error:
+            fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC)  # an open revalidates attributes
+            try:
+                if os.fstat(fd).st_nlink > 1:
+                    return True
+            finally:
+                os.close(fd)
+            if error.errno == errno.EEXIST:
+                return False
+            raise
+        return True
+
+    def _was_trimmed(self, version: int) -> bool:
+        """Return whether `version` may be a number that was used and trimmed before.
+
+        A writer that slept between reading and linking can win such a number. It
+        was trimmed only after KEEP_VERSIONS newer ones came, and after its base.
+        """
+        base_gone = version > 1 and self._read(version - 1) is _GONE  # opens: never from a cache
+        return base_gone or max(self._versions(), default=0) >= version + KEEP_VERSIONS
+
+    def _trim(self, newest: int, temp: Path) -> None:
+        """Remove old versions, oldest first (`_was_trimmed` relies on it), and orphaned temps."""
+        with contextlib.suppress(OSError):  # housekeeping; the next swap tries again
+            for version in sorted(self._versions()):
+                if version > newest - KEEP_VERSIONS:
+                    break
+                self._path(version).unlink(missing_ok=True)
+            now = temp.stat().st_mtime  # the file server's clock, as the orphans' times are
+            for orphan in self._dir.glob(f"{_TEMP_PREFIX}*"):
+                if now - orphan.stat().st_mtime > _STALE_TEMP_S:
+                    orphan.unlink(missing_ok=True)
+
+    def _versions(self) -> list[int]:
+        names = (path.name for path in self._dir.iterdir())
+        return [int(n[1:]) for n in names if n.startswith(_PREFIX) and n[1:].isdigit()]
+
+    def _path(self, version: int) -> Path:
+        return self._dir / f"{_PREFIX}{version:012d}"
+
+    def _read(self, version: int) -> bytes | _Absent:
+        """Return the content of `version`, or why there is none."""
+        try:
+            raw = self._path(version).read_bytes()
+        except FileNotFoundError:
+            return _GONE
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # trimmed while it was read, as NFS says it
+                return _GONE
+            raise
+        header, _, state = raw.partition(b"\n")
+        expected = b" ".join((_MAGIC, hashlib.sha256(state).hexdigest().encode()))
+        return state if header == expected else _DAMAGED
+
+
+def _fsync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

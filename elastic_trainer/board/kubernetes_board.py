@@ -1,0 +1,474 @@
+"""KubernetesBoard: the board as a ConfigMap; `resourceVersion` is the token.
+
+A swap is an update that carries the resourceVersion it builds upon. The API server stores it in
+etcd, and refuses it with 409 when another writer was first. It needs the verbs `get` and `update`
+on this one ConfigMap, and `create` on ConfigMaps only where nobody has made it beforehand.
+
+**Lost replies.** Each swap carries an annotation with a number of its own. When a request fails and
+may have been carried out, it is sent again (the same resourceVersion cannot be used twice), and on
+a 409 the annotation says whether the newest content is ours.
+
+What others have put on the ConfigMap (labels, owners) is kept.
+
+**The client.** `ApiServer` speaks to the API server: small requests for JSON, over verified TLS.
+Why not the official client: the agent and every worker open the board, on thousands of pods that
+read their imports from one image or file server. That client is 1,267 modules, 0.7 s and 55 MiB a
+process (this: 86, 0.1 s, 10 MiB); it tries things again by itself, and it hides whether a request
+that failed may have been carried out, which is what a register must know. Three verbs on one
+object are all that is needed here. The launcher, which needs watches and more, uses the official
+client.
+
+The token and the authority's certificate are read anew for each connection or request: the
+kubelet replaces both while the pod runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import http.client
+import ipaddress
+import json
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from elastic_trainer.board.state import Token
+
+KEY: Final = "state"
+"""In the ConfigMap's data."""
+SWAP: Final = "holdfast.dev/swap"
+"""Annotation with the number of the newest swap."""
+SENDS: Final = 2
+"""How often a swap is sent whose replies get lost."""
+PAUSE_S: Final = 0.2
+LONGEST_WAIT_S: Final = 5.0
+"""However long the API server asks to be left alone: a lease has to be renewed."""
+
+_OK, _CREATED, _NOT_FOUND, _CONFLICT, _BUSY = 200, 201, 404, 409, 429
+_DENIED: Final = {401: "unauthorized", 403: "forbidden"}
+
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where the kubelet mounts token, ca.crt and namespace."""
+TIMEOUT_S: Final = 5.0
+"""Of connecting, and of each wait for bytes: as often as a live coordinator renews its lease."""
+IDLE_S: Final = 20.0
+"""A connection unused for so long is not used again: the other end may be about to close it."""
+MAX_ANSWER_BYTES: Final = 4 << 20
+"""The API server refuses objects of more than about 1.5 MiB."""
+UNAUTHORIZED: Final = 401
+
+
+class NotSentError(ConnectionError):
+    """The API server was not reached: it has carried out nothing."""
+
+
+class NotInPodError(FileNotFoundError):
+    """There is no way from here to the API server, nor will there be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the API server said."""
+
+    status: int
+    body: dict[str, Any]
+    """Empty where it was no JSON object."""
+    retry_after_s: float | None = None
+    """How long it asks to be left alone."""
+
+    @property
+    def message(self) -> str:
+        """Its own words, for people; at most 300 characters."""
+        return str(self.body.get("message") or f"status {self.status}")[:300]
+
+
+class ApiServer:
+    """One keep-alive connection; threads take turns.
+
+    Args:
+        url: `https://HOST:PORT`. Plain http is for a loopback address only.
+        token: file with the bearer token; None: none is sent.
+        authority: file with the certificates that the server's is checked against; None: the
+            system's.
+        timeout_s: see TIMEOUT_S.
+        mono: monotonic seconds.
+
+    Raises:
+        ValueError: the url is not one of those.
+    """
+
+    _connection: http.client.HTTPConnection | None = None
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: Path | None,
+        authority: Path | None,
+        timeout_s: float = TIMEOUT_S,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ValueError(f"{url!r}: expected https://HOST:PORT")
+        if parts.scheme == "http" and not _is_loopback(parts.hostname):
+            raise ValueError(f"{url!r}: the token would travel in the clear; use https")
+        self._secure, self._host = parts.scheme == "https", parts.hostname
+        self._port = parts.port or (443 if self._secure else 80)
+        self._token, self._authority = token, authority
+        self._timeout_s, self._mono = timeout_s, mono
+        self._lock = threading.Lock()
+        self._used = 0.0
+
+    @classmethod
+    def of_pod(cls, env: Mapping[str, str], **options: Any) -> ApiServer:
+        """Return the API server of the cluster whose pod this is.
+
+        Args:
+            env: of a container, by the kubelet. HOLDFAST_API_SERVER and
+                HOLDFAST_SERVICE_ACCOUNT_DIR stand in for what it has set and mounted.
+            options: see the class.
+
+        Raises:
+            NotInPodError: this is no pod, or one without a service account's token.
+            ValueError: HOLDFAST_API_SERVER is not an address of one.
+        """
+        folder = Path(env.get("HOLDFAST_SERVICE_ACCOUNT_DIR") or SERVICE_ACCOUNT)
+        url = env.get("HOLDFAST_API_SERVER", "")
+        host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT", "443")
+        if not url and host:
+            url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        if not url:
+            raise NotInPodError(
+                "the board is a ConfigMap and this is not a pod of its cluster: "
+                "KUBERNETES_SERVICE_HOST is not set"
+            )
+        token = folder / "token"
+        if not token.is_file():
+            raise NotInPodError(
+                f"{token} is missing: the pod needs its service account's token "
+                "(automountServiceAccountToken: true)"
+            )
+        authority = folder / "ca.crt"
+        return cls(
+            url, token=token, authority=authority if authority.is_file() else None, **options
+        )
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Send one request and return the answer, whatever its status.
+
+        A 401 is tried once more, with the token as it is then.
+
+        Raises:
+            NotSentError: nothing was sent.
+            OSError: whether it was carried out is not known.
+        """
+        with self._lock:
+            answer = self._exchange(method, path, body)
+            if answer.status == UNAUTHORIZED:
+                self._hang_up()
+                answer = self._exchange(method, path, body)
+            return answer
+
+    def __del__(self) -> None:
+        """Leave no socket to the garbage collector, which would complain."""
+        self._hang_up()
+
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+        with self._lock:
+            self._hang_up()
+
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+        payload = None if body is None else json.dumps(body).encode()
+        headers = {"Accept": "application/json", "User-Agent": "holdfast-agent"}
+        if payload is not None:
+            headers["Content-Type"] = "application/json"
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {_read_token(self._token)}"
+        again = method == "GET"
+        while True:
+            connection, fresh = self._connected()
+            try:
+                connection.request(method, path, payload, headers)
+                answer = _answer_of(connection.getresponse())
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                if again and not fresh:
+                    again = False  # the other end had closed it while it was idle
+                    continue
+                if isinstance(error, OSError):
+                    raise
+                raise ConnectionError(f"{self._where}: {type(error).__name__}: {error}") from error
+            self._used = self._mono()
+            return answer
+
+    def _connected(self) -> tuple[http.client.HTTPConnection, bool]:
+        """Return a connection that is open, and whether it is a new one."""
+        if self._connection is not None and self._mono() - self._used <= IDLE_S:
+            return self._connection, False
+        self._hang_up()
+        connection: http.client.HTTPConnection
+        try:
+            if self._secure:
+                context = ssl.create_default_context(
+                    cafile=None if self._authority is None else str(self._authority)
+                )
+                connection = http.client.HTTPSConnection(
+                    self._host, self._port, timeout=self._timeout_s, context=context
+                )
+            else:
+                connection = http.client.HTTPConnection(
+                    self._host, self._port, timeout=self._timeout_s
+                )
+            connection.connect()
+        except OSError as error:
+            raise NotSentError(f"{self._where} cannot be reached: {error}") from error
+        self._connection = connection
+        return connection, True
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @property
+    def _where(self) -> str:
+        return f"the API server at {self._host}:{self._port}"
+
+
+def _answer_of(response: http.client.HTTPResponse) -> Answer:
+    raw = response.read(MAX_ANSWER_BYTES + 1)
+    if len(raw) > MAX_ANSWER_BYTES:
+        raise http.client.HTTPException(f"an answer of over {MAX_ANSWER_BYTES} bytes")
+    wait = response.getheader("Retry-After", "")
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        body = {}
+    return Answer(
+        response.status,
+        body if isinstance(body, dict) else {},
+        float(wait) if wait.isdigit() else None,
+    )
+
+
+def _read_token(path: Path) -> str:
+    """Return the token. It is in nobody's message, nor kept."""
+    token = path.read_text(encoding="ascii").strip()
+    if not token.isprintable() or " " in token:
+        raise NotSentError(f"{path} holds no token")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class BoardDeniedError(PermissionError):
+    """The service account may not do what the board needs. Grant it, and the job continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The ConfigMap as the API server last gave it."""
+
+    token: str
+    state: bytes | None
+    """None: it is there, but nothing was ever written."""
+    metadata: dict[str, Any]
+
+    @property
+    def swap(self) -> str | None:
+        """Number of the swap that wrote it."""
+        value = (self.metadata.get("annotations") or {}).get(SWAP)
+        return value if isinstance(value, str) else None
+
+
+class KubernetesBoard:
+    """A compare-and-swap register: the ConfigMap `name` in `namespace`.
+
+    Args:
+        server: of the cluster.
+        namespace: of the ConfigMap.
+        name: of the ConfigMap.
+        number: returns a text that no other swap has ever had.
+        sleep: waits; seconds.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        namespace: str,
+        name: str,
+        *,
+        number: Callable[[], str] = lambda: uuid.uuid4().hex,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._server, self._namespace, self._name = server, namespace, name
+        self._number, self._sleep = number, sleep
+        self._folder = f"/api/v1/namespaces/{namespace}/configmaps"
+        self._path = f"{self._folder}/{name}"
+        self._last: _Seen | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the backend."""
+        return "holdfast-kubernetes"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the newest content and its resourceVersion; None when nothing was written.
+
+        Raises:
+            BoardDeniedError: the service account may not read it.
+            OSError: the API server cannot be reached, or fails.
+        """
+        return _content(self._read())
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Publish `state` if the newest version is still `token` (None: nothing was written).
+
+        Returns:
+            The newest content, its token and whether this call put it there.
+
+        Raises:
+            BoardDeniedError: the service account may not write it.
+            OSError: the API server failed. Whether the swap happened is then unknown
+                and the next `get_state` tells.
+        """
+        base = self._last
+        if base is None or base.state is None or base.token != token:
+            base = self._read()
+        current = _content(base)
+        if (None if current is None else current[1]) != token:
+            return None if current is None else (*current, False)
+        return self._swap(state, base)
+
+    def _swap(self, state: bytes, base: _Seen | None) -> tuple[bytes, Token, bool] | None:
+        """Send the swap upon `base`; None there: the ConfigMap is made."""
+        number = self._number()
+        body = _body(state, self._namespace, self._name, number, base)
+        verb, path = ("PUT", self._path) if base is not None else ("POST", self._folder)
+        unsure: Exception | None = None
+        for turn in range(SENDS):
+            if turn:
+                self._sleep(PAUSE_S)
+            try:
+                answer = self._server.request(verb, path, body)
+            except NotSentError:
+                if unsure is None:
+                    raise
+                continue
+            except OSError as error:
+                unsure = error
+                continue
+            if answer.status in {_OK, _CREATED}:
+                self._last = seen = _parse(answer.body)
+                return state, seen.token, True
+            if answer.status == _CONFLICT or (base is not None and answer.status == _NOT_FOUND):
+                return self._after_conflict(state, number, unsure)
+            failure = self._failed(verb, answer)
+            if answer.status < 500:
+                raise failure
+            unsure = failure  # the server may have failed after it was done
+        raise OSError(errno.EIO, f"the swap of {self._said} may have happened or not: {unsure}")
+
+    def _after_conflict(
+        self, state: bytes, number: str, unsure: Exception | None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Say whose the newest content is, after a swap was refused."""
+        newest = self._read()
+        if newest is not None and newest.swap == number:
+            return state, newest.token, True
+        if unsure is not None:
+            raise OSError(
+                errno.EIO,
+                f"the swap of {self._said} was lost, or others came upon it since: {unsure}",
+            )
+        current = _content(newest)
+        return None if current is None else (*current, False)
+
+    def _read(self) -> _Seen | None:
+        answer = self._server.request("GET", self._path)
+        if answer.status == _NOT_FOUND:
+            self._last = None
+            return None
+        if answer.status != _OK:
+            raise self._failed("GET", answer)
+        self._last = _parse(answer.body)
+        return self._last
+
+    def _failed(self, method: str, answer: Answer) -> OSError:
+        """Return the error for an answer that is none of those expected; waits where asked to."""
+        verb = {"GET": "get", "PUT": "update", "POST": "create"}[method]
+        if answer.status in _DENIED:
+            return BoardDeniedError(
+                errno.EACCES,
+                f"{verb} of {self._said} is {_DENIED[answer.status]}: bind the pods' service "
+                f"account to a Role that grants it ({answer.message})",
+            )
+        if answer.retry_after_s is not None:
+            self._sleep(min(answer.retry_after_s, LONGEST_WAIT_S))
+        code = errno.EAGAIN if answer.status == _BUSY else errno.EIO
+        return OSError(
+            code, f"{verb} of {self._said} failed with {answer.status}: {answer.message}"
+        )
+
+    @property
+    def _said(self) -> str:
+        return f"ConfigMap {self._name} in namespace {self._namespace}"
+
+
+def _content(seen: _Seen | None) -> tuple[bytes, Token] | None:
+    return None if seen is None or seen.state is None else (seen.state, seen.token)
+
+
+def _parse(body: dict[str, Any]) -> _Seen:
+    """Read a ConfigMap.
+
+    Raises:
+        OSError: the answer is none.
+    """
+    try:
+        metadata = dict(body["metadata"])
+        token = metadata["resourceVersion"]
+        text = (body.get("data") or {}).get(KEY)
+        raw = (body.get("binaryData") or {}).get(KEY)
+        if not (token and isinstance(token, str)):
+            raise TypeError(f"resourceVersion {token!r}")  # noqa: TRY301  one message for all
+        state = text.encode() if isinstance(text, str) else None
+        if raw is not None:
+            state = base64.b64decode(raw, validate=True)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        said = f"{json.dumps(body)[:80]} ({error})"
+        raise OSError(errno.EIO, f"the API server's answer is no ConfigMap: {said}") from error
+    return _Seen(token, state, metadata)
+
+
+def _body(
+    state: bytes, namespace: str, name: str, number: str, base: _Seen | None
+) -> dict[str, Any]:
+    """Return the ConfigMap that a swap puts in place of `base`."""
+    before = {} if base is None else base.metadata
+    metadata = {key: value for key, value in before.items() if key != "managedFields"}
+    metadata |= {"namespace": namespace, "name": name}
+    metadata["annotations"] = {**(before.get("annotations") or {}), SWAP: number}
+    if base is None:
+        metadata["labels"] = {"app.kubernetes.io/managed-by": "holdfast"}
+    body: dict[str, Any] = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
+    try:
+        return {**body, "data": {KEY: state.decode()}}  # readable for people
+    except UnicodeDecodeError:
+        return {**body, "binaryData": {KEY: base64.b64encode(state).decode()}}

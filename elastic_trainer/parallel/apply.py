@@ -1,0 +1,110 @@
+"""Applies meshes to a model: TP, CP, activation checkpointing, compile, FSDP2, in that order."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from elastic_trainer.checkpoint.state import clean_name
+from elastic_trainer.model import Llama, initial_rows
+from elastic_trainer.parallel.context import GatheredAttention
+from elastic_trainer.parallel.mesh import Meshes
+from elastic_trainer.parallel.tensor import apply_tensor_parallel
+
+_SAVED_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+}
+"""Kept under selective recompute: what is expensive to compute again."""
+
+
+def parallelize(
+    stage: Llama, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
+) -> None:
+    """Wrap `stage` (on the meta device) in place; gradients are summed over dp, not averaged.
+
+    Args:
+        stage: the model, or a pipeline stage of it; still without values.
+        meshes: from `build_meshes`.
+        precision: bf16 computes in bf16 with fp32 parameters and reductions; fp32.
+        recompute: none, selective or full.
+        compile_blocks: torch.compile every block.
+    """
+    if meshes.tp is not None:
+        apply_tensor_parallel(stage, meshes.tp)
+    for name, block in stage.layers.items():
+        if meshes.cp is not None:
+            block.attention.core = GatheredAttention(meshes.cp)
+        if recompute != "none":
+            block = _recomputed(block, recompute)  # noqa: PLW2901
+            stage.layers[name] = block
+        if compile_blocks:
+            block.compile(fullgraph=True)
+    _shard(stage, meshes, precision)
+
+
+def _shard(stage: Llama, meshes: Meshes, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    # A pipeline runs many micro-batches between two optimizer steps: gathering the
+    # parameters for each of them again would cost more than keeping them.
+    keep = meshes.pp is not None
+    for block in stage.layers.values():
+        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(stage, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            # The sum, not the mean: dividing by a dp of 3 would round.
+            module.set_force_sum_reduction_for_comms(enable=True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
+    if recompute == "full":
+        return checkpoint_wrapper(block, preserve_rng_state=False)
+
+    def policy(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpoint_wrapper(
+        block,
+        context_fn=partial(create_selective_checkpoint_contexts, policy),
+        preserve_rng_state=False,
+    )
+
+
+def initialise(model: Llama, seed: int) -> None:
+    """Give a sharded model its initial values; the same ones in every layout.
+
+    Each rank makes only the rows it keeps (`initial_rows`), and of those all columns.
+    """
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            local, part = param, tuple(slice(0, length) for length in param.shape)
+            if isinstance(param, DTensor):
+                local = param.to_local()
+                part = slice_of(param)
+            rows = range(part[0].start, part[0].stop)
+            values = initial_rows(clean_name(name), param.shape, rows, model.shape, seed)
+            local.copy_(values[(slice(None), *part[1:])])
+
+
+def slice_of(param: DTensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank holds."""
+    sizes, offsets = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))

@@ -1,0 +1,129 @@
+"""A rank's part of the model in a layout, and one step's forward and backward through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.ladder import Rung
+from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.parallel.apply import parallelize
+from elastic_trainer.parallel.context import zigzag_positions
+from elastic_trainer.parallel.mesh import build_meshes
+from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
+from elastic_trainer.parallel.stages import split_layers, stages_of_rank
+from elastic_trainer.parallel.tensor import loss_scope, token_loss_sum
+from elastic_trainer.training.feed import MicroBatch
+from elastic_trainer.training.marks import Mark, mark_stage
+
+
+class Engine:
+    """Builds this rank's part on the meta device; `allocate` gives it memory.
+
+    Collective: makes the process groups of the mesh.
+
+    Args:
+        config: job.json.
+        rung: of this epoch.
+        rank: of this worker.
+        device: where it will compute.
+        mark: of the heartbeat; called as the step passes through the model.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        rung: Rung,
+        rank: int,
+        device: torch.device,
+        mark: Mark = lambda _part: None,
+    ) -> None:
+        self._config, self._rung, self._device = config, rung, device
+        self.coordinate = rung.layout.coordinate(rank)
+        self.meshes = build_meshes(
+            rung.layout, device.type, timedelta(seconds=config.elastic.start_ceiling_s)
+        )
+        with torch.device("meta"):
+            self.model = Llama(config.model)  # names are the same in every layout
+        layout, interleave = rung.layout, config.interleave
+        self.stages = []
+        if layout.pp > 1:
+            spans = split_layers(config.model, layout.pp * interleave)
+            mine = stages_of_rank(self.coordinate["pp"], layout.pp, interleave)
+            self.stages = cut_stages(self.model, [spans[index] for index in mine])
+        for part in self.stages or [self.model]:
+            parallelize(
+                part,
+                self.meshes,
+                precision=config.train.precision,
+                recompute=config.train.recompute,
+                compile_blocks=config.train.compile,
+            )
+            mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
+
+    def allocate(self) -> None:
+        """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
+        config, cp = self._config, self._rung.layout.cp
+        self.model.to_empty(device=self._device)
+        positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
+        self._rope = rope_table(config.model, positions, self._device)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for stage in self.stages:
+            stage.rope = self._rope
+        self._pipeline = self._build_pipeline(len(positions)) if self.stages else None
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """Add up the gradients of one step.
+
+        Ranks in the middle of a pipeline take no micro-batch.
+
+        Returns:
+            The token losses this rank is to count, fp64 scalar: over all ranks their
+            sum is that of the global batch.
+        """
+        self._loss_sum.zero_()
+        with loss_scope(self.meshes.tp):
+            if self._pipeline is None:
+                for batch in micro_batches:
+                    self._loss(self.model(batch.inputs, self._rope), batch.targets).backward()
+            elif self._pipeline.is_first or self._pipeline.is_last:
+                batches = list(micro_batches)
+                self._pipeline.run(
+                    torch.cat([batch.inputs for batch in batches]),
+                    torch.cat([batch.targets for batch in batches]),
+                )
+            else:
+                self._pipeline.run(None, None)
+        return self._loss_sum.clone()
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return what to call backward on: with it, gradients sum up to those of one process."""
+        train = self._config.train
+        loss_sum = token_loss_sum(logits, targets, self.meshes.tp)
+        if self.coordinate["tp"] == 0:  # all of the group hold the same
+            self._loss_sum += loss_sum.detach()
+        return loss_sum * (1.0 / (train.global_batch * train.seq_len))
+
+    def _build_pipeline(self, num_positions: int) -> Pipeline:
+        assert self.meshes.pp is not None
+        shape, train, tp = self._config.model, self._config.train, self._rung.layout.tp
+        dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
+        batch = train.micro_batch
+
+        def meta(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
+        return Pipeline(
+            self.stages,
+            self.meshes.pp,
+            num_micro_batches=self._rung.micro_batches,
+            tokens=torch.empty((batch, num_positions), dtype=torch.int64, device="meta"),
+            activations=meta(batch, num_positions // tp, shape.dim),
+            logits=meta(batch, num_positions, shape.vocab_size // tp),
+            loss=self._loss,
+            device=self._device,
+        )

@@ -1,0 +1,148 @@
+"""The state of a script's own loop, in both tiers: what is behind `api.Run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointPolicy
+from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
+from elastic_trainer.heartbeat import Request
+from elastic_trainer.progress import ApiError
+from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.training.session import Agreed, Session, WorkerContext
+
+_LOOK_BYTES = 65536
+"""Of each plain tensor, to see that all ranks hold the same."""
+
+
+class ScriptCheckpointer(Session):
+    """The session of a script, which brings its own process group, model and loop.
+
+    Signals to stop mean nothing to the process from here on: the agent gets them too.
+
+    Args:
+        env: what the agent has set.
+        checkpoint: keys of the section `checkpoint` that the script sets.
+
+    Raises:
+        ApiError: HF530, torch.distributed is not initialised.
+    """
+
+    def __init__(self, env: Mapping[str, str], checkpoint: Mapping[str, Any]) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ApiError(
+                "HF530 call torch.distributed.init_process_group() before api.start(), on every "
+                "rank, also when there is only one"
+            )
+        _ignore_stop_signals()
+        who = WorkerContext.from_environment(env)
+        on_cuda = dist.get_backend() == "nccl"
+        device = torch.device(f"cuda:{who.local_rank}" if on_cuda else "cpu")
+        policy = _policy(who, env.get("HOLDFAST_RUN_DIR"), checkpoint)
+        super().__init__(who, policy, device)
+        # What came before is the script's: its imports and its process group.
+        self.end_phase("process_group")
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Tensor]
+    ) -> int:
+        """Load what there is and return its step; see `api.Run.restore`."""
+        self.end_phase("model")
+        plain = not any(isinstance(value, DTensor) for value in model.state_dict().values())
+        placement = self.layout
+        if plain and placement.dp == placement.world_size:
+            # Every rank holds all of it: no copy is needed where there is a second node.
+            placement = dataclasses.replace(placement, dp_replicate=placement.dp)
+        own = {f"own.{name}": value for name, value in extra.items()}
+        found = self.restore(TrainingState(model, optimizer, own), placement=placement)
+        _check_equal(model, self.ranks)
+        self.end_phase("restore")
+        self.started(found or 0)
+        return found or 0
+
+    def agree(self, step: int, asked: Request) -> Agreed:
+        """Return what all ranks do after `step`, by one small all-reduce."""
+        sums = torch.tensor(self.votes(step, asked), dtype=torch.float64)
+        self.ranks.all_reduce(sums)
+        return self.agreed(sums.tolist())
+
+    def keep(self, step: int, *, growing: bool) -> bool:
+        """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
+        in_memory = self.leave(step, growing=growing)
+        return in_memory or self.saved_step == step or self.save(step, wait=True)
+
+
+def _ignore_stop_signals() -> None:
+    """Leave signals to the agent: schedulers send them to every process of a job."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) -> CheckpointPolicy:
+    """Return what job.json says, or what stands for it where only flags describe the job."""
+    layout = who.rung.layout
+    path = Path(job or os.devnull) / "job.json"
+    if path.is_file():
+        config = TrainConfig.from_json(path.read_text(encoding="utf-8"))
+        policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=layout)
+        # The script's samples and model are its own business.
+        policy = dataclasses.replace(policy, global_batch=0, model=None)
+    else:
+        policy = CheckpointPolicy(
+            run_id=who.run_id,
+            epoch=who.epoch,
+            section=CheckpointSection(dir=str(who.run_dir / "checkpoints")),
+            ceiling_s=ElasticSection().start_ceiling_s,
+            layout=str(layout),
+        )
+    section = dataclasses.replace(policy.section, **checkpoint)
+    return dataclasses.replace(policy, section=section)
+
+
+def _check_equal(model: nn.Module, ranks: RankGrid) -> None:
+    """Refuse plain parameters that differ between ranks: only one rank's would be kept.
+
+    Raises:
+        ApiError: HF532, on every rank, with the first name.
+    """
+    names, sums = [], []
+    for name, value in model.named_parameters():
+        if not isinstance(value, DTensor):
+            head = value.detach().flatten()[: _LOOK_BYTES // value.element_size()].cpu()
+            names.append(name)
+            sums.append(zlib.crc32(head.contiguous().view(torch.uint8).numpy().tobytes()))
+    bounds = torch.tensor([len(sums), -len(sums)], dtype=torch.int64)
+    ranks.all_reduce(bounds, dist.ReduceOp.MAX)
+    most, least = int(bounds[0]), -int(bounds[1])
+    if most != least:  # seen by all ranks alike, so that none waits for the others
+        raise ApiError(
+            f"HF532 ranks have {least} to {most} plain parameters: build the same model on every "
+            "rank, and shard it alike on all"
+        )
+    if not sums:
+        return
+    low = torch.tensor(sums, dtype=torch.int64)
+    high = low.clone()
+    ranks.all_reduce(low, dist.ReduceOp.MIN)
+    ranks.all_reduce(high, dist.ReduceOp.MAX)
+    differs = (low != high).tolist()
+    if any(differs):
+        raise ApiError(
+            f"HF532 parameter {names[differs.index(True)]} is plain and differs between ranks: "
+            "seed all ranks alike, let rank 0 broadcast it, or make its parts a DTensor"
+        )

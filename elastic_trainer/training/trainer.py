@@ -1,0 +1,328 @@
+"""The trainer of one epoch of membership: set-up in steps, and the loop.
+
+A trainer never handles a lost peer: it is killed, and the next epoch's trainers
+restore and continue. So there is one way in (`Trainer.run`) and three ways out: done,
+saved on request, or an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_trainer import injected
+from elastic_trainer.anomalies import Action, StepDecision
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.data import open_corpus
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
+from elastic_trainer.heartbeat import Heartbeat, Part, Request, Section
+from elastic_trainer.parallel.apply import initialise
+from elastic_trainer.rank_grid import init_unconnected
+from elastic_trainer.stack_signal import answer_with_flight, answer_with_stacks
+from elastic_trainer.training.determinism import make_deterministic
+from elastic_trainer.training.engine import Engine
+from elastic_trainer.training.feed import Feed
+from elastic_trainer.training.guard import Guard, NumbersError
+from elastic_trainer.training.ledger import LedgerWriter
+from elastic_trainer.training.marks import marked_data
+from elastic_trainer.training.metrics import utilisation
+from elastic_trainer.training.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_square_sum,
+    learning_rate,
+    set_learning_rate,
+)
+from elastic_trainer.training.session import Agreed, Session, WorkerContext
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks agree on after a step."""
+
+    loss: float
+    """Mean over the tokens of the global batch."""
+    grad_norm: float
+    """Global, before clipping."""
+    agreed: Agreed
+    decision: StepDecision
+    """On the loss and the norm; says whether the update is applied."""
+
+
+class SaveRefusedError(Exception):
+    """State could not be saved when leaving: the newest earlier checkpoint counts."""
+
+
+class Trainer:
+    """Trains from the newest checkpoint to the last step, or to a request to stop."""
+
+    def __init__(self, config: TrainConfig, who: WorkerContext) -> None:
+        self.config, self.who = config, who
+        self.rung, self.layout = who.rung, who.rung.layout
+        self.heartbeat = Heartbeat(who.heartbeat)
+        self.device = torch.device(
+            f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
+        )
+        policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=self.layout)
+        self.session = Session(who, policy, self.device)
+        self.step = 0
+
+    def run(self) -> int:
+        """Set up, train, and return the exit code."""
+        self._init_process_group()
+        self._end_phase("process_group")
+        self._build_model()
+        self._end_phase("model")
+        self._restore()
+        self._end_phase("restore")
+        self._open_data()
+        injected.listen(self, os.environ)
+        try:
+            return self._loop()
+        finally:
+            self.session.close()
+            self.feed.close()
+
+    # --- set-up ------------------------------------------------------------------------
+
+    def _init_process_group(self) -> None:
+        who, on_cuda = self.who, self.device.type == "cuda"
+        if on_cuda:
+            if self.config.train.deterministic:
+                make_deterministic()
+            torch.cuda.set_device(self.device)
+        timeout = timedelta(seconds=self.config.elastic.start_ceiling_s)
+        store = dist.TCPStore(*who.store, is_master=False, timeout=timeout)
+        init_unconnected(store, rank=who.rank, world_size=who.world_size, timeout=timeout)
+        _ = self.session.ranks  # before the mesh's groups, on every rank alike
+
+    def _build_model(self) -> None:
+        self.engine = Engine(
+            self.config, self.rung, self.who.rank, self.device, mark=self.heartbeat.mark
+        )
+        self.heartbeat.compare_within(self.engine.coordinate["pp"])
+        self.model = self.engine.model
+        self.engine.allocate()
+        self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
+
+    def _restore(self) -> None:
+        self.heartbeat.beat(section=Section.RESTORING)
+        session = self.session
+        self.guard = Guard(
+            self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
+        )
+        restored = session.restore(
+            TrainingState(self.model, self.optimizer, self.guard.keeps),
+            ready=lambda: not self.feed.behind,
+        )
+        if restored is None:
+            torch.manual_seed(self.config.train.seed)  # saved too, and by default another each time
+            initialise(self.model, self.config.train.seed)
+        self.guard.restored(self.checkpoints.record)
+        self.step = restored or 0
+
+    @property
+    def checkpoints(self) -> CheckpointManager:
+        """Both tiers, once the state is restored."""
+        return self.session.checkpoints
+
+    def _open_data(self) -> None:
+        config, who, here = self.config, self.who, self.engine.coordinate
+        corpus = open_corpus(
+            config.data,
+            seq_len=config.train.seq_len,
+            seed=config.train.seed,
+            vocab_size=config.model.vocab_size,
+            cache_dir=who.run_dir / "cache",
+        )
+        ledger = None
+        if here["pp"] == here["cp"] == here["tp"] == 0:  # it speaks for its dp index
+            ledger = LedgerWriter(
+                who.run_dir,
+                epoch=who.epoch,
+                dp_rank=here["dp"],
+                resume_step=self.step,
+                layout=str(self.layout),
+            )
+        self.feed = Feed(
+            corpus,
+            config.train,
+            self.rung,
+            coordinate=here,
+            ledger=ledger,
+            device=self.device,
+        )
+        self.session.started(self.step)
+
+    # --- the loop --------------------------------------------------------------------------
+
+    def _loop(self) -> int:
+        steps = self.config.train.steps
+        loss: float | None = None
+        self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
+        self._compare_replicas(before_save=True)
+        while self.step < steps:
+            if self.guard.passes_over(self.step + 1):
+                self._pass_over()
+                continue
+            begun = time.monotonic()
+            result, lr = self._train_step(self.step + 1)
+            if result.decision.action in (Action.ROLLBACK, Action.STOP):
+                return self._turn_back(result.decision)
+            self.step, loss = self.step + 1, result.loss
+            self.feed.end_step(self.step, skipped=not result.decision.applies)
+            seconds = time.monotonic() - begun
+            self._report_step(result, lr, seconds)
+            requests = result.agreed.requests
+            self.heartbeat.mark(Part.REDUCE)
+            self._compare_replicas(before_save=bool(requests))
+            self.heartbeat.mark(Part.SNAPSHOT)
+            self.session.snapshot(self.step)
+            self.heartbeat.mark(Part.OTHER)
+            if self.step == steps:
+                break
+            if requests & (Request.STOP | Request.GROW):
+                return self._leave(growing=Request.STOP not in requests)
+            if Request.SAVE in requests:
+                self.heartbeat.save_served()
+                self._save(wait=False)
+        if self.session.saved_step < self.step:
+            self._save(wait=True)
+        self.heartbeat.beat(section=Section.FINISHED)
+        self.session.emit("trainer.finished", step=self.step, loss=loss)
+        return EXIT_DONE
+
+    def _train_step(self, step: int) -> tuple[StepResult, float]:
+        """Run forward, backward and the optimizer for `step`; return its learning rate too."""
+        train = self.config.train
+        loss_sum = self.engine.forward_backward(
+            marked_data(self.feed.micro_batches(step), self.heartbeat.mark)
+        )
+        self.heartbeat.mark(Part.SUMS)
+        result = self._agree(loss_sum, step)
+        self.heartbeat.mark(Part.OPTIMIZER)
+        lr = learning_rate(step, steps=train.steps, config=train.optimizer)
+        if result.decision.applies:
+            clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return result, lr
+
+    def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
+        """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
+        train = self.config.train
+        votes = self.session.votes(step, self.heartbeat.asked())
+        sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
+        everything = torch.cat([sums, sums.new_tensor(votes)])
+        self.sum_over_ranks(everything)
+        loss, square_sum, *votes = everything.tolist()
+        agreed = self.session.agreed(votes)
+        loss, norm = loss / (train.global_batch * train.seq_len), square_sum**0.5
+        return StepResult(loss, norm, agreed, self.guard.decide(step, loss, norm))
+
+    def sum_over_ranks(self, values: Tensor) -> None:
+        """Add up `values` over all ranks, in place; the heartbeat tells who has not come yet."""
+        self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(Part.REDUCE))
+
+    def _report_step(self, result: StepResult, lr: float, seconds: float) -> None:
+        train, committed = self.config.train, result.agreed.committed
+        self.heartbeat.beat(step=self.step, section=Section.STEP, committed_step=committed)
+        tokens = train.global_batch * train.seq_len
+        extra: dict[str, Any] = {}
+        if not result.decision.applies:
+            extra["reason"] = result.decision.reason
+        if self.device.type == "cuda" and self.who.rank == 0:
+            extra["mfu"] = utilisation(
+                tokens / seconds,
+                shape=self.config.model,
+                seq_len=train.seq_len,
+                world_size=self.who.world_size,
+                device_name=torch.cuda.get_device_name(self.device),
+            )
+        self.session.record(
+            "step.completed" if result.decision.applies else "step.skipped",
+            self.step,
+            committed=committed,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            tokens=tokens,
+            step_s=round(seconds, 6),
+            lr=lr,
+            **extra,
+        )
+
+    def _save(self, *, wait: bool) -> bool:
+        self.heartbeat.beat(section=Section.SAVING)
+        if wait and not self.feed.flush(self.config.elastic.start_ceiling_s):
+            raise SaveRefusedError(f"the ledger of step {self.step} could not be written")
+        saved = self.session.save(self.step, wait=wait)
+        self.heartbeat.beat(section=Section.STEP)
+        if wait and not saved:
+            raise SaveRefusedError(
+                f"the state of step {self.step} could not be saved: see checkpoint.failed in the "
+                "events; the newest earlier checkpoint counts"
+            )
+        return saved
+
+    def _compare_replicas(self, *, before_save: bool) -> None:
+        if self.guard.check_due(self.step, before_save=before_save):
+            self.guard.compare_replicas(self.step, self.model, self.optimizer)
+
+    def _pass_over(self) -> None:
+        """Leave out the next step: an earlier decision says that its batch is not trained on."""
+        self.step += 1
+        self.feed.pass_over(self.step)
+        self.heartbeat.beat(step=self.step)
+        reason = "passed over after a skip or rollback"
+        self.session.emit("step.skipped", step=self.step, reason=reason)
+
+    def _turn_back(self, decision: StepDecision) -> int:
+        """Leave before an update that is not to be applied: for an older state, or for good.
+
+        Raises:
+            NumbersError: HF711, the job is to stop; the state before the step is saved.
+        """
+        if decision.action is Action.STOP:
+            if max(self.session.saved_step, 0) < self.step:
+                with suppress(SaveRefusedError):  # an event says so; the reason to stop is this one
+                    self._save(wait=True)
+            raise NumbersError(f"HF711 step {self.step + 1}: {decision.reason}")
+        self.session.emit("trainer.stopping", step=self.step, why="rollback")
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
+
+    def _leave(self, *, growing: bool) -> int:
+        if not self.session.leave(self.step, growing=growing):
+            self._save(wait=True)
+        self.heartbeat.beat(section=Section.STOPPED)
+        return EXIT_SAVED
+
+    def _end_phase(self, phase: str) -> None:
+        self.heartbeat.beat()
+        self.session.end_phase(phase)
+
+
+def load_config(run_dir: Path) -> TrainConfig:
+    """Read RUN/job.json."""
+    return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
+
+
+def run_worker() -> int:
+    """Train as the environment says and return the exit code."""
+    who = WorkerContext.from_environment(dict(os.environ))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    answer_with_stacks(who.heartbeat)
+    answer_with_flight(who.heartbeat, torch._C._distributed_c10d._dump_fr_trace_json)  # noqa: SLF001  nothing public
+    return Trainer(load_config(who.run_dir), who).run()

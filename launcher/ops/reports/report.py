@@ -1,0 +1,123 @@
+"""Writes a report: one self-contained HTML page without scripts, or a PNG of its charts."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.layout import layout_label
+from launcher.errors import UserError
+from launcher.installed import need
+from launcher.ops.reports.data import ReportData, kind_text, seconds_text
+from launcher.ops.watching.texts import names
+from launcher.record.event import named
+
+
+def write_report(data: ReportData, path: Path) -> None:
+    """Write the report to `path`, as its suffix says.
+
+    Raises:
+        UserError: HF620 another suffix; HF632 matplotlib is not there; HF612 the file
+            cannot be written.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".png", ".html", ".htm"):
+        raise UserError("HF620", f"{path}: a report is .html or .png")
+    need("a report", "matplotlib")
+    from launcher.ops.reports.charts import write_png  # it takes a while to import
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix == ".png":
+            write_png(data, path)
+        else:
+            path.write_text(html_report(data), encoding="utf-8")
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
+        raise UserError("HF612", message) from error
+
+
+def html_report(data: ReportData) -> str:
+    """Return the page as one HTML text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from launcher.ops.reports.charts import charts_of, svg
+
+    environment = Environment(
+        loader=PackageLoader("launcher.ops.reports", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=data.title,
+        started_from=data.summary.get("started_from"),
+        tiles=_tiles(data.summary),
+        charts=[
+            (chart.heading, base64.b64encode(svg(chart, data).encode()).decode())
+            for chart in charts_of(data)
+        ],
+        tables=_tables(data.summary),
+        notes=data.notes,
+    )
+
+
+def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return what stands at the top of the page: name -> value."""
+    asked, loss = summary["steps_asked"], summary["final_loss"]
+    lost, repeated = summary["samples_lost"], summary["samples_repeated"]
+    goodput, rate = summary["goodput"], summary["tokens_per_s"]
+    return {
+        "state": summary["state"],
+        "steps": f"{summary['steps']:,}" + (f" of {asked:,}" if asked else ""),
+        "final loss": "-" if loss is None else f"{loss:.4f}",
+        "failures": f"{len(summary['failures'])}",
+        "steps redone": "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}",
+        "committed steps redone": f"{summary['committed_steps_redone'] or 0}",
+        "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
+        "tokens/s": "-" if rate is None else f"{rate:,.0f}",
+        "goodput": "-" if goodput is None else f"{goodput:.1%}",
+        "wall time": f"{summary['wall_s']:,.1f} s",
+    }
+
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
+"""(heading, head, rows)."""
+
+
+def _tables(summary: Mapping[str, Any]) -> list[Table]:
+    failures = [
+        (
+            number,
+            kind_text(failure),
+            named(failure["node"] or "-", failure.get("host"))
+            + ("" if failure["rank"] is None else f", rank {failure['rank']}"),
+            failure["step"],
+            f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
+            seconds_text(failure["detected_s"]),
+            seconds_text(failure["recovered_s"]),
+            failure["steps_redone"],
+            failure["injected"] or "no",
+            failure["detail"],
+        )
+        for number, failure in enumerate(summary["failures"], 1)
+    ]
+    layouts = [
+        (
+            f"{entry['from_step']:,} - {entry['to_step']:,}",
+            layout_label(entry["layout"]),
+            f"{len(entry['nodes']):,}",
+            names(entry["nodes"]),
+            entry["epoch"],
+        )
+        for entry in summary["layouts"]
+    ]
+    excluded = [(each["host"], each["member"], each["reason"]) for each in summary["put_out"]]
+    head = ("#", "kind", "node", "after step", "epoch", "detected", "recovered", "steps redone")
+    tables: list[Table] = [("Failures", (*head, "injected", "detail"), failures)]
+    if excluded:
+        tables.append(("Excluded machines", ("machine", "node", "reason"), excluded))
+    return [*tables, ("Layouts", ("steps", "layout", "nodes", "which", "epoch"), layouts)]

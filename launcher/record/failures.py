@@ -1,0 +1,261 @@
+"""What failed in a run and what became of it, from the events. Pure.
+
+One failure leaves many traces: workers of other nodes fail with it, several
+nodes miss the same one, some only after the next epoch has begun. Here they
+become one `Failure` each, with its time and its phases.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final
+
+from elastic_trainer.events import Event
+from elastic_trainer.failures import Kind
+from launcher.record.event import node_names, number, worker_rank
+from launcher.record.timeline import EpochSpan
+
+PHASES: Final = (
+    "detect",
+    "abort",
+    "kill_workers",
+    "form_epoch",
+    "fork",
+    "process_group",
+    "model",
+    "restore",
+    "first_step",
+)
+"""The order in which a recovery passes them (docs/events.md)."""
+_ENDING_PHASES: Final = {"detect", "abort", "kill_workers"}
+"""Phases that end the old epoch; they may carry its number or the new one's."""
+_EVIDENCE: Final = {"fault.injected", "member.lost", "worker.hung", "worker.exit", "epoch.aborted"}
+_NODE_KILLS: Final = ("kill-node", "kill-coordinator", "kill-agent")
+_IF_NOTICED: Final = ("pause-node", "pause-worker", "spin-worker", "wedge-worker", "starve-worker")
+_INJECTED: Final[dict[str, str]] = {
+    **dict.fromkeys(_NODE_KILLS, Kind.NODE_LOST),
+    **dict.fromkeys(("kill-zygote", "kill-worker"), Kind.KILLED),
+    **dict.fromkeys(_IF_NOTICED, ""),
+}
+"""Action of an injected fault -> the kind of failure it makes; empty: none, unless noticed."""
+_WEIGHT: Final = {
+    Kind.NODE_LOST: 3,
+    Kind.HANG: 2,
+    Kind.OUT_OF_MEMORY: 2,
+    Kind.NODE_FAULT: 2,
+    Kind.KILLED: 1,
+    "": -1,
+}
+"""Of several kinds that one node's failure seems to be, the heaviest is reported."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Failure:
+    """One node or worker that failed, and what the run made of it."""
+
+    kind: str
+    node: str | None
+    host: str | None = None
+    """The machine that the node was on; None: not known."""
+    rank: int | None = None
+    step: int
+    """The newest step completed when it happened."""
+    epoch: int
+    next_epoch: int | None = None
+    """The one that it recovered with; None: it did not."""
+    injected: str | None = None
+    """Action of the injected fault behind it."""
+    detail: str = ""
+    t: float
+    """The fault's own moment when it was injected, else that of its detection."""
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    """To the first step completed in a later epoch; None: never."""
+    phases: dict[str, float] = field(default_factory=dict)
+    steps_redone: int = 0
+
+    def to_json(self, origin: float) -> dict[str, Any]:
+        """Return plain JSON types; `at_s` is its time since `origin`."""
+        plain = ("kind", "node", "host", "rank", "step", "epoch", "next_epoch", "injected")
+        other_s = None
+        if self.recovered_s is not None:
+            other_s = round(max(0.0, self.recovered_s - sum(self.phases.values())), 3)
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "detail": self.detail,
+            "at_s": round(self.t - origin, 3),
+            "detected_s": None if self.detected_s is None else round(self.detected_s, 3),
+            "recovered_s": None if self.recovered_s is None else round(self.recovered_s, 3),
+            "phases": {phase: round(seconds, 3) for phase, seconds in self.phases.items()},
+            "other_s": other_s,
+            "steps_redone": self.steps_redone,
+        }
+
+
+def failures(events: Sequence[Event], spans: Sequence[EpochSpan]) -> list[Failure]:
+    """Return the failures in order of time.
+
+    For each epoch the evidence about it is gathered by node: injected faults,
+    `member.lost`, `worker.hung`, `worker.exit`. Workers that failed only because
+    a peer did are signs that something is wrong, but no failures. A node that
+    was not a member when it went cost nothing: its recovery took 0 s.
+    """
+    started = [event for event in events if event.event == "agent.started"]
+    timed = [event for event in events if event.event == "recovery.phase"]
+    found: list[Failure] = []
+    for index, evidence in enumerate(_by_epoch(events, spans)):
+        span, later = spans[index], spans[index + 1 :]
+        after = next((each for each in later if each.steps), None)
+        for failure in _failures_of(evidence, span, later[0].formed_t if later else inf):
+            if failure.node is not None and span.members and failure.node not in span.members:
+                failure.detected_s, failure.recovered_s = failure.detected_s or 0.0, 0.0
+            elif after is not None:
+                _measure(failure, span, after, timed)
+            before = [e for e in started if e.node == failure.node and e.t_unix <= failure.t]
+            failure.host = before[-1].fields.get("host") if before else None
+            found.append(failure)
+    return sorted(found, key=lambda failure: failure.t)
+
+
+def _by_epoch(events: Iterable[Event], spans: Sequence[EpochSpan]) -> list[list[Event]]:
+    """Return the evidence about each of the epochs: an event's own, else that of its time.
+
+    A node may be missed only when the next epoch, formed without it because its peers' workers
+    failed, has begun: that is news of the last epoch that had it. What a writer misses that has no
+    part in the epoch of that time is the job: a node that was paused and wakes up takes everybody
+    else for lost.
+    """
+    found: list[list[Event]] = [[] for _ in spans]
+    formed = [span.formed_t for span in spans]
+    numbered = {span.epoch: index for index, span in enumerate(spans)}
+    killed: dict[str | None, int] = {}
+    """Node that was killed on purpose and has not come back -> index of its epoch."""
+    for event in events if spans else ():
+        if event.event == "agent.started":
+            killed.pop(event.node, None)
+        if event.event not in _EVIDENCE:
+            continue
+        index = max(bisect_right(formed, event.t_unix) - 1, 0)
+        if event.event != "fault.injected":
+            now = spans[index]
+            if now.members and event.node is not None and event.node not in now.nodes:
+                continue
+            index = index if event.epoch is None else numbered.get(event.epoch, index)
+        elif event.fields.get("action") in _NODE_KILLS:
+            killed[event.node] = index
+        if event.event == "member.lost":
+            member = event.fields.get("member")
+            had = (i for i in range(index, -1, -1) if member in spans[i].nodes)
+            index = killed.get(member, next(had, index))
+        victims = node_names(event.fields.get("victims"))
+        if victims and all(killed.get(node, index) < index for node in victims):
+            continue  # aborted for nodes that were dead before it was formed: no news
+        found[index].append(event)
+    return found
+
+
+def _failures_of(evidence: Sequence[Event], span: EpochSpan, ended_t: float) -> list[Failure]:
+    """Merge the evidence about one epoch, which ended at `ended_t`, into one Failure per node."""
+    aborts = [event for event in evidence if event.event == "epoch.aborted"]
+    victims = [node for event in aborts for node in node_names(event.fields.get("victims"))]
+    by_node: dict[str | None, Failure] = {}
+    for event in evidence:
+        failure = _failure_of(event, span, victims)
+        if failure is None:
+            continue
+        known = by_node.setdefault(failure.node, failure)
+        if known is not failure and failure.injected is None:
+            if known.detected_s is None:
+                known.detected_s = failure.t - known.t
+            known.kind = max(known.kind, failure.kind, key=lambda kind: _WEIGHT.get(kind, 0))
+            known.detail = known.detail or failure.detail
+    found = [failure for failure in by_node.values() if failure.kind]
+    signs = [e for e in evidence if e.event not in ("fault.injected", "worker.exit")]
+    exits = [e for e in evidence if e.event == "worker.exit" and e.fields.get("kind")]
+    if not found and aborts:  # its cause is unknown
+        kind = str(exits[0].fields["kind"]) if exits else "unknown"
+        node = next(iter(node_names(aborts[0].fields.get("victims"))), None)
+        found = [_new(aborts[0], span, kind=kind, node=node)]
+    noticed = [event.t_unix for event in (*signs, *exits)]
+    for failure in found:
+        # Detected by its own evidence, unless others acted before it.
+        own_t = inf if failure.detected_s is None else failure.t + failure.detected_s
+        if own_t <= ended_t:
+            continue
+        if failure.injected:
+            first = min((t for t in noticed if t >= failure.t), default=own_t)
+            failure.detected_s = None if first == inf else first - failure.t
+        else:
+            failure.t, failure.detected_s = min(noticed, default=own_t), 0.0
+    return found
+
+
+def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> Failure | None:
+    """Return the failure that `event` alone is evidence of; None: of none."""
+    fields, kind = event.fields, str(event.fields.get("kind") or "")
+    match event.event:
+        case "fault.injected" if (action := str(fields.get("action"))) in _INJECTED:
+            return _new(event, span, kind=_INJECTED[action], node=event.node, injected=action)
+        case "member.lost":
+            return _new(event, span, kind=Kind.NODE_LOST, node=fields.get("member"))
+        case "worker.hung":
+            found = _new(event, span, kind=Kind.HANG, node=fields.get("member", event.node))
+            where = f"in {fields.get('section')} for {fields.get('idle_s')} s"
+            found.detail = found.detail or f"no progress {where}"
+            return found
+        case "worker.exit" if kind not in ("", Kind.COLLATERAL):
+            if not victims or event.node in victims:
+                return _new(event, span, kind=kind, node=event.node)
+    return None
+
+
+def _new(
+    event: Event, span: EpochSpan, *, kind: str, node: str | None, injected: str | None = None
+) -> Failure:
+    done = (done.step for done in span.steps.values() if done.t <= event.t_unix)
+    return Failure(
+        kind=str(kind),
+        node=node,
+        rank=worker_rank(event),
+        step=max(done, default=span.resume_step or 0),
+        epoch=span.epoch,
+        injected=injected,
+        detail=str(event.fields.get("detail") or event.fields.get("reason") or ""),
+        t=event.t_unix,
+        detected_s=0.0 if injected is None else None,
+    )
+
+
+def _measure(failure: Failure, span: EpochSpan, after: EpochSpan, timed: Iterable[Event]) -> None:
+    """Fill in how the run recovered from `failure` of `span`, with the steps of `after`.
+
+    Of a phase that several nodes timed the longest counts. `detect` and `form_epoch` span several
+    nodes, so no one of them can time them: unless an event says better they are the time from the
+    fault to its first evidence, and from there to the new epoch, less what else is known of that
+    time. `fork` begins where the epoch is formed: until its last node has heard of it, and ended
+    the workers of the epoch before, no fork begins there.
+    """
+    recovered_t = min(done.t for done in after.steps.values())
+    failure.recovered_s, failure.next_epoch = recovered_t - failure.t, after.epoch
+    if span.steps and after.resume_step is not None:
+        failure.steps_redone = max(0, span.last_step - after.resume_step)
+    slowest: dict[str, float] = {}
+    for event in timed:
+        phase, seconds = str(event.fields.get("phase")), number(event, "seconds")
+        if phase in _ENDING_PHASES:
+            ours = failure.t <= event.t_unix <= recovered_t
+        else:
+            ours = event.epoch == after.epoch
+        if ours and seconds is not None:
+            if phase == "fork":
+                seconds = max(seconds, event.t_unix - after.formed_t)
+            slowest[phase] = max(slowest.get(phase, 0.0), seconds)
+    if failure.detected_s is not None:
+        slowest.setdefault("detect", failure.detected_s)
+    known = sum(slowest.get(phase, 0.0) for phase in _ENDING_PHASES)
+    slowest.setdefault("form_epoch", max(0.0, after.formed_t - failure.t - known))
+    order = [phase for phase in PHASES if phase in slowest]
+    failure.phases = {phase: slowest[phase] for phase in dict.fromkeys([*order, *slowest])}

@@ -1,0 +1,171 @@
+"""Reads the event files of a run, and writes the launcher's own. The others here open no file.
+
+Every writer has a file of its own, RUN/events/<writer>.jsonl, which only grows. Events are
+ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so do the times here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from elastic_trainer.events import Event
+from launcher.errors import UserError
+
+_LONG_TAILS: Final = 64
+"""So many files, those written last, are read further back: trainers', the coordinator's."""
+_LONG_BYTES: Final = 256 * 1024
+_SHORT_BYTES: Final = 8 * 1024
+_MAX_FILES: Final = 8192
+_CLOCK_SLACK_S: Final = 3600.0
+"""The file server's clock and a submission's may differ by less than this."""
+
+
+class RunRecord:
+    """The events of `run_dir`, read as its files appear and grow.
+
+    A last line without its newline is left for a later poll.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.events: list[Event] = []
+        """Everything read so far, by `t_unix`."""
+        self._offsets: dict[str, int] = {}
+
+    def poll(self) -> list[Event]:
+        """Read what is new and return it, by `t_unix`. No file yet is no error.
+
+        Raises:
+            UserError: HF613 the record cannot be read.
+        """
+        fresh: list[Event] = []
+        for path, info in _files(self.run_dir):
+            offset = self._offsets.get(path, 0)
+            if info.st_size > offset:
+                lines = list(_lines(path, offset))
+                self._offsets[path] = offset + sum(map(len, lines))
+                fresh += _decoded(lines)
+        if fresh:
+            fresh.sort(key=_t_unix)
+            self.events += fresh
+            self.events.sort(key=_t_unix)  # nearly sorted: little more than one pass
+        return fresh
+
+
+def newest_events(run_dir: Path) -> list[Event]:
+    """Return the events at the ends of the files, by time: quick for records of months.
+
+    Files that cannot be read are passed over: the others tell enough.
+
+    Raises:
+        UserError: HF613 the folder cannot be read.
+    """
+    files = sorted(_files(run_dir), key=lambda file: file[1].st_mtime, reverse=True)
+    found: list[Event] = []
+    for index, (path, info) in enumerate(files[:_MAX_FILES]):
+        start = info.st_size - (_LONG_BYTES if index < _LONG_TAILS else _SHORT_BYTES)
+        try:
+            found += _decoded(_lines(path, max(0, start)))
+        except UserError:
+            continue
+    return sorted(found, key=_t_unix)
+
+
+def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
+    """Return the events of these names, by time.
+
+    Args:
+        run_dir: the run.
+        names: which.
+        since_unix: files that were written last long before this are not opened.
+
+    Raises:
+        UserError: HF613 the record cannot be read.
+    """
+    wanted = [f'"{name}"'.encode() for name in names]
+    found: list[Event] = []
+    for path, info in _files(run_dir):
+        if info.st_mtime >= since_unix - _CLOCK_SLACK_S:
+            lines = (line for line in _lines(path) if any(name in line for name in wanted))
+            found += (event for event in _decoded(lines) if event.event in names)
+    return sorted(found, key=_t_unix)
+
+
+def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
+    """Return path and state of each event file, by name."""
+    folder = run_dir / "events"
+    try:
+        with os.scandir(folder) as entries:
+            found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
+    except FileNotFoundError:
+        return []  # no event yet, or the run is being removed
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    return sorted(found, key=lambda file: file[0])
+
+
+def _lines(path: str, start: int = 0) -> Iterator[bytes]:
+    """Yield the whole lines of a file that begin at byte `start` or after it."""
+    try:
+        with Path(path).open("rb") as file:
+            if start:
+                file.seek(start - 1)
+                file.readline()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # the rest may be written while we look
+                yield line
+    except OSError as error:
+        raise _unreadable(Path(path), error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError("HF613", f"{path} cannot be read: {error.strerror or error}")
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Yield the events in `lines`; a line that is none, as one torn by a crash, is passed over."""
+    for line in lines:
+        event = Event.decode(line.decode("utf-8", errors="replace"))
+        if event is not None and isinstance(event.t_unix, int | float):
+            yield event
+
+
+def _t_unix(event: Event) -> float:
+    return event.t_unix
+
+
+class LauncherLog:
+    """The launcher's own file in the record: run.started, fault.injected, run.ended."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        writer: str,
+        *,
+        wall: Callable[[], float] = time.time,
+        mono: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = run_dir / "events" / f"{writer}.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._wall, self._mono = wall, mono
+
+    def emit(self, event: str, **values: Any) -> None:
+        """Append one event; the time is now.
+
+        Args:
+            event: its name.
+            values: `node`, `rank`, `epoch` and `step` where they apply, and its own fields.
+
+        Raises:
+            OSError: the run directory cannot be written.
+        """
+        about = {key: values.pop(key, None) for key in ("node", "rank", "epoch", "step")}
+        t_unix, t_mono = self._wall(), self._mono()
+        written = Event(event=event, t_unix=t_unix, t_mono=t_mono, **about, fields=values)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(written.encode())

@@ -1,0 +1,206 @@
+"""Events and ledger audit -> the content of summary.json. Pure.
+
+Seconds are rounded to milliseconds. Definitions:
+
+- `steps`: the newest step that counts; the run's first one is `start_step` + 1.
+- `started_from`: `RUN@STEP` of another run, whose state this one began with.
+- `wall_s`: time between `run.started` and `run.ended` (or the last event),
+  summed over the attempts; the time in between, when nothing ran, is left out.
+- `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
+  that had been committed, in memory or storage: 0 unless state was lost or damaged, or the
+  group went back for wrong numbers.
+- `steps_skipped`: of the steps that count, those whose batch was used up without an update.
+- `fallbacks`: the epochs that began with an older state than was committed, and with which.
+- `layouts`: which layout ran the steps that count, one entry per epoch.
+- `growths`: the epochs with more nodes than the one before, whose end was no failure.
+- `restarts`: how many epochs followed another one within an attempt.
+- `goodput`: time of the steps that counted / `wall_s`. A step that was redone
+  counts once, with its last execution; start-up, pauses and saves do not count.
+- `tokens_per_s`: tokens of the steps that counted / the time of those steps.
+- `state`: finished, saved, stopped (as asked, before anything was saved), interrupted, failed,
+  parked or running.
+- `put_out`: machines that were excluded and not let in again, with the node each was then.
+- Of a `command` the `steps` are those it has shown (docs/scripts.md); what needs every step is
+  null.
+- `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
+- `failures[].recovered_s`: from the fault's own moment when it was injected,
+  else from its detection, to the first step completed in a later epoch; the
+  seconds in `phases` are the longest over the nodes, and `other_s` is what
+  they do not explain. Times of several nodes are compared as their clocks say them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+from elastic_trainer.config import TrainConfig
+from elastic_trainer.events import Event
+from elastic_trainer.failures import EXIT_SAVED
+from elastic_trainer.ledger_audit import LedgerAudit
+from launcher.record.excluded import excluded_machines
+from launcher.record.failures import Failure, failures
+from launcher.record.status import saved_nothing, steps_asked
+from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
+
+SUMMARY_VERSION = 1
+_NEEDS_EVERY_STEP = ("steps_redone", "committed_steps_redone", "tokens", "tokens_per_s", "goodput")
+
+
+def summarise(
+    events: Sequence[Event],
+    *,
+    config: TrainConfig | None = None,
+    audit: LedgerAudit | None = None,
+    code: int | None = None,
+) -> dict[str, Any]:
+    """Return what summary.json holds, as defined at the top of this module.
+
+    Args:
+        events: the record, in order of time.
+        config: the run's job.json, for the name and the number of steps asked for.
+        audit: the ledger's account of samples; None: there is no ledger, so both are null.
+        code: exit code of the run; None while it is running.
+    """
+    seen = Counter(event.event for event in events)
+    begun = [event.t_unix for event in events if event.event == "run.started"]
+    origin = next(iter(begun), events[0].t_unix if events else 0.0)
+    spans = epochs(events)
+    counted = lineage(spans)
+    failed = failures(events, spans)
+    committed = list(accumulate((span.committed for span in spans), max, initial=0))[:-1]
+    """The newest committed step before each epoch; 0: none."""
+    first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
+    attempts = {bisect_right(begun, span.formed_t) for span in spans} - {0}
+    wall_s, busy_s = _wall_seconds(events), _busy_seconds(counted)
+    tokens = sum(done.tokens for done in counted)
+    start = config.start_from if config else None
+    start_step = start.step if start else 0
+    saved = {event.step for event in events if event.event == "checkpoint.committed"}
+    summary = {
+        "version": SUMMARY_VERSION,
+        "name": config.name if config else None,
+        "run_id": config.run_id if config else None,
+        "state": _state(seen, events, code),
+        "code": code,
+        "start_step": start_step,
+        "started_from": start.name if start else None,
+        "steps": counted[-1].step if counted else start_step,
+        "steps_asked": steps_asked(config) if config else None,
+        "steps_redone": sum(len(span.steps) for span in spans) - len(counted),
+        "committed_steps_redone": sum(
+            step <= newest
+            for span, newest in zip(spans, committed, strict=True)
+            for step in span.steps
+        ),
+        "fallbacks": [
+            {
+                "epoch": span.epoch,
+                "committed": newest,
+                "back_to": span.resume_step,
+                "source": span.restored_from or "initial values",
+            }
+            for span, newest in zip(spans, committed, strict=True)
+            if span.resume_step is not None and span.resume_step < newest
+        ],
+        "steps_skipped": sum(done.skipped for done in counted),
+        "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
+        "layouts": _layouts(spans, counted),
+        "failures": [failure.to_json(origin) for failure in failed],
+        "put_out": [each.to_json() for each in excluded_machines(events)],
+        "growths": _growths(spans, failed),
+        "samples_lost": audit.lost if audit else None,
+        "samples_repeated": audit.repeated if audit else None,
+        "restarts": max(0, len(spans) - max(len(attempts), 1)),
+        "attempts": len(begun),
+        "nodes_at_end": list(spans[-1].members) if spans else [],
+        "spares_at_end": list(spans[-1].spares) if spans else [],
+        "checkpoints_committed": sorted(step for step in saved if step is not None),
+        "checkpoints_failed": seen["checkpoint.failed"],
+        "tokens": tokens,
+        "tokens_per_s": _ratio(tokens, busy_s, 1),
+        "goodput": _ratio(busy_s, wall_s, 4),
+        "startup_s": None if first_step_t is None else round(first_step_t - origin, 3),
+        "wall_s": round(wall_s, 3),
+    }
+    if config and config.command and not seen["step.completed"]:
+        # A script's steps are seen about once a second: what needs each of them is not known.
+        summary |= dict.fromkeys(_NEEDS_EVERY_STEP)
+    return summary
+
+
+def _layouts(spans: Iterable[EpochSpan], counted: Iterable[StepDone]) -> list[dict[str, Any]]:
+    by_epoch = {span.epoch: span for span in spans}
+    found = []
+    for epoch, group in groupby(counted, key=lambda done: done.epoch):
+        steps, span = [done.step for done in group], by_epoch[epoch]
+        found.append(
+            {
+                "epoch": epoch,
+                "layout": span.layout,
+                "nodes": list(span.members),
+                "from_step": steps[0],
+                "to_step": steps[-1],
+            }
+        )
+    return found
+
+
+def _growths(spans: Iterable[EpochSpan], failed: Iterable[Failure]) -> list[dict[str, Any]]:
+    ended_by_failure = {failure.epoch for failure in failed if failure.recovered_s != 0.0}
+    found = []
+    for before, after in pairwise(spans):
+        if before.epoch in ended_by_failure or len(after.members) <= len(before.members):
+            continue
+        pause_s, first = None, after.first_done
+        if before.steps and first is not None:
+            pause_s = round(first.t - max(done.t for done in before.steps.values()), 3)
+        found.append(
+            {
+                "epoch": after.epoch,
+                "step": before.last_step,
+                "joined": [node for node in after.members if node not in before.members],
+                "layout": after.layout,
+                "pause_s": pause_s,
+            }
+        )
+    return found
+
+
+def _wall_seconds(events: Iterable[Event]) -> float:
+    total, running = 0.0, True
+    for before, event in pairwise(events):
+        running = before.event == "run.started" or (running and before.event != "run.ended")
+        if running and event.event != "run.started":
+            total += event.t_unix - before.t_unix
+    return total
+
+
+def _busy_seconds(counted: Sequence[StepDone]) -> float:
+    """Return the time of the steps; one without `step_s` lasts since the step before it."""
+    total = sum(done.step_s or 0.0 for done in counted)
+    return total + sum(
+        done.t - before.t
+        for before, done in pairwise(counted)
+        if done.step_s is None and before.epoch == done.epoch
+    )
+
+
+def _state(seen: Collection[str], events: Iterable[Event], code: int | None) -> str:
+    if "trainer.finished" in seen and code in (0, None):
+        return "finished"
+    if code == EXIT_SAVED:
+        return "stopped" if saved_nothing(seen) else "saved"
+    if code is not None:
+        return {0: "finished", 130: "interrupted"}.get(code, "failed")
+    # Before its first epoch an attempt's nodes are still to come: it is not parked.
+    marks = ("run.started", "epoch.formed", "membership.parked")
+    order = [name for name, _ in groupby(e.event for e in events if e.event in marks)]
+    return "parked" if order[-2:] == ["epoch.formed", "membership.parked"] else "running"
+
+
+def _ratio(part: float, whole: float, digits: int) -> float | None:
+    return round(part / whole, digits) if whole > 0 else None

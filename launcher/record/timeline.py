@@ -1,0 +1,138 @@
+"""What happened, from the events: epochs, and the steps that count. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from elastic_trainer.events import Event
+from launcher.record.event import node_names, number
+
+STEPS: Final = ("step.completed", "step.skipped", "script.progress")
+"""Events that show a step."""
+
+
+class StepDone(NamedTuple):
+    """One step, as one of STEPS tells it."""
+
+    step: int
+    epoch: int
+    t: float
+    loss: float | None
+    tokens: int
+    step_s: float | None
+    skipped: bool
+    """Its batch was used up without an update; then it has no loss."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EpochSpan:
+    """One epoch of membership."""
+
+    epoch: int
+    formed_t: float
+    members: tuple[str, ...] = ()
+    """Names of the nodes that run workers, in rank order."""
+    spares: tuple[str, ...] = ()
+    layout: str = "?"
+    resume_step: int | None = None
+    """The step whose state it started from; None before its trainers are ready."""
+    restored_from: str | None = None
+    """`memory`, `storage`, or another run's checkpoint; None: initial values, or not known."""
+    steps: dict[int, StepDone] = field(default_factory=dict)
+    """Steps completed in it, redone ones included, each of the lowest rank that reported it."""
+    committed: int = 0
+    """The newest step committed in it; 0: none."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Its members and spares."""
+        return self.members + self.spares
+
+    @property
+    def last_step(self) -> int:
+        """The newest step completed in it, else the one it started from (0: none)."""
+        return max(self.steps, default=self.resume_step or 0)
+
+    @property
+    def first_done(self) -> StepDone | None:
+        """Its first step to be completed; None: it has completed none."""
+        return min(self.steps.values(), key=lambda done: done.t, default=None)
+
+
+def epochs(events: Iterable[Event]) -> list[EpochSpan]:
+    """Return the epochs of a record, `events` in order of time, as they were formed."""
+    spans: dict[int, EpochSpan] = {}
+    ranks: dict[tuple[int, int], int] = {}
+    """(epoch, step) -> the lowest rank that has reported it."""
+    told = {"epoch.formed", "trainer.started", "step.committed", *STEPS}
+    for event in events:
+        if event.epoch is None or event.event not in told:
+            continue
+        fields, step = event.fields, event.step
+        span = spans.setdefault(event.epoch, EpochSpan(epoch=event.epoch, formed_t=event.t_unix))
+        if event.event == "epoch.formed":
+            span.formed_t = min(span.formed_t, event.t_unix)
+            span.members = node_names(fields.get("members"))
+            span.spares = node_names(fields.get("spares"))
+            span.layout = str(fields.get("layout", span.layout))
+        elif event.event == "trainer.started":
+            _fill_started(span, event)
+        elif step is None:
+            continue
+        elif event.event == "step.committed":
+            span.committed = max(span.committed, step)
+        elif not _is_known(event, step, span):
+            rank = event.rank or 0
+            if rank <= ranks.setdefault((event.epoch, step), rank):
+                ranks[event.epoch, step] = rank
+                span.steps[step] = step_done(event, step)
+    return sorted(spans.values(), key=lambda span: span.epoch)
+
+
+def _fill_started(span: EpochSpan, event: Event) -> None:
+    resume, source = event.fields.get("resume_step", event.step), event.fields.get("restored_from")
+    if isinstance(resume, int):
+        span.resume_step = resume
+        span.restored_from = source if isinstance(source, str) else None
+    if span.layout == "?":
+        span.layout = str(event.fields.get("layout", "?"))
+
+
+def _is_known(event: Event, step: int, span: EpochSpan) -> bool:
+    """Whether a script's counter shows no step of this epoch that it has not reported better."""
+    if event.event != "script.progress":
+        return False
+    return step in span.steps or (span.resume_step is not None and step <= span.resume_step)
+
+
+def step_done(event: Event, step: int) -> StepDone:
+    """Return what `event`, one of STEPS, tells of `step`."""
+    skipped = event.event == "step.skipped"
+    return StepDone(
+        step=step,
+        epoch=event.epoch or 0,
+        t=event.t_unix,
+        loss=None if skipped else number(event, "loss"),
+        tokens=int(event.fields.get("tokens") or 0),
+        step_s=number(event, "step_s"),
+        skipped=skipped,
+    )
+
+
+def lineage(spans: Sequence[EpochSpan]) -> list[StepDone]:
+    """Return the steps that count, one for each step number, in step order.
+
+    An epoch that starts from step r undoes what earlier epochs did beyond r, so
+    a step's last execution counts.
+    """
+    effective: dict[int, StepDone] = {}
+    for span in spans:
+        if not span.steps:
+            continue
+        start = span.resume_step if span.resume_step is not None else min(span.steps) - 1
+        for step in [step for step in effective if step > start]:
+            del effective[step]
+        effective.update(span.steps)
+    return [effective[step] for step in sorted(effective)]

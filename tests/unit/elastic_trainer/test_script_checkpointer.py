@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.state import Commit, update
+from elastic_trainer.events import Event
+from elastic_trainer.heartbeat import Request
+from elastic_trainer.ladder import Ladder
+from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    for number, handler in handlers.items():  # a worker leaves them to its agent
+        signal.signal(number, handler)
+
+
+def checkpointer(root, **more):
+    (rung,) = Ladder.data_parallel(max_nodes=1, min_nodes=1, workers=1).rungs
+    env = {
+        "HOLDFAST_RECORD_DIR": str(root),
+        "HOLDFAST_EPOCH": "0",
+        "HOLDFAST_NODE": "n1",
+        "TORCHELASTIC_RUN_ID": "r1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "HOLDFAST_RUNG": json.dumps(rung.to_dict()),
+        "HOLDFAST_HEARTBEAT": str(root / "heartbeat"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        **more,
+    }
+    return ScriptCheckpointer(env, {"every_s": 50.0})
+
+
+def test_every_part_of_a_recovery_is_on_record_once(tmp_path):
+    state = checkpointer(tmp_path, HOLDFAST_BORN=str(time.monotonic() - 5.0))
+    model = nn.Linear(2, 2)
+    state.load(model, torch.optim.AdamW(model.parameters()), {})
+    for step in (1, 2):
+        state.record("step.completed", step, committed=None, loss=0.5, step_s=0.25)
+    state.close()
+    lines = (tmp_path / "events" / "worker-n1-0.jsonl").read_text().splitlines()
+    events = [event for event in map(Event.decode, lines) if event.event == "recovery.phase"]
+    assert [event.fields["phase"] for event in events] == [
+        "process_group", "model", "restore", "first_step",
+    ]  # fmt: skip
+    seconds = [event.fields["seconds"] for event in events]
+    assert all(value > 0 for value in seconds)
+    assert seconds[0] >= 5.0, "from the fork on"
+
+
+@pytest.mark.parametrize(("ago_s", "due"), [(0.0, False), (60.0, True)])
+def test_the_clock_of_saves_goes_on_from_when_the_agent_began(tmp_path, ago_s, due):
+    old = Commit(epoch=0, step=1, dir="d", manifest_sha256="0", t_unix=time.time() - 1000)
+    model = nn.Linear(2, 2)
+    state = checkpointer(tmp_path, HOLDFAST_SINCE=str(time.monotonic() - ago_s))
+    state.load(model, torch.optim.AdamW(model.parameters()), {})
+    update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=(old,)))
+    assert bool(state.agree(2, Request.NONE).requests) == due
+    state.close()

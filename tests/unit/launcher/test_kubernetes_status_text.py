@@ -1,0 +1,440 @@
+"""What objects of the API come to, in words: what recordings of a real cluster do not have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.backends.base import NO_SUCH_JOB
+from launcher.backends.kubernetes.pods import failures, in_order, name_of, text_of, time_of
+from launcher.backends.kubernetes.status_text import (
+    Seen,
+    description_of,
+    events_of,
+    job_code,
+    status_of,
+)
+
+NOW = 1_767_229_200.0
+CREATED = "2026-01-01T00:00:00Z"
+STARTED = "2026-01-01T00:05:00Z"
+SCHEDULED = {"type": "PodScheduled", "status": "True"}
+
+
+def job(*conditions, kind="PyTorchJob", labels=None, spec=None, **metadata):
+    head = {"name": "tiny", "namespace": "train", "uid": "u-1", "creationTimestamp": CREATED}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": kind,
+        "metadata": {**head, "labels": labels or {}, **metadata},
+        "spec": spec or {},
+        "status": {"conditions": [dict(one) for one in conditions], "startTime": CREATED},
+    }
+
+
+def condition(kind, status="True", reason="", message="", since=STARTED):
+    found = {"type": kind, "status": status, "reason": reason, "message": message}
+    return {**found, "lastTransitionTime": since}
+
+
+def pod(index, phase="Running", *, state=None, last=None, node="gpu-1", conditions=(), **metadata):
+    name = f"tiny-worker-{index}"
+    if state is None and phase == "Running":
+        state = {"running": {"startedAt": STARTED}}
+    container = {"name": "pytorch", "state": state or {}, "lastState": last or {}}
+    return {
+        "metadata": {"name": name, "namespace": "train", "uid": f"p-{index}", **metadata},
+        "spec": {"nodeName": node, "containers": [{"name": "pytorch"}]},
+        "status": {
+            "phase": phase,
+            "conditions": list(conditions) or [SCHEDULED],
+            "containerStatuses": [container] if state else [],
+        },
+    }
+
+
+def waiting(index, reason, message="", **kwargs):
+    return pod(
+        index, "Pending", state={"waiting": {"reason": reason, "message": message}}, **kwargs
+    )
+
+
+def unscheduled(index, message, reason="Unschedulable"):
+    found = condition("PodScheduled", "False", reason, message)
+    return pod(index, "Pending", node="", conditions=[found])
+
+
+def ended(index, code, reason="Error", at="2026-01-01T00:10:00Z", message=None):
+    state = {"exitCode": code, "reason": reason, "finishedAt": at, "startedAt": STARTED}
+    if message:
+        state["message"] = message
+    return pod(index, "Failed" if code else "Succeeded", state={"terminated": state})
+
+
+def event(about, reason, message, kind="PyTorchJob"):
+    return {
+        "metadata": {"name": "e", "creationTimestamp": CREATED},
+        "involvedObject": {"kind": kind, "name": about},
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": STARTED,
+    }
+
+
+def told(thing, pods=(), **kwargs):
+    stop = kwargs.pop("stop_asked", False)
+    return status_of(Seen(job=thing, pods=pods, **kwargs), now_unix=NOW, stop_asked=stop)
+
+
+def test_a_job_that_runs():
+    found = told(job(condition("Running")), [pod(10), pod(2), pod(1)], num_pods=3)
+    assert (found.state, found.words, found.reason) == ("running", "", "")
+    assert found.nodes == ("tiny-worker-1", "tiny-worker-2", "tiny-worker-10")
+    assert (found.submitted, found.started) == (1_767_225_600, 1_767_225_600)
+    assert found.source == "PyTorchJob"
+
+
+def test_a_job_started_when_it_did_itself_not_its_oldest_pod():
+    made = job(condition("StartupPolicyCompleted"), kind="JobSet")
+    made["status"].pop("startTime")
+    assert told(made, [pod(0)]).started == time_of(CREATED)
+    resumed = job(condition("Suspended", "False", since=STARTED), kind="JobSet")
+    resumed["status"].pop("startTime")
+    assert told(resumed, [pod(0)]).started == time_of(STARTED)
+
+
+def test_pods_that_have_ended_are_not_being_started():
+    found = told(job(condition("Running")), [ended(0, 0, "Completed"), ended(1, 0)], num_pods=2)
+    assert (found.state, found.reason) == ("running", "")
+    assert found.words == "its pods have ended; Kubernetes has not noted the end of the job yet"
+
+
+def test_a_job_that_failed_names_the_first_failing_pod():
+    pods = [
+        ended(0, 143, at="2026-01-01T00:10:05Z"),
+        ended(1, 93, at="2026-01-01T00:10:00Z", message="HF502 job.json: no such file"),
+    ]
+    found = told(job(condition("Failed", reason="PyTorchJobFailed", message="is failed")), pods)
+    assert (found.state, found.code) == ("failed", 93)
+    assert found.words == (
+        "it would fail again, so it was not restarted; first failing pod: tiny-worker-1 on gpu-1 "
+        "ended with code 93 (HF502 job.json: no such file)"
+    )
+    assert found.reason == "PyTorchJobFailed: is failed"
+
+
+def test_a_pod_that_ran_out_of_memory_or_was_evicted():
+    oom = ended(0, 137, "OOMKilled")
+    found = told(job(condition("Failed")), [oom])
+    assert "code 137 (OOMKilled); it ran out of memory; raise kubernetes.memory" in found.words
+    assert found.code is None
+    evicted = pod(1, "Failed")
+    evicted["status"] |= {"reason": "Evicted", "message": "The node was low on resource: memory."}
+    evicted["status"]["containerStatuses"] = []
+    [failure] = failures([evicted])
+    assert (failure.reason, failure.code) == ("Evicted", 1)
+    assert "low on resource" in failure.message
+
+
+def test_codes_of_a_whole_job():
+    def code(*codes):
+        return job_code(failures([ended(i, each) for i, each in enumerate(codes)]))
+
+    assert code(143, 1, 94) == 94
+    assert code(94, 93) == 93
+    assert code(143, 137) is None
+    assert code(143, 1) == 1
+    assert code() is None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("0/5 nodes are available: 5 Insufficient nvidia.com/gpu.", "free nvidia.com/gpu; it"),
+        ("0/2 nodes are available: 2 Insufficient rdma/hca_shared.", "enough free rdma/hca_shared"),
+        ('persistentvolumeclaim "runs" not found', "claim runs does not exist"),
+        ("0/1 nodes: 1 node(s) had untolerated taint {gpu: true}", "by the taint gpu; see"),
+        ("0/1 nodes: 1 node(s) didn't match Pod's node affinity/selector.", "no node is what it"),
+        ("pod has unbound immediate PersistentVolumeClaims", "its claim has no volume yet"),
+        ("something new", "no node takes it"),
+    ],
+)
+def test_why_no_node_takes_a_pod(message, words):
+    found = told(job(condition("Created")), [unscheduled(0, message)], num_pods=1)
+    assert found.state == "pending"
+    assert words in found.words
+    assert found.reason == f"Unschedulable: {text_of(message)}"
+    assert found.started is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("ImagePullBackOff", "its image cannot be pulled; fix kubernetes.image"),
+        ("InvalidImageName", "its image has no valid name"),
+        ("CreateContainerConfigError", "a Secret or ConfigMap that it names is missing"),
+    ],
+)
+def test_why_a_container_does_not_start(reason, words):
+    pods = [waiting(0, reason, "back-off pulling x"), waiting(1, reason)]
+    found = told(job(condition("Created")), pods, num_pods=2)
+    assert (found.state, found.reason) == ("pending", f"{reason}: back-off pulling x")
+    assert found.words.startswith("2 of 2 pods wait: ")
+    assert words in found.words
+
+
+def test_a_container_that_ends_again_and_again_says_how():
+    last = {"terminated": {"exitCode": 1, "reason": "Error"}}
+    found = told(job(), [waiting(0, "CrashLoopBackOff", last=last)])
+    assert found.words.endswith("started later each time; last with code 1")
+
+
+def test_volumes_that_cannot_be_mounted_are_in_the_events_only():
+    said = event("tiny-worker-0", "FailedMount", "MountVolume.SetUp failed", "Pod")
+    found = told(job(), [waiting(0, "ContainerCreating")], events=[said])
+    assert found.reason == "FailedMount: MountVolume.SetUp failed"
+    assert "fix kubernetes.claim" in found.words
+    found = told(job(), [waiting(0, "ContainerCreating")])
+    assert found.words == "its pods are being started"
+
+
+def test_pods_that_a_quota_refuses_to_make():
+    said = event(
+        "tiny",
+        "FailedCreatePod",
+        'pods "tiny-worker-0" is forbidden: exceeded quota: gpus, used: 8',
+    )
+    found = told(job(condition("Created")), events=[said])
+    assert found.state == "pending"
+    assert "the namespace's quota does not let its pods be made" in found.words
+    of_child = event("tiny-node-0", "FailedCreate", "violates PodSecurity restricted", "Job")
+    assert "kubernetes.security.non_root" in told(job(), events=[of_child]).words
+    no_class = event("tiny", "FailedCreatePod", "no PriorityClass with name urgent was found")
+    assert "fix kubernetes.priority_class" in told(job(), events=[no_class]).words
+    of_other = event("tinyother", "FailedCreate", "exceeded quota", "Job")
+    assert told(job(), events=[of_other]).words == "its controller has not made its pods yet"
+
+
+def workload(kind, status, reason, message, uid="u-1"):
+    return {
+        "metadata": {"name": "w", "ownerReferences": [{"uid": uid}]},
+        "status": {"conditions": [condition(kind, status, reason, message)]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            workload(
+                "QuotaReserved",
+                "False",
+                "Pending",
+                "couldn't assign flavors to pod set worker: insufficient unused quota for "
+                "nvidia.com/gpu in flavor default, 8 more needed",
+            ),
+            "its queue's quota is in use; it starts when others end",
+        ),
+        (
+            workload(
+                "QuotaReserved",
+                "False",
+                "Pending",
+                "couldn't assign flavors to pod set worker: insufficient quota for nvidia.com/gpu "
+                "in flavor default, request > maximum capacity (16 > 8)",
+            ),
+            "it will never start",
+        ),
+        (
+            workload("QuotaReserved", "False", "Inadmissible", "LocalQueue q doesn't exist"),
+            "kubernetes.queue",
+        ),
+        (
+            workload("Evicted", "True", "Preempted", "Preempted to accommodate a workload"),
+            "a job of higher priority took its place; it waits in queue research again",
+        ),
+        (workload("Evicted", "True", "Preempted", "x", uid="other"), "has not said why yet"),
+    ],
+)
+def test_why_it_waits_in_a_queue(found, words):
+    labels = {"kueue.x-k8s.io/queue-name": "research"}
+    held = job(condition("Suspended", message="suspended"), labels=labels)
+    status = told(held, workloads=[found])
+    assert status.state == "pending"
+    assert words in status.words
+    by_spec = job(labels=labels, spec={"runPolicy": {"suspend": True}})
+    assert words in told(by_spec, workloads=[found]).words
+
+
+def test_a_job_that_is_suspended_without_a_queue():
+    found = told(job(condition("Suspended"), kind="JobSet"))
+    assert (found.state, found.reason) == ("pending", "Suspended")
+
+
+def test_a_lost_node_shows_in_a_pod_that_stays_terminating():
+    gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z")
+    found = told(job(condition("Running")), [pod(0), gone], num_pods=2, ready={"gpu-7": False})
+    assert found.state == "running"
+    assert (found.nodes, found.nodes_lost) == (("tiny-worker-0",), ("tiny-worker-1",))
+    assert found.reason == "pod tiny-worker-1 is Terminating, node gpu-7 is NotReady"
+    assert found.words.startswith("1 of 2 pods run; pod tiny-worker-1 should have ended 10 min ago")
+    assert "kubectl delete pod tiny-worker-1 --namespace train --grace-period=0" in found.words
+    assert "the verb delete on pods" in found.words
+    just_now = pod(1, deletionTimestamp="2026-01-01T00:59:50Z")
+    found = told(job(condition("Running")), [pod(0), just_now], num_pods=2)
+    assert found.words == "1 of 2 pods run"
+
+
+def test_a_lost_pod_of_a_job_set_is_not_freed_by_force():
+    held = ["batch.kubernetes.io/job-tracking"]
+    gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z", finalizers=held)
+    found = told(job(condition("Running"), kind="JobSet"), [pod(0), gone], num_pods=2)
+    assert "kubectl taint node gpu-7 node.kubernetes.io/out-of-service=" in found.words
+    assert "by force is not enough" in found.words
+    assert "--force" not in found.words
+
+
+def not_ready(index, node, **metadata):
+    """Return a pod as the control plane leaves it whose node has stopped to report."""
+    conditions = [condition("Ready", "False"), condition("ContainersReady")]
+    return pod(index, node=node, conditions=conditions, **metadata)
+
+
+@pytest.mark.parametrize("evicted", [{}, {"deletionTimestamp": "2026-01-01T01:00:10Z"}])
+@pytest.mark.parametrize("ready", [{}, {"gpu-2": False}])
+def test_a_node_that_does_not_answer_is_named_with_its_pods(ready, evicted):
+    """Also where nobody may ask about nodes, and once its pods are evicted."""
+    pods = [pod(0), not_ready(1, "gpu-2", **evicted), not_ready(2, "gpu-2", **evicted), pod(3)]
+    found = told(job(condition("Running")), pods, num_pods=4, ready=ready)
+    assert (found.state, found.reason) == ("running", "node gpu-2 is NotReady")
+    assert found.words == (
+        "2 of 4 pods run; pods tiny-worker-1, tiny-worker-2: node gpu-2 does not answer; the job "
+        "continues without it"
+    )
+    assert found.nodes == ("tiny-worker-0", "tiny-worker-3")
+    assert found.nodes_lost == ("tiny-worker-1", "tiny-worker-2")
+
+
+def test_a_job_whose_nodes_are_all_lost_still_runs():
+    found = told(job(condition("Running")), [not_ready(0, "gpu-2")], num_pods=1)
+    assert (found.state, found.nodes) == ("running", ())
+    assert found.words == "0 of 1 pods run; pod tiny-worker-0: node gpu-2 does not answer"
+
+
+def test_a_pod_whose_container_is_not_ready_is_not_lost():
+    starting = pod(
+        1, conditions=[condition("Ready", "False"), condition("ContainersReady", "False")]
+    )
+    assert told(job(condition("Running")), [pod(0), starting]).nodes_lost == ()
+
+
+def test_a_job_that_is_being_deleted_runs_until_it_is_gone():
+    leaving = job(condition("Running"), deletionTimestamp="2026-01-01T00:59:00Z")
+    found = told(leaving, [pod(0, deletionTimestamp="2026-01-01T01:09:00Z")])
+    assert (found.state, found.reason) == ("running", "Terminating")
+    found = told(None, [pod(0, deletionTimestamp="2026-01-01T01:09:00Z")], stop_asked=True)
+    assert (found.state, found.reason) == ("running", "Terminating")
+
+
+def test_a_pod_that_never_started_is_nothing_left_of_a_deleted_job():
+    """Trainer and JobSet may replace a pod of a job that is going; without ConfigMaps it waits."""
+    leaving = job(condition("Running"), deletionTimestamp="2026-01-01T00:59:00Z")
+    replaced = [waiting(0, "ContainerCreating"), pod(1, "Pending")]
+    found = told(leaving, replaced)
+    assert (found.state, found.reason) == ("unknown", NO_SUCH_JOB)
+    assert Seen(job=leaving, pods=replaced).is_over
+    assert told(None, replaced, stop_asked=True).state == "cancelled"
+    restarts = waiting(2, "CrashLoopBackOff", last={"terminated": {"exitCode": 1}})
+    found = told(leaving, [*replaced, restarts])
+    assert (found.state, found.nodes) == ("running", ("tiny-worker-2",))
+
+
+def test_a_deleted_job_names_the_pod_that_keeps_it():
+    gone = pod(1, node="gpu-7", deletionTimestamp="2026-01-01T00:50:00Z")
+    leaving = job(condition("Running"), deletionTimestamp="2026-01-01T00:49:00Z")
+    for here, start in ((leaving, "it is ending; pod "), (None, "it was deleted; pod ")):
+        found = told(here, [gone], ready={"gpu-7": False})
+        assert found.words.startswith(start)
+        assert "its node gpu-7 is NotReady. The job stays while this pod is there." in found.words
+        assert "kubectl delete pod tiny-worker-1" in found.words
+
+
+def test_a_job_that_is_gone():
+    assert told(None, stop_asked=True).state == "cancelled"
+    found = told(None)
+    assert (found.state, found.reason) == ("unknown", NO_SUCH_JOB)
+
+
+def test_events_are_those_of_the_job_and_its_pods_in_order():
+    known = [
+        event("tiny", "Later", "b") | {"lastTimestamp": "2026-01-01T00:07:00Z", "count": 3},
+        event("tiny-worker-0", "Pulled", "image x", "Pod"),
+        event("other", "Pulled", "image y", "Pod"),
+        event("tiny-worker-0", "NoTime", "", "Pod") | {"lastTimestamp": None, "metadata": {}},
+    ]
+    found = events_of(Seen(job=job(), pods=[pod(0)], events=known))
+    assert [one.text for one in found] == [
+        "Pod tiny-worker-0: Pulled: image x",
+        "PyTorchJob tiny: Later: b (3 times)",
+    ]
+
+
+def test_the_description():
+    found = description_of(Seen(job=job(condition("Running", message="ok")), pods=[pod(0), pod(1)]))
+    assert found["Kind"] == "PyTorchJob (kubeflow.org/v1)"
+    assert found["Pods"] == "2 Running"
+    assert found["Conditions"] == "Running: ok"
+    assert found["Pod tiny-worker-1"] == "Running on gpu-1"
+    assert description_of(Seen(job=None)) == {}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["status", "reason", "type", "message"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    reason=st.text(max_size=20),
+    message=JSON,
+    code=st.integers(-1, 300),
+    phase=st.sampled_from(["Pending", "Running", "Failed", "Succeeded", "Unknown", ""]),
+    when=st.text(max_size=20) | st.just(STARTED),
+)
+def test_whatever_a_pod_says_there_is_an_answer(reason, message, code, phase, when):
+    state = {"terminated": {"exitCode": code, "reason": reason, "finishedAt": when}}
+    pods = [
+        pod(0, phase or "Pending", state=state),
+        waiting(1, reason, message),
+        unscheduled(2, message, reason),
+        pod(3, phase or "Pending", state={}, deletionTimestamp=when),
+        {},
+        {"metadata": {}, "status": {"phase": phase}},
+    ]
+    found = told(job(condition("Running", reason=reason, message=message)), pods)
+    assert found.state in ("running", "pending")
+    assert told(job(condition("Failed", reason=reason, message=message)), pods).state in (
+        "failed",
+        "saved",
+    )
+    description_of(Seen(job=job(), pods=pods))
+
+
+@given(st.lists(st.from_regex(r"\A[a-z0-9-]{1,12}\Z"), unique=True))
+def test_pods_are_in_order_of_their_numbers(names):
+    ordered = [name_of(one) for one in in_order([{"metadata": {"name": name}} for name in names])]
+    assert sorted(ordered) == sorted(names)
+
+
+def test_times():
+    assert time_of("2026-01-01T00:00:00Z") == 1_767_225_600
+    assert time_of("2026-01-01T01:00:00.5+01:00") == 1_767_225_600.5
+    assert time_of("2026-01-01T00:00:00") is None
+    assert time_of(None) is None

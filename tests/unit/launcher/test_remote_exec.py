@@ -1,0 +1,135 @@
+"""Where ranks are, and how a step is started beside a running job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.backends.base import JobId, JobRef
+from launcher.backends.commands import Answer
+from launcher.errors import PermanentError, UserError
+from launcher.ops.runs import Run
+from launcher.ops.watching.remote_exec import (
+    RunningJob,
+    StepStart,
+    read_script,
+    step,
+    worker_of,
+    workers_of,
+)
+from launcher.ops.watching.stacks import take_stacks
+from launcher.planning.search import plan
+from launcher.record.files import LauncherLog
+from launcher.render.sbatch import render_slurm
+
+
+def script_of(make_spec, *sets, python="/opt/my env/bin/python"):
+    spec = make_spec(*sets, "slurm.time=600", "slurm.save_s=5")
+    folder = Path("/shared/my runs")
+    files = render_slurm(
+        spec, plan(spec), run_id="r", run_dir=folder / "r", base_dir=folder, python=python
+    )
+    return read_script(files["job.sbatch"])
+
+
+def test_what_the_script_starts_is_read_from_it(make_spec):
+    assert script_of(make_spec) == StepStart(python="/opt/my env/bin/python")
+    assert script_of(make_spec, "env.venv=/envs/a b").python == "/envs/a b/bin/python"
+
+
+def test_containers_are_entered(make_spec):
+    pyxis = script_of(make_spec, "env.image=reg.io/a#b:1", "slurm.container=pyxis")
+    assert pyxis.options[0] == "--container-image=reg.io/a#b:1"
+    assert any(option.startswith("--container-mounts=") for option in pyxis.options)
+    assert (pyxis.python, pyxis.prefix) == ("python3", ())
+    apptainer = script_of(make_spec, "env.image=/img/a b.sif", "slurm.container=apptainer")
+    assert apptainer.prefix[:2] == ("apptainer", "exec")
+    assert apptainer.prefix[-1] == "/img/a b.sif"
+    assert (apptainer.python, apptainer.options) == ("python3", ())
+
+
+@given(st.text(max_size=200))
+def test_other_files_are_refused(text):
+    with pytest.raises(ValueError, match="not a script"):
+        read_script(text)
+
+
+@pytest.fixture
+def running(tmp_path):
+    run = Run(path=tmp_path, submission=None, shown="r")
+    start = StepStart(python="/p", options=("--container-image=i",))
+    return RunningJob(
+        run=run,
+        target="slurm",
+        job=JobRef(id=JobId("7")),
+        nodes=("n1", "n2", "n3"),
+        start=start,
+        env={},
+        run_dir=str(tmp_path),
+    )
+
+
+def started(run_dir, epoch, *workers):
+    log = LauncherLog(run_dir, f"agent-{epoch}")
+    for rank, node, pid in workers:
+        fields = {"pid": pid, "local_rank": 0, "worker_rank": rank}
+        log.emit("worker.started", node=node, epoch=epoch, **fields)
+    return log
+
+
+def test_ranks_are_where_the_newest_epoch_put_them(tmp_path):
+    started(tmp_path, 1, (0, "n1", 10), (1, "n2", 11))
+    log = started(tmp_path, 2, (0, "n1", 20), (1, "n3", 21), (2, "n2", 22))
+    log.emit("worker.exit", node="n2", epoch=2, pid=22)
+    found = workers_of(tmp_path)
+    assert {rank: (w.node, w.pid) for rank, w in found.items()} == {0: ("n1", 20), 1: ("n3", 21)}
+    assert worker_of(tmp_path, 1).node == "n3"
+    with pytest.raises(UserError, match="ranks 0 to 1 run") as error:
+        worker_of(tmp_path, 2)
+    assert error.value.code == "HF662"
+
+
+def test_a_step_runs_beside_the_jobs_own(running):
+    argv = step(running, ["n1", "n3"], ["/p", "x y"], terminal=True)
+    assert argv[:4] == ["srun", "--jobid=7", "--overlap", "--nodelist=n1,n3"]
+    assert {"--nodes=2", "--ntasks=2", "--pty"} <= set(argv)
+    assert argv[-3:] == ["--container-image=i", "/p", "x y"]
+
+
+class Says:
+    def __init__(self, out, code=0, err=""):
+        self.out, self.code, self.err, self.argv = out, code, err, ()
+
+    def run(self, argv, *, timeout_s, stdin=""):
+        self.argv = argv
+        return Answer(argv=tuple(argv), code=self.code, out=self.out, err=self.err)
+
+
+LINE = '{"rank": %d, "pid": 1, "epoch": 2, "node": "n1", "host": "n1", "text": "t"}\n'
+
+
+def test_who_does_not_answer_is_named(running):
+    started(running.run.path, 2, (0, "n1", 20), (1, "n3", 21))
+    says = Says("module loaded\n" + LINE % 0 + "{}\n", code=1, err="srun: error: n3")
+    taken = take_stacks(running, commands=says)
+    assert [stack.rank for stack in taken.found] == [0]
+    assert taken.silent == {1: "n3"}
+    assert taken.complaint == "srun: error: n3"
+    assert "--nodelist=n1,n2,n3" in says.argv
+
+
+def test_one_rank_is_asked_on_its_node_alone(running):
+    started(running.run.path, 2, (0, "n1", 20), (1, "n3", 21))
+    says = Says(LINE % 1)
+    assert take_stacks(running, ranks=[1], commands=says).silent == {}
+    assert "--nodelist=n3" in says.argv
+    assert says.argv[-2:] == [str(running.run.path), "1"]
+
+
+def test_a_step_that_cannot_start_is_an_error(running):
+    started(running.run.path, 2, (0, "n1", 20))
+    with pytest.raises(PermanentError, match="Job is not running"):
+        take_stacks(running, commands=Says("", code=1, err="srun: error: Job is not running"))
