@@ -28,8 +28,9 @@ from elastic_trainer.agent.wire.secret import KEY_BYTES, Secret, authenticate
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import update
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.checkpoint.state import create_optimizer_state
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.event_log import EventLog

@@ -28,7 +28,7 @@ _HEADER = struct.Struct("<qqq")
 """Sender, receiver and length of a message on its way."""
 
 
-class _Unconnected(dist.ProcessGroup):  # type: ignore[misc]  # torch is not followed by mypy
+class _Unconnected(dist.ProcessGroup):
     """Every collective on it fails: nobody uses all ranks' group by mistake."""
 
     def getBackendName(self) -> str:  # noqa: N802  torch's
@@ -163,10 +163,14 @@ class RankGrid:
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda _: 0)
         for stride, length, group in self._axes:
-            held = _pass_on(held, group, lambda to, s=stride, n=length: to % self._inside // s % n)
+            held = _pass_on(held, group, partial(self._at, stride=stride, length=length))
         if self._pair is not None:
             held = _pass_on(held, self._pair, lambda to: to // self._inside)
         return {sender: raw for sender, _, raw in sorted(held)}
+
+    def _at(self, rank: int, *, stride: int, length: int) -> int:
+        """Return the place along an axis of `rank`, or of the one it is paired with."""
+        return rank % self._inside // stride % length
 
 
 def _pass_on(

@@ -72,7 +72,7 @@ from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kin
 from elastic_trainer.heartbeat import Request
 
 
-class HoldfastAgent(ElasticAgent):  # type: ignore[misc]  # torch is not typed here
+class HoldfastAgent(ElasticAgent):
     """Runs this node's workers as membership says, until the job stops.
 
     One thread, one loop: it waits for notices, for the zygote and for the clock. It owns

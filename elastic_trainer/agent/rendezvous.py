@@ -130,7 +130,7 @@ def _no_log(_event: str, _epoch: int | None, _fields: dict[str, Any]) -> None:
     pass
 
 
-class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch is not typed here
+class HoldfastRendezvous(RendezvousHandler):
     """One node's handler. It has joined the job once it is made; an agent calls it from one thread.
 
     Args:

@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one conversion and return the exit code."""
     stop = _Stop()
     what, request = sys.argv[1:] if argv is None else argv
-    convert = {"export": _export, "import": _import}[what]
+    kinds: dict[str, Callable[..., dict[str, Any]]] = {"export": _export, "import": _import}
     try:
-        result = convert(_Reporter(stop), **json.loads(request))
+        result = kinds[what](_Reporter(stop), **json.loads(request))
     except (KeyboardInterrupt, *FAILURES) as error:
         # torch.save puts an error of its own in place of an interrupt.
         if stop.code is not None:

@@ -37,7 +37,7 @@ def fault_in(buffer: Tensor, stop: threading.Event) -> None:
         flat[at : at + _CHUNK_BYTES : _PAGE].zero_()
 
 
-def start_idle(body: Callable[[], None], name: str) -> threading.Thread:
+def start_idle(body: Callable[[], object], name: str) -> threading.Thread:
     """Run `body` in a thread that gives way to all others, and return it."""
 
     def run() -> None:

@@ -249,7 +249,7 @@ def _write_tensors(
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-class _LazyPlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed by mypy
+class _LazyPlanner(DefaultSavePlanner):
     """Plans chunks of tensors that are not there yet, and reads each when it is written."""
 
     def __init__(

@@ -81,7 +81,7 @@ class TensorSource:
         return target
 
 
-class _Into(DefaultLoadPlanner):  # type: ignore[misc]  # torch is not followed by mypy
+class _Into(DefaultLoadPlanner):
     """Puts all that is read into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
@@ -92,7 +92,7 @@ class _Into(DefaultLoadPlanner):  # type: ignore[misc]  # torch is not followed 
         return self._target
 
 
-class _OneFile(FileSystem):  # type: ignore[misc]  # torch is not followed by mypy
+class _OneFile(FileSystem):
     """A directory of which HuggingFaceStorageReader sees one file."""
 
     def __init__(self, path: Path) -> None:

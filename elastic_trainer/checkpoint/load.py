@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint.state import (
 )
 
 
-class LocatingReader(StorageReader, abc.ABC):  # type: ignore[misc]  # torch is not followed by mypy
+class LocatingReader(StorageReader, abc.ABC):
     """A reader whose `read_metadata` knows the tensors, but not where their parts lie."""
 
     @abc.abstractmethod

@@ -84,7 +84,7 @@ class MemoryReader(LocatingReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return DCP's index of the snapshot: all tensors, and the parts that were located."""
         chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
-        for _, part in self._where.values():
+        for _holding, part in self._where.values():
             chunks[part.name].append(
                 ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
             )

@@ -17,7 +17,7 @@ from elastic_trainer.checkpoint.index import IndexUnpickler
 from elastic_trainer.checkpoint.manifest import METADATA_NAME, FileEntry
 
 
-class CheckpointReader(FileSystemReader):  # type: ignore[misc]  # torch is not followed by mypy
+class CheckpointReader(FileSystemReader):
     """DCP's reader of one directory, for a `.metadata` with a known digest.
 
     Whoever calls `read_data` has had the digests of the data files checked. DCP reads those

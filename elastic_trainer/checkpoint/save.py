@@ -74,7 +74,7 @@ def how_to_fix(reason: str, root: Path) -> str:
     return f"{reason}. In {root}: {advice}" if advice else reason
 
 
-class Writer(dcp.FileSystemWriter):  # type: ignore[misc]  # torch is not followed by mypy
+class Writer(dcp.FileSystemWriter):
     """DCP's writer without the absolute path and with a write point between data and index."""
 
     def __init__(

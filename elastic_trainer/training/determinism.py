@@ -25,4 +25,4 @@ def make_deterministic() -> None:
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     # Else every empty tensor is filled, for programs that read what they never wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False

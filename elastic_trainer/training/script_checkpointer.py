@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointPolicy
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.progress import ApiError

@@ -20,8 +20,9 @@ import torch
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.board.state import Board
 from elastic_trainer.checkpoint.load import State
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Rung

@@ -22,7 +22,8 @@ from torch import Tensor
 from elastic_trainer import injected
 from elastic_trainer.anomalies import Action, StepDecision
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED

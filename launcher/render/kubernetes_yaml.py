@@ -16,7 +16,7 @@ _PLAIN: Final = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*[A-Za-z0-9_/]|[A-Za-z]")
 _WORDS: Final = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
+class _Dumper(yaml.SafeDumper):
     """Writes every value out, lists indented, texts in a style that keeps them texts."""
 
     def ignore_aliases(self, data: Any) -> bool:

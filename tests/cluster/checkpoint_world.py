@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, update
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.checkpoint.state import live_tensors
 from elastic_trainer.config import (
     CheckpointSection,

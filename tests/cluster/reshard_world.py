@@ -29,9 +29,10 @@ from elastic_trainer.board.state import update
 from elastic_trainer.checkpoint import memory_reader
 from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.memory_restore import copy_again, restore_from_memory
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensors
 from elastic_trainer.config import ElasticSection
 from elastic_trainer.event_log import EventLog
@@ -153,7 +154,7 @@ class World:
             for path in (root / node.node).iterdir():
                 image = Image(path)
                 with contextlib.closing(image), contextlib.suppress(TornImageError):
-                    holders.setdefault(image.verify().shard, set()).add(node.node)
+                    holders.setdefault(image.verify(bytes(KEY_BYTES)).shard, set()).add(node.node)
         return [f"part {s} on {n} only" for s, n in holders.items() if len(n) < min(2, len(nodes))]
 
     def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:

@@ -166,7 +166,9 @@ def test_after_ctrl_c_and_after_the_launchers_death_the_run_goes_on(job, tmp_pat
 
     config = run_dir / "job.rendered.json"  # a shorter run, so that the test ends
     steps = checkpoint["step"] + 20
-    config.write_text(config.read_text().replace('"steps": 100000', f'"steps": {steps}'))
+    text = config.read_text()
+    assert '"steps":100000' in text
+    config.write_text(text.replace('"steps":100000', f'"steps":{steps}'))
     summary = summary_of(holdfast(*resume, "--nodes", "1"))
     assert (summary["state"], summary["steps"], summary["attempts"]) == ("finished", steps, 3)
     assert (summary["samples_lost"], summary["samples_repeated"]) == (0, 0)

@@ -90,7 +90,7 @@ def process_failure(exited: WorkerExited) -> ProcessFailure:
 
 
 @dataclass
-class JobResult(RunResult):  # type: ignore[misc]  # torch is not typed here
+class JobResult(RunResult):
     """What became of this node's workers in their last epoch, and how the agent should end."""
 
     code: int = 1

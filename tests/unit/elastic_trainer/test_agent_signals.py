@@ -83,7 +83,7 @@ def test_a_node_that_leaves_serves_its_snapshots_until_they_are_freed(
             asked.set()
             return held
 
-    bench.keeper = keeper = Asked(images, "127.0.0.1", authenticate=lambda _: None)
+    bench.keeper = keeper = Asked(images, "127.0.0.1", authenticate=lambda _: None, key=bytes(32))
 
     def later() -> None:
         asked.wait(t.DEADLINE_S)

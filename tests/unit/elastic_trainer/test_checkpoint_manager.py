@@ -17,9 +17,10 @@ from elastic_trainer.checkpoint import restore as restore_module
 from elastic_trainer.checkpoint import saver as saver_module
 from elastic_trainer.checkpoint.errors import BoardAwayError, CheckpointError
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
 from elastic_trainer.checkpoint.restore import agreed_board
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,
@@ -56,6 +57,7 @@ def memory_tier(images, epoch):
         members=(Peer(node="n", address="127.0.0.1", port=0),),
         spares=(),
         authenticate=lambda _: None,
+        image_key=bytes(32),
     )
     return MemoryTier(
         place, ParallelLayout(), rank=0, epoch=epoch, every_steps=1, emit=lambda *_, **__: None

@@ -16,7 +16,8 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, update
 from elastic_trainer.checkpoint.collective import StepFailedError
 from elastic_trainer.checkpoint.load import TrainingState
-from elastic_trainer.checkpoint.manager import CheckpointManager, CheckpointPolicy
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import (
     CheckpointSection,
     DataSection,

@@ -66,7 +66,7 @@ def three_agents(delays: int, faults: int) -> World:
 
 def test_three_agents_settle_however_late_one_event_is(record_property):
     found = explore(three_agents(1, 0), seconds=60.0)
-    record_property("explored", found)
+    record_property("explored", str(found))
     assert found.whole
     assert found.settled > 1
 
@@ -90,6 +90,6 @@ def test_an_agent_that_believes_a_lost_swap_is_found_out(monkeypatch):
 )
 def test_three_agents_settle_after_a_few_delays_and_faults(delays, faults, whole, record_property):
     found = explore(three_agents(delays, faults), seconds=150.0)
-    record_property("explored", found)
+    record_property("explored", str(found))
     assert found.whole >= whole
     assert found.settled > 1

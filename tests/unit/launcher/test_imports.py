@@ -25,8 +25,9 @@ PURE = {
     "templates",
     "running_clock",
 }
-SHARED = {"board"}
-"""Not pure, and shared with the launcher all the same; a contract keeps torch out of it."""
+SHARED = {"board", "atomic_file", "fresh_look", "storage_probe"}
+"""Not pure, and shared with the launcher all the same: the board, and how both sides use storage.
+A contract keeps torch out of them."""
 READABLE = {"script_steps"} | {
     f"checkpoint.{name}" for name in ("errors", "index", "manifest", "storage")
 }

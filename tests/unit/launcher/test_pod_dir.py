@@ -9,7 +9,7 @@ import pytest
 from at_once import at_once
 from pod_world import job_json
 
-from elastic_trainer.board.file_board import publish
+from elastic_trainer.atomic_file import publish
 from launcher.errors import UserError
 from launcher.node.pod import failures, prepare
 

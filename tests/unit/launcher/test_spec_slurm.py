@@ -76,8 +76,8 @@ def test_every_task_of_an_array_is_a_run_of_its_own(make_spec):
     bundle = render_slurm(spec, plan(spec), **PLACES)
     names = ["job.sbatch", "1/job.json", "1/job.yaml", "3/job.json", "3/job.yaml"]
     assert list(bundle) == names
-    assert '"run_id": "r-3"' in bundle["3/job.json"]
-    assert '"dir": "/runs/r/3/checkpoints"' in bundle["3/job.json"]
+    assert '"run_id":"r-3"' in bundle["3/job.json"]
+    assert '"dir":"/runs/r/3/checkpoints"' in bundle["3/job.json"]
     assert "\nhf_run=/runs/r/$SLURM_ARRAY_TASK_ID\n" in bundle["job.sbatch"]
 
 
@@ -85,8 +85,8 @@ def test_a_sweep_has_the_values_of_each_task(make_spec):
     specs = [make_spec(f"train.optimizer.lr={lr}") for lr in (0.1, 0.2)]
     bundle = render_sweep([(spec, plan(spec)) for spec in specs], **PLACES)
     assert "#SBATCH --array=0-1\n" in bundle["job.sbatch"]
-    assert '"lr": 0.1' in bundle["0/job.json"]
-    assert '"lr": 0.2' in bundle["1/job.json"]
+    assert '"lr":0.1' in bundle["0/job.json"]
+    assert '"lr":0.2' in bundle["1/job.json"]
 
 
 def test_nodes_are_the_top_rung_and_spares(make_spec):
