@@ -217,6 +217,11 @@ class HoldfastRendezvous(RendezvousHandler):
         """Return the id of the run."""
         return self._run_id
 
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers meet at the epoch's store: no port that another may take before them."""
+        return True
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Block until the next epoch with this node in it.
 
@@ -239,7 +244,7 @@ class HoldfastRendezvous(RendezvousHandler):
         self._entered = formed
         self._client.report(WorkersRunning(epoch=formed.epoch, step=0))
         rank = ids.index(self.me.agent_id)
-        info = RendezvousStoreInfo.build(rank, store, self.me.address)
+        info = RendezvousStoreInfo(formed.store_address, formed.store_port)
         return RendezvousInfo(store, rank, len(ids), info)
 
     def _all_arrived(self, formed: EpochFormed) -> Store | None:

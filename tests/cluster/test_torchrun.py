@@ -16,6 +16,7 @@ import pytest
 SCRIPT = """
 import os, sys, torch
 import torch.distributed as dist
+assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # no port is chosen, then lost
 dist.init_process_group("gloo")
 total = torch.tensor([1.0])
 dist.all_reduce(total)
