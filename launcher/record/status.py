@@ -261,7 +261,7 @@ class TrainingStatus:
             "nodes": list(self.members),
             "spares": list(self.spares),
             "parked": have_need,
-            "put_out": [each.to_json() for each in self.excluded],
+            "excluded": [each.to_json() for each in self.excluded],
             "saved_step": self.saved_step,
             "code": self.code,
             "reason": self.reason or None,

@@ -19,7 +19,7 @@ Seconds are rounded to milliseconds. Definitions:
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
 - `state`: finished, saved, stopped (as asked, before anything was saved), interrupted, failed,
   parked or running.
-- `put_out`: machines that were excluded and not let in again, with the node each was then.
+- `excluded`: machines that were excluded and not let in again, with the node each was then.
 - Of a `command` the `steps` are those it has shown (docs/scripts.md); what needs every step is
   null.
 - `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
@@ -110,7 +110,7 @@ def summarise(
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": _layouts(spans, counted),
         "failures": [failure.to_json(origin) for failure in failed],
-        "put_out": [each.to_json() for each in excluded_machines(events)],
+        "excluded": [each.to_json() for each in excluded_machines(events)],
         "growths": _growths(spans, failed),
         "samples_lost": audit.lost if audit else None,
         "samples_repeated": audit.repeated if audit else None,

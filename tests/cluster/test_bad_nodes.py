@@ -125,7 +125,7 @@ def small_memory():
 
 
 @pytest.mark.slow
-def test_a_programs_own_errors_and_want_of_memory_put_out_no_healthy_node(tmp_path, small_memory):
+def test_a_programs_own_errors_and_want_of_memory_exclude_no_healthy_node(tmp_path, small_memory):
     codes, events = run_agents(tmp_path, OWN_ERRORS.format(group=small_memory), "max_crashes=2")
     ends = [e for e in named(events, "worker.exit") if e["node"] == "n1"]
     kinds = [e["kind"] for e in ends]

@@ -148,7 +148,7 @@ def steps_and_ranks(files):
 
 
 def restore_each(root, nodes, num_cases, seed):
-    """Damage, restore and mend again and again; return how often each step was found."""
+    """Damage, restore and repair again and again; return how often each step was found."""
     trainer = Trainer(root, seed=99, epoch=2)
     trainer.manager.memory = memory_of(nodes, root, epoch=2)
     truth = torch.load(root / f"truth-{dist.get_rank()}")
@@ -156,7 +156,7 @@ def restore_each(root, nodes, num_cases, seed):
     images = steps_and_ranks(files)
     good = {path: path.read_bytes() for path in files}
     trainer.restore()  # makes the optimizer's state; as any restore it removes older snapshots
-    mend(root, good)
+    repair(root, good)
     dice, found = random.Random(seed), {}
     for case in range(num_cases):
         damaged = dice.sample(sorted(images), dice.choice((0, 1, 2, 4, 6, 8)))
@@ -180,12 +180,12 @@ def restore_each(root, nodes, num_cases, seed):
             assert step == expected, (case, seed, step, expected, damaged)
             for name, value in parts(trainer).items():
                 assert torch.equal(value, truth[step][name]), (case, seed, step, name)
-        mend(root, good)
+        repair(root, good)
         found[str(expected)] = found.get(str(expected), 0) + 1
     return found
 
 
-def mend(root, good):
+def repair(root, good):
     """Put back every file, and forget what was restored, once all ranks are done with it."""
     for thread in threading.enumerate():
         if thread.name in {"snapshot-copies-again", "epoch-origin"}:

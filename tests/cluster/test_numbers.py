@@ -296,7 +296,7 @@ def run_with(tmp_path, monkeypatch, faults, *sets):
 
 
 @pytest.mark.timeout(150)
-def test_the_node_that_computes_wrong_is_put_out_and_the_job_goes_on(tmp_path, monkeypatch):
+def test_the_node_that_computes_wrong_is_excluded_and_the_job_goes_on(tmp_path, monkeypatch):
     run, _ = run_with(tmp_path, monkeypatch, "bitflip@9:2", "numbers.replica_check_steps=6")
     [mismatch] = run.events("replica.mismatch")
     # 12 is both a check and a save; the last that passed was before the save of 8.

@@ -325,7 +325,7 @@ def test_a_coordinators_pod_made_anew_while_the_old_one_runs_waits_and_takes_its
 
 
 @pytest.mark.slow
-def test_a_machine_that_was_put_out_takes_no_part_whatever_its_pods_are_called(pods):
+def test_a_machine_that_was_excluded_takes_no_part_whatever_its_pods_are_called(pods):
     """Pods as a JobSet makes them: each that comes in place of one has another name."""
     pods.start(*(f"pods-node-0-{i}-aaaaa" for i in range(3)))
     pods.until_steps(3)

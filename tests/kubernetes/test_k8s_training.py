@@ -148,7 +148,7 @@ def _stepped(run: K8sRun, epoch: dict[str, Any]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_pod_takes_part_on_a_machine_that_was_put_out(cluster: Cluster, kind: str) -> None:
+def test_no_pod_takes_part_on_a_machine_that_was_excluded(cluster: Cluster, kind: str) -> None:
     run = K8sRun(cluster, kind)
     epoch = run.until_steps(2)
     before = run.pods()

@@ -220,7 +220,7 @@ class SlurmCluster:
         self._start_node(name)
 
     def link(self, name: str, *, up: bool) -> None:
-        """Cut a node's network, or mend it."""
+        """Cut a node's network, or restore it."""
         self._in_head(*("ip", "link", "set", self._port(name), "up" if up else "down"), check=False)
 
     def kill_slurmd(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a job on a real Slurm is told by status and why, and a restart mends it."""
+"""What is wrong with a job on a real Slurm is told by status and why, and a restart fixes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def kinds(user):
 
 
 def told(user, kind):
-    """Wait until a kind of finding is told; return its text and way out."""
+    """Wait until a kind of finding is told; return its text and how to fix it."""
 
     def look():
         found = user.json("why", "one")["findings"]

@@ -24,7 +24,7 @@ def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str)
     """Return what the converter is asked to export `commit` to the folder `out`.
 
     Raises:
-        UserError: HF631 its manifest is damaged; HF613 nobody says of which model it is.
+        UserError: HF631 its manifest is damaged; HF613 its model is unknown.
     """
     config = found.config
     shape = found.manifest(commit).model or (config.model if config else None)

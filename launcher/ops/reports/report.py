@@ -115,7 +115,7 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
         )
         for entry in summary["layouts"]
     ]
-    excluded = [(each["host"], each["member"], each["reason"]) for each in summary["put_out"]]
+    excluded = [(each["host"], each["member"], each["reason"]) for each in summary["excluded"]]
     head = ("#", "kind", "node", "after step", "epoch", "detected", "recovered", "steps redone")
     tables: list[Table] = [("Failures", (*head, "injected", "detail"), failures)]
     if excluded:

@@ -158,7 +158,7 @@ def test_why_it_stands_still(slurm, capsys):
     assert "n2 is lost: no answer" in out
 
 
-def test_machines_that_were_put_out_are_named_with_their_pods(slurm, capsys):
+def test_machines_that_were_excluded_are_named_with_their_pods(slurm, capsys):
     slurm.is_now("RUNNING", nodes="n[1-2]")
     log = trains()
     log.emit("agent.started", node="p-1", pid=7, host="gpu-17", address="10.0.0.1", port=1)
@@ -169,7 +169,7 @@ def test_machines_that_were_put_out_are_named_with_their_pods(slurm, capsys):
     out, _ = cli(capsys, "status", "one")
     assert "excluded   gpu-17 (p-1): failed 2 times\n" in out
     training = as_json(capsys, "status", "one")["training"]
-    assert training["put_out"] == [{"host": "gpu-17", "member": "p-1", "reason": "failed 2 times"}]
+    assert training["excluded"] == [{"host": "gpu-17", "member": "p-1", "reason": "failed 2 times"}]
     out, _ = cli(capsys, "why", "one")
     assert "excluded: gpu-17 (p-1): failed 2 times" in out
     assert "last failure: rank 1 on p-1 (gpu-17), epoch 1: killed: SIGKILL" in out
