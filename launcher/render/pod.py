@@ -15,6 +15,7 @@ HOLDFAST_NAMESPACE     where it lives
 HOLDFAST_ATTEMPT       number of the submission, by its label holdfast.dev/attempt
 HOLDFAST_BOARD         file, or kubernetes://NAMESPACE/NAME of a ConfigMap
 HOLDFAST_SAVE_WAIT_S   how long preStop may wait
+HOLDFAST_FAILURE_DOMAIN  of `elastic.failure_domain`: the pod's label of that name
 HOLDFAST_SHUTDOWN_S    from SIGTERM until workers are killed
 
 and `env.variables`, `env.secrets` and what the network needs, as on Slurm. Kubernetes replaces
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from elastic_trainer.config import NO_DOMAIN
 from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.kubernetes_facts import PodJob
@@ -129,6 +131,9 @@ def _container(job: PodJob) -> Object:
 def _environment(job: PodJob) -> list[Object]:
     spec, wish = job.spec, job.spec.kubernetes
     board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
+    domain = spec.elastic.failure_domain
+    # The pod's own label: pods may not read nodes. See docs/kubernetes.md for who copies it.
+    of_node = () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", _label(domain)),)
     found: list[Object] = [
         *(
             {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
@@ -138,7 +143,8 @@ def _environment(job: PodJob) -> list[Object]:
                 ("POD_UID", "metadata.uid"),
                 ("NODE_NAME", "spec.nodeName"),
                 ("HOLDFAST_NAMESPACE", "metadata.namespace"),
-                ("HOLDFAST_ATTEMPT", f"metadata.labels['{ATTEMPT_LABEL}']"),
+                ("HOLDFAST_ATTEMPT", _label(ATTEMPT_LABEL)),
+                *of_node,
             )
         ),
         {"name": "HOLDFAST_KIND", "value": job.kind},
@@ -162,6 +168,11 @@ def _environment(job: PodJob) -> list[Object]:
         where, _, key = secret.kubernetes.partition("/")
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}})
     return found
+
+
+def _label(key: str) -> str:
+    """Return the path of a label of the pod itself; empty where it has none."""
+    return f"metadata.labels['{key}']"
 
 
 def _resources(job: PodJob) -> dict[str, str]:

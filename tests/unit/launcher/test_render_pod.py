@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kubernetes_jobs import (
     bundle_of,
@@ -48,6 +50,37 @@ def test_pods_know_who_and_where_they_are(kind):
     assert known["HOLDFAST_KIND"] == kind
     assert known["HOLDFAST_JOB"] == "a-job-1"
     assert known["HOLDFAST_BOARD"] == "file"
+
+
+def test_the_failure_domain_is_a_label_of_the_pod_read_without_any_right(kind):
+    key = "topology.kubernetes.io/rack"
+    asked = documents_of({"elastic.failure_domain": key}, kind)
+    pod = template_of(asked)["spec"]
+    field = variables_of(pod).pop("HOLDFAST_FAILURE_DOMAIN")
+    assert field == {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.labels['{key}']"}}
+    assert pod["automountServiceAccountToken"] is False
+    assert "Role" not in [document["kind"] for document in asked]
+    for values in ({}, {"elastic.failure_domain": "none"}):
+        assert "HOLDFAST_FAILURE_DOMAIN" not in variables_of(pod_of(values, kind))
+    assert "failure_domain" not in bundle_of({}, kind)["manifests.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "said"),
+    [
+        ("trainjob", 2, "HF727 elastic.failure_domain: 2 counts levels"),
+        ("slurm", "topology.kubernetes.io/rack", "HF167 elastic.failure_domain: topology."),
+    ],
+)
+def test_a_failure_domain_of_the_other_platform_is_refused(target, value, said):
+    (line,) = refused({"elastic.failure_domain": value}, target)
+    assert said in line
+
+
+@pytest.mark.parametrize("value", [None, "none", 1, "2"])
+def test_slurm_is_asked_for_a_level_by_job_json(value):
+    config = json.loads(bundle_of({"elastic.failure_domain": value}, "slurm")["job.json"])
+    assert config["elastic"].get("failure_domain") == (value if value is None else str(value))
 
 
 def test_the_grace_covers_the_hook_and_the_shutdown(kind):
