@@ -301,7 +301,9 @@ class Kubernetes(Section):
         (), description="Folders that the image brings; the job's other paths must be on volumes."
     )
     board: Literal["file", "kubernetes"] = Field(
-        "file", description="Membership: on the claim, or in a ConfigMap (needs a Role)."
+        "file",
+        description="Membership and the agents' secret: files on the claim, or a ConfigMap and a "
+        "Secret (needs rights; storage then needs no hard links).",
     )
     security: Security = Field(
         default_factory=Security, description="User and capabilities of pods."

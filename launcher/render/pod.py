@@ -14,6 +14,7 @@ HOLDFAST_JOB           name of the job, its label holdfast.dev/run
 HOLDFAST_NAMESPACE     where it lives
 HOLDFAST_ATTEMPT       number of the submission, by its label holdfast.dev/attempt
 HOLDFAST_BOARD         file, or kubernetes://NAMESPACE/NAME of a ConfigMap
+HOLDFAST_SECRET_FILE   with a board in a ConfigMap: what all agents of the run know, and nobody else
 HOLDFAST_SAVE_WAIT_S   how long preStop may wait
 HOLDFAST_FAILURE_DOMAIN  of `elastic.failure_domain`: the pod's label of that name
 HOLDFAST_SHUTDOWN_S    from SIGTERM until workers are killed
@@ -37,11 +38,15 @@ from launcher.render.kubernetes_names import (
     CONFIG_VOLUME,
     CONTAINERS,
     RUN_LABEL,
+    SECRET_DIR,
+    SECRET_KEY,
+    SECRET_VOLUME,
     SHM_VOLUME,
     TMP_VOLUME,
     board_url,
     config_map_name,
     own_account,
+    secret_name,
 )
 
 Object = dict[str, Any]
@@ -150,6 +155,11 @@ def _environment(job: PodJob) -> list[Object]:
         {"name": "HOLDFAST_KIND", "value": job.kind},
         {"name": "HOLDFAST_JOB", "value": job.name},
         {"name": "HOLDFAST_BOARD", "value": board},
+        *(
+            [{"name": "HOLDFAST_SECRET_FILE", "value": f"{SECRET_DIR}/{SECRET_KEY}"}]
+            if wish.board == "kubernetes"
+            else ()
+        ),
         {"name": "HOLDFAST_SAVE_WAIT_S", "value": str(job.clock.save_wait_s)},
         {"name": "HOLDFAST_SHUTDOWN_S", "value": str(job.clock.shutdown_s)},
     ]
@@ -284,6 +294,9 @@ def _volumes(job: PodJob) -> list[Object]:
         {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
         {"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": wish.claim}},
     ]
+    if wish.board == "kubernetes":
+        source = {"secretName": secret_name(job.name), "defaultMode": _secret_mode(wish)}
+        found.append({"name": SECRET_VOLUME, "secret": source})
     if wish.security.read_only_root:
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
@@ -296,6 +309,15 @@ def _volumes(job: PodJob) -> list[Object]:
     return found
 
 
+def _secret_mode(wish: Kubernetes) -> int:
+    """Return the mode of the mounted secret: root owns it, whoever the pod runs as.
+
+    Of an `fs_group` the kubelet lets the group read. Another user than root could not read 0400.
+    """
+    of_root = wish.security.run_as_user == 0 or wish.security.fs_group is not None
+    return 0o400 if of_root else 0o444
+
+
 def _mounts(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     found: list[Object] = [
@@ -303,6 +325,8 @@ def _mounts(job: PodJob) -> list[Object]:
         {"name": SHM_VOLUME, "mountPath": "/dev/shm"},  # noqa: S108  the pod's own
         {"name": CLAIM_VOLUME, "mountPath": wish.mount},
     ]
+    if wish.board == "kubernetes":
+        found.append({"name": SECRET_VOLUME, "mountPath": SECRET_DIR, "readOnly": True})
     if wish.security.read_only_root:
         found.append({"name": TMP_VOLUME, "mountPath": "/tmp"})  # noqa: S108  the pod's own
     for name, volume in wish.volumes.items():

@@ -27,7 +27,7 @@ from elastic_trainer.agent.command.flags import (
 )
 from elastic_trainer.agent.membership.jobs import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.board.open_board import BOARD_VARIABLE
+from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
 from elastic_trainer.command import Command, split_command
 from elastic_trainer.config import (
     NO_DOMAIN,
@@ -86,6 +86,8 @@ class Options:
     task: Task
     readmit: bool = False
     """Come back although the job has excluded this node."""
+    secret_file: Path | None = None
+    """Has the run's secret; None: it is in `shared_dir`."""
     failure_domain: str = ""
     """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
@@ -109,8 +111,13 @@ class Options:
 
     @property
     def shared_dir(self) -> Path:
-        """What all agents of the run see: the board and the secret are in it."""
+        """What all agents of the run see: the board and the secret are in it by default."""
         return self.board_dir.parent
+
+    @property
+    def only_data_is_shared(self) -> bool:
+        """Whether neither board nor secret are files in `shared_dir`."""
+        return self.secret_file is not None and self.board not in (None, FILE)
 
 
 def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
@@ -239,6 +246,7 @@ def _of_both(
         "host": args.host or args.node,
         "attempt": args.attempt,
         "readmit": args.readmit,
+        "secret_file": args.secret_file,
         "failure_domain": args.failure_domain or failure_domain(env, domain),
         "board": args.board or env.get(BOARD_VARIABLE) or None,
         "leaves_alone": args.on_term == "leave",

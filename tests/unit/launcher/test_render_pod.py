@@ -198,6 +198,26 @@ def test_pods_have_no_token_unless_the_board_needs_one(kind):
     assert rule["verbs"] == ["get", "update"]
 
 
+@pytest.mark.parametrize(
+    ("security", "mode"),
+    [({}, 0o444), ({"run_as_user": 0}, 0o400), ({"run_as_user": 7, "fs_group": 9}, 0o400)],
+)
+def test_a_board_in_kubernetes_comes_with_a_secret_by_reference(kind, security, mode):
+    values = {"kubernetes.board": "kubernetes", "kubernetes.security": security}
+    text = bundle_of(values, kind)["manifests.yaml"]
+    pod = pod_of(values, kind)
+    [volume] = [one for one in pod["volumes"] if "secret" in one]
+    assert volume["secret"] == {"secretName": "a-job-1-secret", "defaultMode": mode}
+    [mount] = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    assert mount == {
+        "name": "holdfast-secret", "mountPath": "/etc/holdfast-secret", "readOnly": True
+    }  # fmt: skip
+    assert variables_of(pod)["HOLDFAST_SECRET_FILE"] == f"{mount['mountPath']}/secret"
+    assert not [one for one in documents_of(values, kind) if one["kind"] == "Secret"]
+    assert "# kubectl create secret generic a-job-1-secret --namespace default --from-file=" in text
+    assert "secret" not in bundle_of({}, kind)["manifests.yaml"], "with files it is one too"
+
+
 def test_an_account_of_the_admin_has_its_rights_already(kind):
     values = {"kubernetes.board": "kubernetes", "kubernetes.service_account": "agents"}
     documents = documents_of(values, kind)
