@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
 from elastic_trainer.models import ModelShape, says
@@ -92,6 +92,10 @@ class CheckpointSection:
     )
 
 
+NO_DOMAIN: Final = "none"
+"""As `elastic.failure_domain`: machines fail one by one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSection:
     """How the job lives with failures."""
@@ -157,6 +161,14 @@ class ElasticSection:
     stop_grace_s: float = field(
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
+    )
+    failure_domain: str | None = field(
+        default=None,
+        metadata=says(
+            "Nodes that are lost together; copies of the state go outside. Slurm: levels of its "
+            "topology above the node, or none; null: 1, the leaf switch or block. Kubernetes: a "
+            "label of nodes, as topology.kubernetes.io/zone, or none; null: none."
+        ),
     )
 
 
@@ -277,6 +289,8 @@ class TrainConfig:
         """Return the text of job.json, stable under a round trip."""
         raw = dataclasses.asdict(self)
         raw["ladder"] = self.ladder.to_ranges()
+        if self.elastic.failure_domain is None:
+            del raw["elastic"]["failure_domain"]  # agents of a former version do not know it
         return json.dumps(raw, separators=(",", ":")) + "\n"
 
     @classmethod

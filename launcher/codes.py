@@ -96,6 +96,7 @@ CODES: Final[dict[str, Code]] = {
     "HF164": Code("Image and container runtime do not go together.", "Set slurm.container."),
     "HF165": Code("An environment variable that cannot be set.", "Leave it out."),
     "HF166": Code("A path that scripts and manifests cannot carry.", "Use another place."),
+    "HF167": Code("A failure domain that Slurm does not know.", "Count levels: 1, 2."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or fix the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),
@@ -217,6 +218,7 @@ CODES: Final[dict[str, Code]] = {
     "HF724": Code("This kind of job has no gang scheduling.", "Use a queue."),
     "HF725": Code("A pod's memory is no more than its /dev/shm.", "Raise kubernetes.memory."),
     "HF726": Code("job.json is too long for a ConfigMap.", "Raise elastic.min_nodes."),
+    "HF727": Code("A failure domain that pods do not know.", "Name a label of nodes."),
     "HF736": Code("Fewer restarts than pods.", "Raise kubernetes.restart_limit."),
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from functools import partial
+from pathlib import Path
 
 from elastic_trainer.agent.accelerators import healthy
 from elastic_trainer.agent.agent import HoldfastAgent
@@ -21,7 +22,7 @@ from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.wire.addresses import local_address
 from elastic_trainer.agent.wire.network import open_files
-from elastic_trainer.agent.wire.secret import Secret, authenticate, make_secret
+from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
 from elastic_trainer.agent.wire.store import parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
 from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
@@ -54,8 +55,7 @@ def run(options: Options) -> int:
     """
     address, ports = _network(options)
     options.shared_dir.mkdir(parents=True, exist_ok=True)
-    probe_storage(options.shared_dir)
-    secret = make_secret(options.shared_dir)
+    probe_storage(options.shared_dir, is_data=options.only_data_is_shared)
     for note in options.notes:
         sys.stderr.write(f"holdfast agent: {note}\n")
     env = _environment(options, address)
@@ -68,6 +68,10 @@ def run(options: Options) -> int:
         stack.callback(workers.close)
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
+        if options.secret_file is None:
+            secret_dir, secret = options.shared_dir, make_secret(options.shared_dir)
+        else:
+            secret_dir, secret = scratch.path, adopt_secret(options.secret_file, scratch.path)
         log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
         stack.callback(log.close)
         waker = Waker()
@@ -81,7 +85,7 @@ def run(options: Options) -> int:
         )
         stack.callback(rendezvous.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch),
+            _agent_config(options, rendezvous, scratch, secret_dir),
             worker_spec(
                 rendezvous,
                 task.target,
@@ -130,7 +134,6 @@ def _environment(options: Options, address: str) -> dict[str, str]:
         env |= {CODE: options.code.dir, SOURCE: options.code.source}
         env |= frozen_python_path(env)
     env["HOLDFAST_SINCE"] = str(time.monotonic())
-    env["HOLDFAST_SECRET_DIR"] = str(options.shared_dir)
     if options.board is not None:
         env[BOARD_VARIABLE] = options.board
     return env
@@ -214,13 +217,14 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
 
 
 def _agent_config(
-    options: Options, rendezvous: HoldfastRendezvous, scratch: Scratch
+    options: Options, rendezvous: HoldfastRendezvous, scratch: Scratch, secret_dir: Path
 ) -> AgentConfig:
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
         scratch=scratch.path,
         snapshots=scratch.snapshots,
+        secret_dir=secret_dir,
         log_dir=options.log_root / options.attempt / options.node,
         stacks_dir=options.record_dir / "stacks",
         hang_ceiling_s=options.elastic.hang_ceiling_s,

@@ -146,6 +146,9 @@ class Backend(Protocol):
             files: the bundle.
         """
 
+    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
+        """Return whether board and secret of a run are elsewhere than in its directory."""
+
     def task_of(self, job: JobRef, index: int, run_dir: Path) -> JobRef:
         """Return the submission of task `index` of the array `job`, whose run is `run_dir`."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BYTES_VOCABULARY = 256
 SEGMENT_SINCE = "24.05"
 """sbatch --segment: topology/block of that version (man sbatch)."""
-_TAKEN: Final = ("/dev/shm", "/etc/holdfast")  # noqa: S108  of the pods, not of this machine
+_TAKEN: Final = ("/dev/shm", "/etc/holdfast", "/etc/holdfast-secret")  # noqa: S108  of the pods, not of this machine
 
 
 def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:

@@ -14,13 +14,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 
 from launcher.jobspec.env import OpenText
 from launcher.jobspec.source import describe
-from launcher.jobspec.values import Count, Seconds, Section, Text, refuse
+from launcher.jobspec.values import (
+    DNS_LABEL,
+    DNS_SUBDOMAIN,
+    Count,
+    Seconds,
+    Section,
+    Text,
+    is_label_key,
+    refuse,
+)
 
-_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-_SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
-_DNS_LABEL = re.compile(_LABEL)
-_DNS_SUBDOMAIN = re.compile(_SUBDOMAIN)
-_QUALIFIED = re.compile(rf"({_SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_DNS_LABEL = re.compile(DNS_LABEL)
+_DNS_SUBDOMAIN = re.compile(DNS_SUBDOMAIN)
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _QUANTITY = re.compile(r"([0-9]{1,15})(\.[0-9]{1,3})?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 _CPUS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,3}|m)?")
@@ -42,8 +48,7 @@ def _form(pattern: re.Pattern[str], longest: int, expected: str) -> AfterValidat
 
 
 def _key(value: str) -> str:
-    prefix, slash, name = value.rpartition("/")
-    if not _QUALIFIED.fullmatch(value) or len(name) > 63 or (slash and len(prefix) > 253):
+    if not is_label_key(value):
         raise refuse(
             "HF015", f"expected a key as topology.kubernetes.io/zone, found {describe(value)}"
         )
@@ -296,7 +301,9 @@ class Kubernetes(Section):
         (), description="Folders that the image brings; the job's other paths must be on volumes."
     )
     board: Literal["file", "kubernetes"] = Field(
-        "file", description="Membership: on the claim, or in a ConfigMap (needs a Role)."
+        "file",
+        description="Membership and the agents' secret: files on the claim, or a ConfigMap and a "
+        "Secret (needs rights; storage then needs no hard links).",
     )
     security: Security = Field(
         default_factory=Security, description="User and capabilities of pods."

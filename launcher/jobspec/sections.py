@@ -31,6 +31,7 @@ from launcher.jobspec.values import (
     Count,
     Degree,
     DpDegree,
+    FailureDomain,
     NotNegative,
     Order,
     Pattern,
@@ -189,6 +190,7 @@ class Elastic(Section):
     dead_after_s: Seconds = _elastic("dead_after_s")
     progress_pattern: Pattern | None = _elastic("progress_pattern")
     stop_grace_s: Seconds = _elastic("stop_grace_s")
+    failure_domain: FailureDomain | None = _elastic("failure_domain")
 
 
 class Code(Section):

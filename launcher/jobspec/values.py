@@ -50,6 +50,37 @@ def plain_text(value: str) -> str:
     return value
 
 
+DNS_LABEL: Final = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+DNS_SUBDOMAIN: Final = rf"{DNS_LABEL}(\.{DNS_LABEL})*"
+_QUALIFIED: Final = re.compile(rf"({DNS_SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+
+
+def is_label_key(value: str) -> bool:
+    """Whether Kubernetes takes a text for the key of a label."""
+    prefix, _, name = value.rpartition("/")
+    return bool(_QUALIFIED.fullmatch(value)) and len(name) <= 63 and len(prefix) <= 253
+
+
+_LEVELS: Final = re.compile(r"[1-9][0-9]?")
+
+
+def is_levels(domain: str) -> bool:
+    """Whether `elastic.failure_domain` counts levels of Slurm's topology, rather than a label."""
+    return bool(_LEVELS.fullmatch(domain))
+
+
+def _domain(value: Any) -> Any:
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    # `none` and numbers have the form of labels too.
+    if isinstance(text, str) and (is_levels(text) if text.isdecimal() else is_label_key(text)):
+        return text
+    raise refuse(
+        "HF015",
+        "expected none, a number of levels as 2 (Slurm), or a label of nodes as "
+        f"topology.kubernetes.io/zone (Kubernetes), found {describe(value)}",
+    )
+
+
 _NAME: Final = r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?"
 
 
@@ -173,6 +204,11 @@ Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]
+FailureDomain = Annotated[
+    str,
+    BeforeValidator(_domain),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
+]
 
 
 Command = Annotated[

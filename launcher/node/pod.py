@@ -123,6 +123,8 @@ class Pod:
             options += ["--local-addr", who.address]
         if who.host:
             options += ["--host", who.host]
+        if who.secret_file:
+            options += ["--secret-file", who.secret_file]
         agent = AgentProcess(
             attempt,
             who.pod,

@@ -31,6 +31,8 @@ class PodEnv:
     host: str | None
     """The node it runs on."""
     config_dir: Path
+    secret_file: str | None
+    """Where the run's secret is mounted; None: agents make one in the run directory."""
     agent_file: Path
     """Where PID 1 leaves the agent's process id for preStop, in the pod's memory."""
     save_wait_s: float
@@ -58,6 +60,7 @@ class PodEnv:
                 pod=pod,
                 address=env.get("POD_IP") or None,
                 host=env.get("NODE_NAME") or None,
+                secret_file=env.get("HOLDFAST_SECRET_FILE") or None,
                 config_dir=Path(env.get("HOLDFAST_CONFIG_DIR") or CONFIG_DIR),
                 # The uid is new whenever a pod of that name is made anew.
                 agent_file=SHM / f"holdfast-pod-{env.get('POD_UID') or pod}",

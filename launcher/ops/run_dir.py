@@ -59,14 +59,14 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
             (run_dir / name).mkdir(exist_ok=True)
 
 
-def check_storage(run_dir: Path) -> None:
-    """See that the file system of a run directory can hold a run.
+def check_storage(run_dir: Path, *, is_data: bool = False) -> None:
+    """See that the file system of a run directory can hold a run; `is_data`: see `probe_storage`.
 
     Raises:
         UserError: HF617 it lacks something.
     """
     try:
-        probe_storage(run_dir)
+        probe_storage(run_dir, is_data=is_data)
     except StorageError as error:
         raise UserError(error.code, str(error).removeprefix(f"{error.code} ")) from error
 

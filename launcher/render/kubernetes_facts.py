@@ -10,9 +10,11 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from elastic_trainer.config import NO_DOMAIN
 from launcher.errors import Problem, UserError
 from launcher.jobspec.kubernetes import quantity_bytes
 from launcher.jobspec.spec import JobSpec
+from launcher.jobspec.values import is_levels
 from launcher.planning.clock import PodClock, pod_clock
 from launcher.planning.search import Plan
 from launcher.render.kubernetes_names import (
@@ -101,6 +103,7 @@ def pod_job(
         *_off_volumes(spec, base_dir=base_dir),
         *_secrets(spec),
         *_gang(spec, kind),
+        *_domain(spec),
     ]
     shm = wish.shm or _shm(spec, plan)
     problems += _tight(spec, shm)
@@ -217,6 +220,17 @@ def _gang(spec: JobSpec, kind: str) -> Iterator[Problem]:
             "pods or none), or render to pytorchjob or trainjob"
         )
         yield spec.problem("HF724", "kubernetes.gang", message)
+
+
+def _domain(spec: JobSpec) -> Iterator[Problem]:
+    domain = spec.elastic.failure_domain
+    if domain is not None and is_levels(domain):
+        message = (
+            f"{domain} counts levels of Slurm's topology, which pods do not have: name the label "
+            "of nodes that says which fail together, as topology.kubernetes.io/zone, or "
+            f"{NO_DOMAIN}"
+        )
+        yield spec.problem("HF727", "elastic.failure_domain", message)
 
 
 def _shm(spec: JobSpec, plan: Plan) -> str:

@@ -34,6 +34,10 @@ QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 
 CONFIG_DIR: Final = "/etc/holdfast"
 """Where the ConfigMap is mounted: job.json as rendered."""
+SECRET_DIR: Final = "/etc/holdfast-secret"  # noqa: S105  a place
+"""Where the run's Secret is mounted, with the board in a ConfigMap."""
+SECRET_KEY: Final = "secret"  # noqa: S105  its name
+SECRET_VOLUME: Final = "holdfast-secret"  # noqa: S105  a name
 CONFIG_VOLUME: Final = "holdfast-job"
 CLAIM_VOLUME: Final = "holdfast-runs"
 SHM_VOLUME: Final = "holdfast-shm"
@@ -66,6 +70,11 @@ def config_map_name(name: str) -> str:
 def board_name(name: str) -> str:
     """Return the name of the ConfigMap that is the board, with `board: kubernetes`."""
     return f"{name}-board"
+
+
+def secret_name(name: str) -> str:
+    """Return the name of the Secret of the agents, as rendered; `submit` adds its own number."""
+    return f"{name}-secret"
 
 
 def board_url(namespace: str, name: str) -> str:

@@ -16,9 +16,11 @@ from launcher.render.kubernetes_names import (
     KINDS,
     QUEUE_LABEL,
     RUN_LABEL,
+    SECRET_KEY,
     board_name,
     config_map_name,
     own_account,
+    secret_name,
 )
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.local import render_local, to_train_config
@@ -52,6 +54,12 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         "Rendered from the job file: change that and render again, not this.\n"
         f"When a pod must go: {job.clock}."
     )
+    if job.spec.kubernetes.board == "kubernetes":
+        head += (
+            "\n`holdfast submit` makes the agents' secret. Without it, before: openssl rand -hex 32"
+            f" |\nkubectl create secret generic {secret_name(job.name)} --namespace "
+            f"{job.spec.kubernetes.namespace} --from-file={SECRET_KEY}=/dev/stdin"
+        )
     return {MANIFESTS: to_yaml([*before, *documents], head=head), **files}
 
 

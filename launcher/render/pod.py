@@ -14,7 +14,9 @@ HOLDFAST_JOB           name of the job, its label holdfast.dev/run
 HOLDFAST_NAMESPACE     where it lives
 HOLDFAST_ATTEMPT       number of the submission, by its label holdfast.dev/attempt
 HOLDFAST_BOARD         file, or kubernetes://NAMESPACE/NAME of a ConfigMap
+HOLDFAST_SECRET_FILE   with a board in a ConfigMap: what all agents of the run know, and nobody else
 HOLDFAST_SAVE_WAIT_S   how long preStop may wait
+HOLDFAST_FAILURE_DOMAIN  of `elastic.failure_domain`: the pod's label of that name
 HOLDFAST_SHUTDOWN_S    from SIGTERM until workers are killed
 
 and `env.variables`, `env.secrets` and what the network needs, as on Slurm. Kubernetes replaces
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from elastic_trainer.config import NO_DOMAIN
 from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.kubernetes_facts import PodJob
@@ -35,11 +38,15 @@ from launcher.render.kubernetes_names import (
     CONFIG_VOLUME,
     CONTAINERS,
     RUN_LABEL,
+    SECRET_DIR,
+    SECRET_KEY,
+    SECRET_VOLUME,
     SHM_VOLUME,
     TMP_VOLUME,
     board_url,
     config_map_name,
     own_account,
+    secret_name,
 )
 
 Object = dict[str, Any]
@@ -129,6 +136,9 @@ def _container(job: PodJob) -> Object:
 def _environment(job: PodJob) -> list[Object]:
     spec, wish = job.spec, job.spec.kubernetes
     board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
+    domain = spec.elastic.failure_domain
+    # The pod's own label: pods may not read nodes. See docs/kubernetes.md for who copies it.
+    of_node = () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", _label(domain)),)
     found: list[Object] = [
         *(
             {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
@@ -138,12 +148,18 @@ def _environment(job: PodJob) -> list[Object]:
                 ("POD_UID", "metadata.uid"),
                 ("NODE_NAME", "spec.nodeName"),
                 ("HOLDFAST_NAMESPACE", "metadata.namespace"),
-                ("HOLDFAST_ATTEMPT", f"metadata.labels['{ATTEMPT_LABEL}']"),
+                ("HOLDFAST_ATTEMPT", _label(ATTEMPT_LABEL)),
+                *of_node,
             )
         ),
         {"name": "HOLDFAST_KIND", "value": job.kind},
         {"name": "HOLDFAST_JOB", "value": job.name},
         {"name": "HOLDFAST_BOARD", "value": board},
+        *(
+            [{"name": "HOLDFAST_SECRET_FILE", "value": f"{SECRET_DIR}/{SECRET_KEY}"}]
+            if wish.board == "kubernetes"
+            else ()
+        ),
         {"name": "HOLDFAST_SAVE_WAIT_S", "value": str(job.clock.save_wait_s)},
         {"name": "HOLDFAST_SHUTDOWN_S", "value": str(job.clock.shutdown_s)},
     ]
@@ -162,6 +178,11 @@ def _environment(job: PodJob) -> list[Object]:
         where, _, key = secret.kubernetes.partition("/")
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": where, "key": key}}})
     return found
+
+
+def _label(key: str) -> str:
+    """Return the path of a label of the pod itself; empty where it has none."""
+    return f"metadata.labels['{key}']"
 
 
 def _resources(job: PodJob) -> dict[str, str]:
@@ -273,6 +294,9 @@ def _volumes(job: PodJob) -> list[Object]:
         {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
         {"name": CLAIM_VOLUME, "persistentVolumeClaim": {"claimName": wish.claim}},
     ]
+    if wish.board == "kubernetes":
+        source = {"secretName": secret_name(job.name), "defaultMode": _secret_mode(wish)}
+        found.append({"name": SECRET_VOLUME, "secret": source})
     if wish.security.read_only_root:
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
@@ -285,6 +309,15 @@ def _volumes(job: PodJob) -> list[Object]:
     return found
 
 
+def _secret_mode(wish: Kubernetes) -> int:
+    """Return the mode of the mounted secret: root owns it, whoever the pod runs as.
+
+    Of an `fs_group` the kubelet lets the group read. Another user than root could not read 0400.
+    """
+    of_root = wish.security.run_as_user == 0 or wish.security.fs_group is not None
+    return 0o400 if of_root else 0o444
+
+
 def _mounts(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     found: list[Object] = [
@@ -292,6 +325,8 @@ def _mounts(job: PodJob) -> list[Object]:
         {"name": SHM_VOLUME, "mountPath": "/dev/shm"},  # noqa: S108  the pod's own
         {"name": CLAIM_VOLUME, "mountPath": wish.mount},
     ]
+    if wish.board == "kubernetes":
+        found.append({"name": SECRET_VOLUME, "mountPath": SECRET_DIR, "readOnly": True})
     if wish.security.read_only_root:
         found.append({"name": TMP_VOLUME, "mountPath": "/tmp"})  # noqa: S108  the pod's own
     for name, volume in wish.volumes.items():

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+from elastic_trainer.config import NO_DOMAIN
 from launcher.errors import UserError
 from launcher.jobspec.slurm import array_indices
 from launcher.jobspec.spec import JobSpec
+from launcher.jobspec.values import is_levels
 from launcher.planning.clock import Clock, clock_chain
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
@@ -152,6 +154,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         # A successor of one task would be the whole array once more.
         message = "an array cannot be chained; use requeue or none"
         raise UserError.many([spec.problem("HF016", "slurm.restart", message)])
+    _check_domain(spec)
     run = check_path(places.run_dir, "run directory")
     run_id = check_path(places.run_id, "run id")
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
@@ -187,6 +190,16 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "container_python": CONTAINER_PYTHON,
         **_container(spec, run=run, base_dir=base_dir),
     }
+
+
+def _check_domain(spec: JobSpec) -> None:
+    domain = spec.elastic.failure_domain
+    if domain not in (None, NO_DOMAIN) and not is_levels(domain):
+        message = (
+            f"{domain} is a label of Kubernetes' nodes: Slurm's topology has levels; use 1 (the "
+            f"leaf switch or block), 2 (the switch above), or {NO_DOMAIN}"
+        )
+        raise UserError.many([spec.problem("HF167", "elastic.failure_domain", message)])
 
 
 def _secrets(spec: JobSpec, base_dir: str | Path) -> dict[str, tuple[Quoted | None, str | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.jobspec.reading import parse_spec
 from launcher.ops.summary_file import audit_ledger
 from launcher.planning.search import plan
-from launcher.render.kubernetes_names import RUN_LABEL, board_name, job_name
+from launcher.render.kubernetes_names import (
+    RUN_LABEL,
+    SECRET_KEY,
+    board_name,
+    job_name,
+    secret_name,
+)
 from launcher.targets import target_named
 
 TEXT = "".join(f"{i} squared is {i * i}, cubed {i**3}; " for i in range(600))
@@ -90,6 +97,10 @@ class K8sRun:
         self.config = TrainConfig.from_json(bundle["job.json"])
         self.path = cluster.storage / "tiny"
         self.name = job_name("tiny")
+        if board == "kubernetes":  # as the head of the manifests says; `submit` is not used here
+            name, value = secret_name(self.name), {SECRET_KEY: f"{secrets.token_hex(32)}\n"}
+            head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+            cluster.create({**head, "stringData": value})
         for document in yaml.safe_load_all(bundle["manifests.yaml"]):
             cluster.create(document)
 

@@ -164,6 +164,13 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
         help="rack, block or switch of this node: copies of its snapshots go outside it; default: "
         "HOLDFAST_FAILURE_DOMAIN, or the switch or block that Slurm's topology names",
     )
+    group.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        type=Path,
+        help="the run's secret, of the same content on every node; default: a file beside the "
+        "board, made by the first agent",
+    )
     group.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
     group.add_argument(
         "--progress-pattern",

@@ -27,9 +27,15 @@ from elastic_trainer.agent.command.flags import (
 )
 from elastic_trainer.agent.membership.jobs import slurm_job
 from elastic_trainer.agent.membership.tasks import Task
-from elastic_trainer.board.open_board import BOARD_VARIABLE
+from elastic_trainer.board.open_board import BOARD_VARIABLE, FILE
 from elastic_trainer.command import Command, split_command
-from elastic_trainer.config import CodeSection, ElasticSection, NetworkSection, TrainConfig
+from elastic_trainer.config import (
+    NO_DOMAIN,
+    CodeSection,
+    ElasticSection,
+    NetworkSection,
+    TrainConfig,
+)
 from elastic_trainer.ladder import Ladder
 from elastic_trainer.templates import explain, unknown_names
 from elastic_trainer.zygote import DEFAULT_PRELOAD
@@ -80,6 +86,8 @@ class Options:
     task: Task
     readmit: bool = False
     """Come back although the job has excluded this node."""
+    secret_file: Path | None = None
+    """Has the run's secret; None: it is in `shared_dir`."""
     failure_domain: str = ""
     """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
@@ -103,8 +111,13 @@ class Options:
 
     @property
     def shared_dir(self) -> Path:
-        """What all agents of the run see: the board and the secret are in it."""
+        """What all agents of the run see: the board and the secret are in it by default."""
         return self.board_dir.parent
+
+    @property
+    def only_data_is_shared(self) -> bool:
+        """Whether neither board nor secret are files in `shared_dir`."""
+        return self.secret_file is not None and self.board not in (None, FILE)
 
 
 def parse(argv: Sequence[str] | None, env: Mapping[str, str]) -> Options:
@@ -141,7 +154,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         # One made up here would differ from the other nodes'.
         raise OptionsError("HF501", "give --job ID (or $HOLDFAST_JOB), the same on every node")
     return Options(
-        **_of_both(args, env),
+        **_of_both(args, env, config.elastic.failure_domain),
         run_id=config.run_id,
         job=job,
         run_dir=run_dir,
@@ -205,25 +218,36 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     )
 
 
-def failure_domain(env: Mapping[str, str]) -> str:
+def failure_domain(env: Mapping[str, str], wish: str | None) -> str:
     """Return this node's failure domain: HOLDFAST_FAILURE_DOMAIN, or Slurm's switch or block.
 
     Slurm names the way to a node, as `spine.leaf.node`, in the environment of each task, if it
-    knows the topology; all but the node itself is the domain.
+    knows the topology; all but the node itself, or the lowest levels, is the domain.
+
+    Args:
+        env: of the agent.
+        wish: `elastic.failure_domain`: levels above the node, or none; in pods a node label,
+            whose value comes by HOLDFAST_FAILURE_DOMAIN.
     """
+    if wish == NO_DOMAIN:
+        return ""
     if domain := env.get("HOLDFAST_FAILURE_DOMAIN"):
         return domain
-    return env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0]
+    levels = int(wish) if wish is not None and wish.isdecimal() else 1
+    return ".".join(env.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-levels])
 
 
-def _of_both(args: argparse.Namespace, env: Mapping[str, str]) -> dict[str, Any]:
+def _of_both(
+    args: argparse.Namespace, env: Mapping[str, str], domain: str | None = None
+) -> dict[str, Any]:
     """Return the fields that are read alike with --run-dir and without."""
     return {
         "node": args.node,
         "host": args.host or args.node,
         "attempt": args.attempt,
         "readmit": args.readmit,
-        "failure_domain": args.failure_domain or failure_domain(env),
+        "secret_file": args.secret_file,
+        "failure_domain": args.failure_domain or failure_domain(env, domain),
         "board": args.board or env.get(BOARD_VARIABLE) or None,
         "leaves_alone": args.on_term == "leave",
         "local_addr": args.local_addr,

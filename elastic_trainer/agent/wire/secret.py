@@ -1,6 +1,7 @@
 """The run's secret: its file, the handshake that proves it, and the session that follows.
 
-The file is `RUN/secret`, mode 0600, made by whichever agent comes first. It is handed on by
+The file is `RUN/secret`, mode 0600, made by whichever agent comes first, or with the board in a
+ConfigMap a private copy of what Kubernetes has mounted. It is handed on by
 path only: never in arguments, environment, logs or events. The handshake is a mutual
 challenge-response with HMAC-SHA256 (RFC 2104), in three flights of fixed size:
 
@@ -13,7 +14,7 @@ from being sent back, label and context keep a proof for one port or run from op
 The ends are the addresses and ports of both, each as the end that signs sees them: who passes on
 what two agents say has other ends, and neither takes it for the other. Each direction then has a
 key of its own, made in the same way, and each frame a MAC over its number and its bytes.
-The dialer may send its data right behind its proof. Pure but for the two file functions.
+The dialer may send its data right behind its proof. Pure but for the three file functions.
 """
 
 from __future__ import annotations
@@ -105,6 +106,26 @@ def make_secret(directory: Path) -> Secret:
         finally:
             with contextlib.suppress(OSError):
                 fresh.unlink()
+    return load_secret(directory)
+
+
+def adopt_secret(source: Path, directory: Path) -> Secret:
+    """Return the secret in a file that somebody else has mounted here, as Kubernetes does.
+
+    Such files are root's, and links within their mount. Workers find a copy in `directory`, which
+    is read as strictly as every secret.
+
+    Raises:
+        SecretError: HF520 it cannot be read or copied, or is not 64 hex digits.
+    """
+    copy = directory / SECRET_NAME
+    try:
+        _write_private(copy, source.read_bytes()[: 4 * KEY_BYTES])
+    except OSError as error:
+        raise SecretError(
+            f"{source} cannot be read, or copied to {copy}: {error.strerror or error}; the Secret "
+            f"of the run needs the key {SECRET_NAME}, and a mode that the agents' user may read"
+        ) from error
     return load_secret(directory)
 
 

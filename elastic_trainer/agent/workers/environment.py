@@ -98,6 +98,7 @@ def _launch(
     }
     if config.snapshots is not None:
         env |= {"HOLDFAST_SNAPSHOTS": config.snapshots, "HOLDFAST_PEERS": peers}
+        env["HOLDFAST_SECRET_DIR"] = config.secret_dir
     return Launch(
         local_rank=worker.local_rank,
         rank=worker.global_rank,

@@ -51,6 +51,8 @@ class AgentConfig:
     """`logs/<attempt>/<node>`: workers log to `<rank>.log` in it."""
     snapshots: Path | None = None
     """Directory in memory for the workers' snapshots; None when none are kept."""
+    secret_dir: Path | None = None
+    """Has the run's secret, for workers whose snapshots are kept."""
     stacks_dir: Path
     """`stacks`: hung workers' go to a folder for each epoch in it."""
     hang_ceiling_s: float

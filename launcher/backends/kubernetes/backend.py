@@ -32,6 +32,7 @@ from launcher.backends.kubernetes.documents import (
     Object,
     Resource,
     attempt_of,
+    mounted_secret,
     read_bundle,
     stamped,
 )
@@ -117,6 +118,10 @@ class KubernetesBackend:
         """Return where the pods see `run_dir`."""
         del run_dir
         return read_bundle(files).run_dir
+
+    def only_data_is_shared(self, files: Mapping[str, str]) -> bool:
+        """Return whether the pods mount the run's Secret: the board is a ConfigMap then."""
+        return mounted_secret(read_bundle(files).documents) is not None
 
     def submit(
         self,
@@ -367,6 +372,7 @@ class KubernetesBackend:
             attempt=attempt_of(files),
             submission=os.urandom(8).hex(),
             without=without,
+            secret=os.urandom(32),
         )
         return Creation(api=api, namespace=namespace, documents=documents, sleep=self._sleep)
 

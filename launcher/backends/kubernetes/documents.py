@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from launcher.render.kubernetes_names import (
     MANAGED_LABEL,
     RUN_DIR_ANNOTATION,
     RUN_LABEL,
+    SECRET_KEY,
+    SECRET_VOLUME,
 )
 from launcher.render.pod import without_nodes
 
@@ -64,10 +67,12 @@ WORKLOADS: Final = tuple(
 )
 """Kueue serves v1beta2 since 0.15 and v1beta1 until 0.19; what we read is the same in both."""
 NODE: Final = Resource("v1", "nodes")
+SECRET: Final = Resource("v1", "secrets")
 JOB: Final = Resource("batch/v1", "jobs")
 
 RESOURCES: Final[dict[str, Resource]] = {
     "ConfigMap": CONFIG_MAP,
+    "Secret": SECRET,
     "Pod": POD,
     "Service": Resource("v1", "services"),
     "ServiceAccount": Resource("v1", "serviceaccounts"),
@@ -79,7 +84,9 @@ RESOURCES: Final[dict[str, Resource]] = {
     "TrainingRuntime": Resource("trainer.kubeflow.org/v1alpha1", "trainingruntimes"),
     "TrainJob": Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""By kind: all that a bundle may have."""
+"""By kind: all that is made."""
+RENDERED: Final = frozenset(RESOURCES) - {"Secret"}
+"""Kinds that a bundle may have: what a run keeps tells no secret."""
 
 MADE_OF: Final[dict[str, tuple[Resource, ...]]] = {
     "PyTorchJob": (POD,),
@@ -182,7 +189,7 @@ def read_bundle(files: Mapping[str, str]) -> Bundle:
     except (yaml.YAMLError, UserError) as error:
         raise UserError("HF613", f"{name} cannot be read: {error}") from error
     kinds = [one.get("kind") if isinstance(one, dict) else None for one in documents]
-    if not kinds or kinds[-1] not in TARGETS or any(kind not in RESOURCES for kind in kinds):
+    if not kinds or kinds[-1] not in TARGETS or not RENDERED.issuperset(kinds):
         raise UserError(
             "HF613",
             f"{name} has {', '.join(str(kind) for kind in kinds) or 'no documents'}; expected "
@@ -247,8 +254,11 @@ def stamped(
     attempt: int,
     submission: str,
     without: Sequence[str] = (),
+    secret: bytes = b"",
 ) -> list[Object]:
     """Return the documents as they are sent: with namespace, attempt and a mark of this call.
+
+    And with the run's Secret before the job, where its pods mount one.
 
     Args:
         bundle: what was rendered; it is left as it is.
@@ -256,8 +266,13 @@ def stamped(
         attempt: number of the submission, from 0.
         submission: what is made by this call and by no other.
         without: nodes that its pods are kept off, besides those of `kubernetes.exclude`.
+        secret: random bytes, for this submission alone.
     """
     documents = copy.deepcopy(list(bundle.documents))
+    if mounted := mounted_secret(documents):
+        # A name that nobody has: who submits needs no right to read Secrets.
+        mounted["secretName"] += f"-{submission}"
+        documents.insert(-1, _secret_document(bundle, mounted["secretName"], secret))
     if without:
         affinity = template_of(documents)["spec"].setdefault("affinity", {})
         affinity["nodeAffinity"] = without_nodes(affinity.get("nodeAffinity"), tuple(without))
@@ -272,6 +287,27 @@ def stamped(
             if ATTEMPT_LABEL in found:
                 found[ATTEMPT_LABEL] = str(attempt)
     return documents
+
+
+def mounted_secret(documents: Sequence[Mapping[str, Any]]) -> Object | None:
+    """Return the source of the volume with the run's secret; None: agents make one themselves."""
+    for volume in template_of(documents)["spec"].get("volumes") or ():
+        if volume.get("name") == SECRET_VOLUME and "secret" in volume:
+            source: Object = volume["secret"]
+            return source
+    return None
+
+
+def _secret_document(bundle: Bundle, name: str, secret: bytes) -> Object:
+    metadata = {key: bundle.job["metadata"].get(key) for key in ("namespace", "labels")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, **copy.deepcopy({k: v for k, v in metadata.items() if v})},
+        "type": "Opaque",
+        "immutable": True,
+        "data": {SECRET_KEY: base64.b64encode(secret.hex().encode() + b"\n").decode()},
+    }
 
 
 def _labels(value: Any) -> Iterator[Object]:

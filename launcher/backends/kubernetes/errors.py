@@ -21,6 +21,8 @@ ROLE: Final = "holdfast-submitter"
 """The Role in manifests/ that grants what the launcher asks for."""
 ACCOUNTS_ROLE: Final = "holdfast-accounts"
 """The one for runs that have an account of their own."""
+SECRETS_ROLE: Final = "holdfast-secrets"
+"""The one for runs whose board is a ConfigMap."""
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
 _OF_NODES: Final = ("pods/log", "pods/exec")
 """What the server hands on to the node of a pod."""
@@ -199,7 +201,8 @@ def _missing_right(call: Call, message: str) -> UserError:
     if match is not None:  # then all of it is said in our words
         who, verb, plural, group = match.groups()
         resource, said = f"{plural}.{group}" if group else plural, f", as {who}"
-    role = ACCOUNTS_ROLE if resource.partition(".")[0] in _OF_ACCOUNTS else ROLE
+    plain = resource.partition(".")[0]
+    role = ACCOUNTS_ROLE if plain in _OF_ACCOUNTS else SECRETS_ROLE if plain == "secrets" else ROLE
     named = shlex.quote(who) if match else who
     return UserError(
         "HF753",

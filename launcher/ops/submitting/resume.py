@@ -302,8 +302,9 @@ def _prepare(
     """See that a run can resume; with `upgrade_code` return what has changed."""
     permissions.check_run_dir(run.path)
     folder = run.path.parent if _submission(run).job.id.partition("_")[2] else run.path
-    if backend.nodes_run_dir(folder, _bundle(folder)) == str(folder):
-        run_dirs.check_storage(run.path)
+    bundle = _bundle(folder)
+    if backend.nodes_run_dir(folder, bundle) == str(folder):
+        run_dirs.check_storage(run.path, is_data=backend.only_data_is_shared(bundle))
         run_dirs.check_checkpoint_dir(run_dirs.load(run.path))
     return _upgrade(run.path, wall=wall) if upgrade_code else None
 

@@ -167,7 +167,8 @@ def submit(
             permissions.make_run_dir(prepared.run_dir, group=slurm.group)
             there = backend.nodes_run_dir(prepared.run_dir, prepared.files)
             shared = there == str(prepared.run_dir)
-            frozen = _make(prepared, made, wall, shared=shared)
+            is_data = backend.only_data_is_shared(prepared.files)
+            frozen = _make(prepared, made, wall, shared=shared, is_data=is_data)
             job = backend.submit(prepared.run_dir, prepared.files)
         runs = []
         indices = prepared.tasks or (None,)
@@ -223,15 +224,16 @@ def _refuse_shared_checkpoints(specs: Sequence[JobSpec]) -> None:
 
 
 def _make(
-    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool
+    prepared: Prepared, made: list[Path], wall: Callable[[], float], *, shared: bool, is_data: bool
 ) -> Frozen | None:
     """Write the run directory, and one for each task; return the frozen code of the first.
 
-    Where storage is not `shared` the checkpoint directory is nothing of this machine's.
+    Where storage is not `shared` the checkpoint directory is nothing of this machine's; for
+    `is_data` see `probe_storage`.
     """
     run_dirs.create(prepared.run_dir, {})
     if shared:
-        run_dirs.check_storage(prepared.run_dir)
+        run_dirs.check_storage(prepared.run_dir, is_data=is_data)
     frozen = None
     top = {name: text for name, text in prepared.files.items() if "/" not in name}
     _write(prepared.run_dir, top)

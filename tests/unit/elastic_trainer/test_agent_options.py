@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 from functools import partial
 from pathlib import Path
@@ -262,3 +263,29 @@ def test_the_failure_domain_is_said_or_slurms(
     script.write_text("")
     argv = ["--nnodes", "2", "--rdzv-endpoint", str(tmp_path), *flags, str(script)]
     assert parse(argv, env).failure_domain == domain
+
+
+@pytest.mark.parametrize(
+    ("wish", "env", "domain"),
+    [
+        (None, {"SLURM_TOPOLOGY_ADDR": "root.spine.leaf.n"}, "root.spine.leaf"),
+        ("1", {"SLURM_TOPOLOGY_ADDR": "block3.n"}, "block3"),
+        ("2", {"SLURM_TOPOLOGY_ADDR": "root.spine.leaf.n"}, "root.spine"),
+        ("9", {"SLURM_TOPOLOGY_ADDR": "root.spine.leaf.n"}, ""),  # it has fewer
+        ("none", {"SLURM_TOPOLOGY_ADDR": "spine.leaf.n"}, ""),
+        ("none", {"HOLDFAST_FAILURE_DOMAIN": "rack-3"}, ""),
+        ("topology.kubernetes.io/zone", {"HOLDFAST_FAILURE_DOMAIN": "zone-b"}, "zone-b"),
+        ("topology.kubernetes.io/zone", {"HOLDFAST_FAILURE_DOMAIN": ""}, ""),  # no such label
+    ],
+)
+def test_the_job_file_says_which_level_is_the_failure_domain(
+    tmp_path: Path, wish: str | None, env: dict[str, str], domain: str
+) -> None:
+    config = job(tmp_path)
+    elastic = dataclasses.replace(config.elastic, failure_domain=wish)
+    text = dataclasses.replace(config, elastic=elastic).to_json()
+    (tmp_path / "job.json").write_text(text)
+    assert ("failure_domain" in text) == (wish is not None)
+    argv = ["--run-dir", str(tmp_path), "--job", "1"]
+    assert parse(argv, env).failure_domain == domain
+    assert parse([*argv, "--failure-domain", "x"], env).failure_domain == "x"

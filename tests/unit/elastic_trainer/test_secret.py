@@ -23,6 +23,7 @@ from elastic_trainer.agent.wire.secret import (
     Handshake,
     Secret,
     SecretError,
+    adopt_secret,
     authenticate,
     fingerprint,
     load_secret,
@@ -339,6 +340,30 @@ def test_a_slow_end_is_given_up_in_time(server):
         assert time.monotonic() - begun < 1.0
         stop.set()
         thread.join()
+
+
+def test_a_mounted_secret_is_read_from_a_private_copy(tmp_path):
+    """As the kubelet mounts it: a link to a file that its owner lets all in the pod read."""
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / SECRET_NAME).write_text(KEY.hex() + "\n")
+    (tmp_path / "..data" / SECRET_NAME).chmod(0o444)
+    source, own = tmp_path / SECRET_NAME, tmp_path / "own"
+    source.symlink_to(Path("..data", SECRET_NAME))
+    own.mkdir()
+    assert adopt_secret(source, own).sign(b"x") == Secret(KEY).sign(b"x")
+    assert load_secret(own).sign(b"x") == Secret(KEY).sign(b"x"), "workers"
+    assert (own / SECRET_NAME).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("content", [None, "", "12", "5a" * 33])
+def test_a_mounted_secret_that_is_none_is_refused(content, tmp_path):
+    source, own = tmp_path / "mounted", tmp_path / "own"
+    own.mkdir()
+    if content is not None:
+        source.write_text(content)
+    with pytest.raises(SecretError, match="HF520 ") as caught:
+        adopt_secret(source, own)
+    assert "5a5a" not in str(caught.value)
 
 
 def test_nothing_shows_the_secret():

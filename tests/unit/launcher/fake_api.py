@@ -251,6 +251,7 @@ def _get(fake: FakeApi, path: str, query: dict[str, str]) -> Reply:
 
 _PLURALS = {
     *("pods", "configmaps", "events", "pytorchjobs", "jobsets", "trainjobs", "workloads"),
+    "secrets",
     *("poddisruptionbudgets", "roles", "rolebindings", "serviceaccounts", "trainingruntimes"),
 }
 

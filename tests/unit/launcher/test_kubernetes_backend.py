@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
+from base64 import b64decode
+from functools import partial
 from pathlib import Path
 
 import pytest
 from backend_bench import BUDGETS, MAPS, PODS, ROOT, backend, bundle, end, run, running, submit
 from fake_api import CREATED, Reply, server, status_object, waits
+from kubernetes_jobs import job_with
 
+from elastic_trainer.storage_probe import probe_storage
 from launcher.backends.base import JobId, JobRef, Notices, RemoteExec
 from launcher.backends.kubernetes.api import KubernetesApi
 from launcher.backends.kubernetes.documents import (
@@ -20,7 +26,12 @@ from launcher.backends.kubernetes.documents import (
     template_of,
 )
 from launcher.errors import PermanentError, TemporaryError, UserError
+from launcher.ops import run_dir as run_dirs
+from launcher.ops.submitting.submit import prepare
+from launcher.ops.submitting.submit import submit as submit_prepared
 
+QUOTA = Reply(403, status_object(403, "Forbidden", "exceeded quota: jobs"))
+SECRETS = "/api/v1/namespaces/train/secrets"
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 
 
@@ -53,14 +64,119 @@ def test_all_is_checked_first_then_made_in_order(backend, server, run):
     assert template["metadata"]["labels"]["holdfast.dev/attempt"] == "0"
 
 
+def with_secret(run):
+    """Return a bundle whose pods mount the run's Secret."""
+    files = bundle(run, board=True)
+    documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
+    source = {"secretName": "tiny-1-secret", "defaultMode": 0o444}
+    volumes = template_of(documents)["spec"]["volumes"]
+    volumes.append({"name": "holdfast-secret", "secret": source})
+    files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
+    return files
+
+
+def secrets_of(server):
+    return [one for path, one in server.objects.items() if path.startswith(f"{SECRETS}/")]
+
+
+def test_a_submission_makes_its_own_secret_and_reads_none(backend, server, run):
+    files = with_secret(run)
+    backend.submit(run, files)
+    [secret] = secrets_of(server)
+    pod = template_of([server.objects[f"{ROOT}/tiny-1"]])["spec"]
+    [mounted] = [v["secret"] for v in pod["volumes"] if v["name"] == "holdfast-secret"]
+    assert mounted == {"secretName": secret["metadata"]["name"], "defaultMode": 0o444}
+    assert secret["metadata"]["labels"]["holdfast.dev/run"] == "tiny-1"
+    assert (secret["type"], secret["immutable"]) == ("Opaque", True)
+    assert list(secret["data"]) == ["secret"]
+    value = b64decode(secret["data"]["secret"]).decode()
+    assert re.fullmatch(r"[0-9a-f]{64}\n", value), "as agents read it"
+    first = server.objects[f"{MAPS}/tiny-1-job"]["metadata"]
+    [owner] = secret["metadata"]["ownerReferences"]
+    assert owner["uid"] == first["uid"], "it goes with the job"
+    posts = [call.split()[1].partition("?")[0] for call in server.asked("POST")]
+    assert posts.index(SECRETS) < posts.index(ROOT)
+    assert not server.asked(f"GET {SECRETS}")
+    assert not server.asked(f"PATCH {SECRETS}")
+    assert not any(value.strip() in path.read_text() for path in run.iterdir())
+
+    end(server, "Failed")
+    files["submitted.json"] = '{"former": []}'
+    backend.submit(run, files)
+    former, now = secrets_of(server)  # no controller takes the former one away here
+    assert former["data"] != now["data"]
+    assert former["metadata"]["name"] != now["metadata"]["name"]
+
+
+@pytest.mark.parametrize("path", [MAPS, SECRETS, ROOT])
+def test_of_a_submission_that_is_refused_no_secret_is_left(backend, server, run, path):
+    server.replies.append((lambda call: call == f"POST {path}?fieldValidation=Strict", [QUOTA]))
+    with pytest.raises(UserError, match="HF756"):
+        backend.submit(run, with_secret(run))
+    assert secrets_of(server) == []
+
+
+def test_a_secret_whose_answer_is_lost_is_made_once(backend, server, run):
+    server.replies.append(
+        (lambda call: call == f"POST {SECRETS}?fieldValidation=Strict", [Reply(0, after=True)])
+    )
+    backend.submit(run, with_secret(run))
+    assert len(secrets_of(server)) == 1
+    assert not server.asked(f"GET {SECRETS}")
+
+
+def test_who_may_not_make_secrets_is_told_the_role(backend, server, run):
+    message = 'User "eve" cannot create resource "secrets" in API group "" in the namespace "train"'
+    server.says(f"POST {SECRETS}", Reply(403, status_object(403, "Forbidden", message)))
+    with pytest.raises(UserError, match=r"HF753 .*create secrets.* --role holdfast-secrets "):
+        backend.submit(run, with_secret(run))
+    assert server.objects == {}
+
+
+def test_a_secret_in_the_manifests_is_refused(backend, run):
+    files = bundle(run)
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "a"}}
+    files["manifests.yaml"] = f"{json.dumps(secret)}\n---\n{files['manifests.yaml']}"
+    with pytest.raises(UserError, match=r"HF613 manifests\.yaml has Secret, "):
+        backend.submit(run, files)
+
+
+def test_which_runs_keep_board_and_secret_elsewhere(backend, run):
+    assert backend.only_data_is_shared(with_secret(run))
+    assert not backend.only_data_is_shared(bundle(run, board=True)), "of a former version"
+
+
+@pytest.mark.parametrize("board", ["kubernetes", "file"])
+def test_a_claim_without_links_that_is_mounted_here_holds_data(
+    backend, server, tmp_path, monkeypatch, board
+):
+    def link(*_):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(run_dirs, "probe_storage", partial(probe_storage, link=link))
+    claim, job = tmp_path / "claim", tmp_path / "job.yaml"
+    asked = {"board": board, "mount": str(claim), "namespace": "train", "context": "here"}
+    values = {f"kubernetes.{key}": value for key, value in asked.items()}
+    job.write_text(job_with({**values, "data.path": f"{claim}/corpus"}))
+    prepared = prepare(str(job), target="pytorchjob", stamp="now", python="", run_dir=claim / "one")
+    if board == "file":
+        with pytest.raises(UserError, match=r"HF617 .* no hard links"):
+            submit_prepared(prepared, backend)
+        assert server.objects == {}
+    else:
+        submit_prepared(prepared, backend)
+        [secret] = secrets_of(server)
+        value = b64decode(secret["data"]["secret"]).strip()
+        files = [path for path in (claim / "one").rglob("*") if path.is_file()]
+        assert len(files) > 3
+        assert not any(value in path.read_bytes() for path in files)
+
+
 def test_pods_are_kept_off_nodes(backend, server, run):
     backend.submit(run, bundle(run), without=["n7"])
     job = server.objects[f"{ROOT}/tiny-1"]
     affinity = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["affinity"]
     assert '"NotIn", "values": ["n7"]' in json.dumps(affinity)
-
-
-QUOTA = Reply(403, status_object(403, "Forbidden", "exceeded quota: jobs"))
 
 
 @pytest.mark.parametrize("path", [MAPS, BUDGETS, ROOT])

@@ -39,6 +39,7 @@ KEYS = (
 OTHERS = (
     "name", "data.path", "data.tokenizer", "checkpoint.dir", "env.venv", "env.image",
     "env.variables.A", "env.secrets.A.kubernetes", "network.interface",
+    "elastic.failure_domain",
 )  # fmt: skip
 ALL_KEYS = [f"kubernetes|{key}" if "|" in key else f"kubernetes.{key}" for key in KEYS]
 ALL_KEYS += OTHERS

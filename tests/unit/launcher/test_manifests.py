@@ -115,6 +115,11 @@ def test_submitters_read_no_secret_and_give_themselves_nothing():
     assert {"pytorchjobs", "jobsets", "trainjobs", "trainingruntimes", "pods/log"} <= resources
 
 
+def test_who_submits_makes_secrets_and_reads_none():
+    rule = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "delete"]}
+    assert named("base", "Role", "holdfast-secrets")["rules"] == [rule]
+
+
 def test_agents_may_write_their_board_and_no_more():
     role = named("base", "Role", "holdfast-agent")
     rule = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "update"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kubernetes_jobs import (
     bundle_of,
@@ -48,6 +50,37 @@ def test_pods_know_who_and_where_they_are(kind):
     assert known["HOLDFAST_KIND"] == kind
     assert known["HOLDFAST_JOB"] == "a-job-1"
     assert known["HOLDFAST_BOARD"] == "file"
+
+
+def test_the_failure_domain_is_a_label_of_the_pod_read_without_any_right(kind):
+    key = "topology.kubernetes.io/rack"
+    asked = documents_of({"elastic.failure_domain": key}, kind)
+    pod = template_of(asked)["spec"]
+    field = variables_of(pod).pop("HOLDFAST_FAILURE_DOMAIN")
+    assert field == {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.labels['{key}']"}}
+    assert pod["automountServiceAccountToken"] is False
+    assert "Role" not in [document["kind"] for document in asked]
+    for values in ({}, {"elastic.failure_domain": "none"}):
+        assert "HOLDFAST_FAILURE_DOMAIN" not in variables_of(pod_of(values, kind))
+    assert "failure_domain" not in bundle_of({}, kind)["manifests.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "said"),
+    [
+        ("trainjob", 2, "HF727 elastic.failure_domain: 2 counts levels"),
+        ("slurm", "topology.kubernetes.io/rack", "HF167 elastic.failure_domain: topology."),
+    ],
+)
+def test_a_failure_domain_of_the_other_platform_is_refused(target, value, said):
+    (line,) = refused({"elastic.failure_domain": value}, target)
+    assert said in line
+
+
+@pytest.mark.parametrize("value", [None, "none", 1, "2"])
+def test_slurm_is_asked_for_a_level_by_job_json(value):
+    config = json.loads(bundle_of({"elastic.failure_domain": value}, "slurm")["job.json"])
+    assert config["elastic"].get("failure_domain") == (value if value is None else str(value))
 
 
 def test_the_grace_covers_the_hook_and_the_shutdown(kind):
@@ -163,6 +196,26 @@ def test_pods_have_no_token_unless_the_board_needs_one(kind):
     (rule,) = documents[3]["rules"]
     assert rule["resourceNames"] == ["a-job-1-board"]
     assert rule["verbs"] == ["get", "update"]
+
+
+@pytest.mark.parametrize(
+    ("security", "mode"),
+    [({}, 0o444), ({"run_as_user": 0}, 0o400), ({"run_as_user": 7, "fs_group": 9}, 0o400)],
+)
+def test_a_board_in_kubernetes_comes_with_a_secret_by_reference(kind, security, mode):
+    values = {"kubernetes.board": "kubernetes", "kubernetes.security": security}
+    text = bundle_of(values, kind)["manifests.yaml"]
+    pod = pod_of(values, kind)
+    [volume] = [one for one in pod["volumes"] if "secret" in one]
+    assert volume["secret"] == {"secretName": "a-job-1-secret", "defaultMode": mode}
+    [mount] = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    assert mount == {
+        "name": "holdfast-secret", "mountPath": "/etc/holdfast-secret", "readOnly": True
+    }  # fmt: skip
+    assert variables_of(pod)["HOLDFAST_SECRET_FILE"] == f"{mount['mountPath']}/secret"
+    assert not [one for one in documents_of(values, kind) if one["kind"] == "Secret"]
+    assert "# kubectl create secret generic a-job-1-secret --namespace default --from-file=" in text
+    assert "secret" not in bundle_of({}, kind)["manifests.yaml"], "with files it is one too"
 
 
 def test_an_account_of_the_admin_has_its_rights_already(kind):
