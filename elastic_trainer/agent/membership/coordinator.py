@@ -1053,8 +1053,8 @@ class Coordinator(Role):
     def _let_go(self) -> Transition | None:
         """Let go of those that no epoch needs any more; this agent goes last."""
         ctx, why = self.ctx, self.departures.why
-        if "together" in ctx.timers or self._held_by_epoch:
-            return None
+        if not why or "together" in ctx.timers or self._held_by_epoch:
+            return None  # the cheap question first: every agent that joins asks it
         for peer in self.peers:
             if peer.leaving and peer.member != ctx.me:
                 member = peer.member
