@@ -149,13 +149,32 @@ AIMS: tuple[Aim, ...] = (
         program="membership",
         key="holdfast_2048.form",
         what="2,048 agents form an epoch",
-        limit=5.0,
+        limit=2.0,
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_16384.form",
+        what="16,384 agents form an epoch",
+        limit=20.0,
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_2048.coordinator_mib",
+        what="2,048 agents form an epoch: memory of the coordinator's process",
+        limit=400,
+        unit="MiB",
     ),
     Aim(
         program="membership",
         key="holdfast_256.member_learnt",
         what="256 agents learn of a death, the last of them",
         limit=0.2,
+    ),
+    Aim(
+        program="membership",
+        key="holdfast_2048.member_learnt",
+        what="2,048 agents learn of a death, the last of them",
+        limit=0.1,
     ),
     Aim(
         program="chaos",

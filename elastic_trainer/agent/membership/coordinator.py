@@ -335,7 +335,12 @@ class Coordinator(Role):
         if self.peers.get(member.agent_id) is None:
             ctx.log("member.joined", member=member.node, host=member.host, address=member.address)
         replaced = self.peers.connect(
-            member, conn, ctx.now, ready=join.ready, fresh=join.last_epoch == 0
+            member,
+            conn,
+            ctx.now,
+            ready=join.ready,
+            fresh=join.last_epoch == 0,
+            holds=join.holds,
         )
         if replaced is not None:
             ctx.close(replaced)
@@ -723,7 +728,7 @@ class Coordinator(Role):
         self.phase, self._expected, self._parked = Phase.STARTING, None, None
         self.peers.unsure.clear()
         self._waited_alone = False
-        self._send_all(formed)
+        self._send_epoch(formed)
         ctx.adopt(formed)
         ctx.log(
             "epoch.formed",
@@ -1048,8 +1053,8 @@ class Coordinator(Role):
     def _let_go(self) -> Transition | None:
         """Let go of those that no epoch needs any more; this agent goes last."""
         ctx, why = self.ctx, self.departures.why
-        if "together" in ctx.timers or self._held_by_epoch:
-            return None
+        if not why or "together" in ctx.timers or self._held_by_epoch:
+            return None  # the cheap question first: every agent that joins asks it
         for peer in self.peers:
             if peer.leaving and peer.member != ctx.me:
                 member = peer.member
@@ -1153,6 +1158,21 @@ class Coordinator(Role):
         """Send to every connected agent, or to those of `agent_ids`."""
         if conns := self.peers.conns(agent_ids):
             self.ctx.outbox.append(Send(conns, message))
+
+    def _send_epoch(self, formed: Formed) -> None:
+        """Send an epoch: what has changed to those that hold the last one, else all of it."""
+        held = self.ctx.everyone
+        base, now = held.digest, (formed.members + formed.spares).digest
+        knowing: list[Conn] = []
+        others: list[Conn] = []
+        for peer in self.peers:
+            if peer.conn is not None:
+                (knowing if base and peer.holds == base else others).append(peer.conn)
+                peer.holds = now
+        if knowing:
+            self.ctx.outbox.append(Send(tuple(knowing), formed.since(held)))
+        if others:
+            self.ctx.outbox.append(Send(tuple(others), formed))
 
     def _dismiss(self, peer: Peer, last_word: Stop) -> None:
         """Say a last word to an agent and hang up."""

@@ -232,6 +232,7 @@ class Context:
             last_epoch=self.epoch,
             ready=self.ready,
             readmit=self.readmit,
+            holds=self.everyone.digest,
         )
         self.send(conn, message)
 

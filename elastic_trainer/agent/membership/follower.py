@@ -12,6 +12,7 @@ from elastic_trainer.agent.membership.hang_diagnosis import (
 from elastic_trainer.agent.membership.messages import (
     Abort,
     Ask,
+    Changed,
     Formed,
     Message,
     Ping,
@@ -84,11 +85,10 @@ class Follower(Role):
             return super().received(conn, message)
         self._heard = ctx.now
         match message:
-            case Formed() if not ctx.fits(message):
-                ctx.close(conn)
-                return self.closed(conn, refused=False)
-            case Formed() | Renewed():
-                self._news(message)
+            case Formed() | Changed():
+                return self._new_epoch(conn, message)
+            case Renewed(beat=beat):
+                ctx.renewed = (ctx.term, beat, ctx.now)
             case Abort() | Show():
                 self._of_workers(message)
             case Ask(epoch=epoch, request=request):
@@ -165,12 +165,19 @@ class Follower(Role):
             )
         )
 
-    def _news(self, news: Formed | Renewed) -> None:
+    def _new_epoch(self, conn: Conn, news: Formed | Changed) -> Transition | None:
+        """Adopt an epoch; of one that cannot be, join anew: that says what this agent holds."""
         ctx = self.ctx
-        if isinstance(news, Renewed):
-            ctx.renewed = (ctx.term, news.beat, ctx.now)
-        elif news.epoch > ctx.epoch:
-            ctx.adopt(news)
+        try:
+            formed = news.on(ctx.everyone) if isinstance(news, Changed) else news
+        except ValueError:
+            formed = None
+        if formed is None or not ctx.fits(formed):
+            ctx.close(conn)
+            return self.closed(conn, refused=False)
+        if formed.epoch > ctx.epoch:
+            ctx.adopt(formed)
+        return None
 
     def reported(self, report: Report) -> Transition | None:
         """Send it on; it is also kept, for a link that breaks with it unread."""

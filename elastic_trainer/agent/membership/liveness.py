@@ -30,6 +30,8 @@ class Peer:
     """It had been in no epoch when it joined: a process that has just started."""
     leaving: bool = False
     """It was asked to go: no later epoch has it."""
+    holds: str = ""
+    """`Members.digest` of the members and spares that it was sent last, or said to have."""
 
 
 class Peers:
@@ -92,7 +94,14 @@ class Peers:
         return peer
 
     def connect(
-        self, member: Member, conn: Conn, now: float, *, ready: bool = True, fresh: bool = False
+        self,
+        member: Member,
+        conn: Conn,
+        now: float,
+        *,
+        ready: bool = True,
+        fresh: bool = False,
+        holds: str = "",
     ) -> Conn | None:
         """Put `member` on `conn`; return a connection of it that this one replaces."""
         peer = self._by_id.setdefault(
@@ -106,7 +115,7 @@ class Peers:
         self.absent.discard(member.node)
         self.unsure.discard(member.agent_id)
         old = self.disconnect(peer)
-        peer.conn, peer.heard = conn, now
+        peer.conn, peer.heard, peer.holds = conn, now, holds
         self._by_conn[conn] = peer
         return old if old != conn else None
 

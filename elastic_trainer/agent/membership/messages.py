@@ -1,13 +1,14 @@
 """What agents say to each other, and its wire form: one JSON object a frame.
 
 Pure. Nothing here is unpickled, and an unknown or ill-typed message is refused:
-the connection it came on is closed.
+the connection it came on is closed. A long one goes compressed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,13 +30,17 @@ from elastic_trainer.agent.membership.notices import (
     is_numeric,
 )
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
-from elastic_trainer.agent.membership.table import Members
+from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.typed import check_types
 
 MAX_NAME_CHARS: Final = 255
 """Of a node's name, as of a host's."""
 MAX_RANKS: Final = 1 << 31
+COMPRESS_BYTES: Final = 8 << 10
+"""From this length on a message is compressed: of 2,048 members a fifth is left."""
+MAX_BYTES: Final = 16 << 20
+"""Of a message that came compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,8 @@ class Join:
     """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
     readmit: bool = False
     """The operator says that this machine may come back after it was excluded."""
+    holds: str = ""
+    """`Members.digest` of the newest epoch's members and spares, as far as this agent has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,47 @@ class Formed:
     history: tuple[PastFailure, ...]
     excluded: dict[str, str] = field(metadata={"wire": "barred"})
     """Machine -> why no agent on it may take part."""
+
+    def since(self, held: Members) -> Changed:
+        """Return this for agents that hold these members and spares of an older epoch."""
+        rows, bounds = held.difference(self.members, self.spares, self.left)
+        members, spares, left = bounds
+        rest = dataclasses.replace(self, members=NOBODY, spares=NOBODY, left=NOBODY)
+        return Changed(
+            base=held.digest, rows=rows, members=members, spares=spares, left=left, rest=rest
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Coordinator -> agents that hold an older epoch: a new one, by what is different."""
+
+    base: str
+    """`Members.digest` of the members and spares that they hold."""
+    rows: Members
+    """Follow on those."""
+    members: tuple[int, ...]
+    """These three: bounds for `Members.picked`."""
+    spares: tuple[int, ...]
+    left: tuple[int, ...]
+    rest: Formed
+    """Without members, spares and left."""
+
+    def on(self, held: Members) -> Formed:
+        """Return the new epoch.
+
+        Raises:
+            ValueError: it is not about what this agent holds.
+        """
+        if held.digest != self.base:
+            raise ValueError(f"a change of {self.base}, this agent holds {held.digest}")
+        table = held + self.rows
+        return dataclasses.replace(
+            self.rest,
+            members=table.picked(self.members),
+            spares=table.picked(self.spares),
+            left=table.picked(self.left),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +249,7 @@ Message = (
     | Ping
     | Renewed
     | Formed
+    | Changed
     | Abort
     | Show
     | Ask
@@ -219,6 +268,7 @@ _TYPES: Final[dict[str, Any]] = {
     "Ping": Ping,
     "Renewed": Renewed,
     "Formed": Formed,
+    "Changed": Changed,
     "Abort": Abort,
     "Show": Show,
     "Ask": Ask,
@@ -230,6 +280,8 @@ _TYPES: Final[dict[str, Any]] = {
     "Won": Won,
 }
 """By their names on the wire, which are a format: they stay when a class is renamed."""
+_ZLIB: Final = b"\x78"
+"""What a compressed message begins with, and JSON never."""
 _NAMES: Final = {cls: name for name, cls in _TYPES.items()}
 _REPORTS: Final[dict[str, Any]] = {
     cls.__name__: cls
@@ -251,7 +303,8 @@ _REPORTS: Final[dict[str, Any]] = {
 def encode(message: Message) -> bytes:
     """Return the frame's payload."""
     raw = {"t": _NAMES[type(message)], **_fields(message)}
-    return json.dumps(raw, separators=(",", ":"), default=_fields).encode()
+    payload = json.dumps(raw, separators=(",", ":"), default=_fields).encode()
+    return payload if len(payload) < COMPRESS_BYTES else zlib.compress(payload)
 
 
 def _fields(record: Any) -> Any:
@@ -271,16 +324,17 @@ def decode(payload: bytes) -> Message:
         ValueError: not a message of ours.
     """
     try:
-        raw = json.loads(payload)
+        raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
         if cls is Join:
             raw["member"] = Member(**raw["member"])
         elif cls is Formed:
-            raw["members"] = Members.from_wire(raw["members"])
-            raw["spares"] = Members.from_wire(raw["spares"])
-            raw["left"] = Members.from_wire(raw["left"])
-            raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
-            raw["excluded"] = raw.pop("barred")
+            raw = _formed(raw)
+        elif cls is Changed:
+            raw["rows"] = Members.from_wire(raw["rows"])
+            for name in ("members", "spares", "left"):
+                raw[name] = tuple(raw[name])
+            raw["rest"] = Formed(**_formed(raw["rest"]))
         elif cls is Abort:
             raw["victims"] = tuple(raw["victims"])
         message = cls(**raw)
@@ -293,6 +347,27 @@ def decode(payload: bytes) -> Message:
     elif isinstance(message, Ask) and not 0 <= message.request < 1 << 8:
         raise ValueError(f"Ask.request is {message.request}")
     return message
+
+
+def _inflate(payload: bytes) -> bytes:
+    """Undo compression; what unfolds to more than `MAX_BYTES` is refused before it is there."""
+    stream = zlib.decompressobj()
+    try:
+        inflated = stream.decompress(payload, MAX_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"not a message: {error}") from error
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"not a message: cut short, followed by more, or over {MAX_BYTES} bytes")
+    return inflated
+
+
+def _formed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Formed."""
+    for name in ("members", "spares", "left"):
+        raw[name] = Members.from_wire(raw[name])
+    raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
+    raw["excluded"] = raw.pop("barred")
+    return raw
 
 
 def _check_member(member: Member) -> None:

@@ -2,10 +2,14 @@
 
 At 2,048 nodes every agent reads a table of 2,048 rows. As one JSON object a row that takes 9 us
 a row; as columns it takes a third of a microsecond, and a row is made when somebody asks for it.
+
+Two epochs differ in a few rows. `difference` tells a table by what another one has: the rows it
+lacks, and runs of its rows and these.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, Self, overload
 
@@ -63,6 +67,54 @@ class Members(Sequence[Member]):
     def ids(self) -> list[str]:
         """The agent ids, in order. Not to be changed."""
         return self._columns[0]
+
+    @property
+    def digest(self) -> str:
+        """Tell this table from others, by its agent ids; empty: it has none.
+
+        An id is of one start of an agent, which is the same member as long as it runs.
+        """
+        return hashlib.blake2b(repr(self.ids).encode(), digest_size=16).hexdigest() if self else ""
+
+    def picked(self, bounds: Sequence[int]) -> Members:
+        """Return rows of this table.
+
+        Args:
+            bounds: of the runs of rows, in their order: begin, end, begin, end, …
+
+        Raises:
+            ValueError: they are not of this table, or more than it has.
+        """
+        runs = list(zip(bounds[::2], bounds[1::2], strict=False))
+        inside = all(0 <= begin < end <= len(self) for begin, end in runs)
+        if len(bounds) % 2 or not inside or sum(e - b for b, e in runs) > len(self):
+            raise ValueError(f"no rows of a table of {len(self)}: {bounds!r:.80}")
+        return Members(
+            tuple([x for begin, end in runs for x in column[begin:end]] for column in self._columns)
+        )
+
+    def difference(self, *tables: Members) -> tuple[Members, list[tuple[int, ...]]]:
+        """Tell other tables by what this one has.
+
+        Returns:
+            The rows that this one lacks, and for each table the bounds with which `picked` gives
+            it, of this table with these rows after it.
+        """
+        at = {row: i for i, row in enumerate(zip(*self._columns, strict=True))}
+        more: list[tuple[Any, ...]] = []
+        bounds: list[tuple[int, ...]] = []
+        for table in tables:
+            runs: list[int] = []
+            for row in zip(*table.to_wire(), strict=True):
+                if (i := at.setdefault(row, len(self) + len(more))) == len(self) + len(more):
+                    more.append(row)
+                if runs and runs[-1] == i:
+                    runs[-1] = i + 1
+                else:
+                    runs += i, i + 1
+            bounds.append(tuple(runs))
+        columns = zip(*more, strict=True) if more else ((),) * len(_COLUMNS)
+        return Members(tuple(map(list, columns))), bounds
 
     def host_of(self, node: str) -> str:
         """Return the machine of a node; of one that is not here its own name."""

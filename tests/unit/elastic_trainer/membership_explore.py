@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from membership_invariants import Owners
+from membership_invariants import Owners, everyone
 
 from elastic_trainer.agent.membership.effects import (
     Close,
@@ -29,7 +29,7 @@ from elastic_trainer.agent.membership.effects import (
     Tell,
 )
 from elastic_trainer.agent.membership.machine import Membership
-from elastic_trainer.agent.membership.messages import Formed, decode, encode
+from elastic_trainer.agent.membership.messages import Changed, Formed, decode, encode
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -282,6 +282,8 @@ class World:
                 there = int(address.rsplit(".", 1)[1]) - 1
                 self._put(("dial", i, conn), ("dial", i, (conn, there, [])))
             case Send(conns, message):
+                if isinstance(message, Changed):  # what it was told of is the epoch before
+                    message = message.on(everyone(agent.formed))
                 if isinstance(message, Formed):
                     self.owners.check_published(agent.machine.ctx.me.agent_id, message)
                 payload = encode(message)

@@ -6,7 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_trainer.agent.membership.messages import Formed
+from elastic_trainer.agent.membership.notices import EpochFormed
+from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.board.state import BoardState
+
+
+def everyone(formed: EpochFormed | None) -> Members:
+    """Return what an agent that was told of this epoch last holds."""
+    return NOBODY if formed is None else Members.of([*formed.members, *formed.spares])
 
 
 @dataclass

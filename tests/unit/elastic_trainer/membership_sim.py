@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 
 from membership_board import SimBoard
+from membership_invariants import everyone
 from membership_network import SimNetwork
 from membership_node import Node
 from membership_snapshots import COMMIT_S, SimSnapshots
@@ -29,7 +30,7 @@ from elastic_trainer.agent.membership.effects import (
     Tell,
 )
 from elastic_trainer.agent.membership.machine import Membership
-from elastic_trainer.agent.membership.messages import Formed, encode
+from elastic_trainer.agent.membership.messages import Changed, Formed, encode
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -307,7 +308,9 @@ class Cluster:
                     self.now + self.delay(), lambda: self.network.dial(node, conn, address, port)
                 )
             case Send(conns, message):
-                if isinstance(message, Formed):
+                if isinstance(message, Changed):  # what it was told of is the epoch before
+                    self._check_published(node, message.on(everyone(node.formed)))
+                elif isinstance(message, Formed):
                     self._check_published(node, message)
                 payload = encode(message)
                 for conn in conns:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_sim import Cluster
-from test_messages import messages, number, reports, text
+from test_messages import formed, messages, number, reports, several, text
 
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.messages import (
+    Changed,
     Formed,
     ReportMessage,
     Show,
@@ -63,10 +66,26 @@ def _fields(record: object) -> dict[str, object]:
     return {name: getattr(record, name) for name in type(record).__slots__}
 
 
+@functools.cache
+def what_they_hold() -> str:
+    """Return what a change must be of, to be one for them."""
+    return running().nodes[0].machine.ctx.everyone.digest
+
+
+bounds = st.lists(st.integers(-1, 5), max_size=4).map(tuple)
 said = st.one_of(
     messages,
     messages.flatmap(of_epoch),
     messages.filter(lambda message: isinstance(message, Formed)).flatmap(of_epoch),
+    st.builds(
+        Changed,
+        base=st.builds(what_they_hold),
+        rows=several,
+        members=bounds,
+        spares=bounds,
+        left=bounds,
+        rest=formed.flatmap(of_epoch),
+    ),
     st.builds(Show, epoch=epochs),
     st.one_of(reports.flatmap(of_epoch), seen, paced).map(wrap),
     st.builds(

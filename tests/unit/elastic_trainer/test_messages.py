@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import zlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.membership.messages import (
+    MAX_BYTES,
     Abort,
     Ask,
+    Changed,
     Elect,
     Formed,
     Join,
@@ -61,27 +66,29 @@ past = st.builds(
     step=number,
     age_s=st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9),
 )
-several = st.lists(members, max_size=3).map(Members.of)
+several = st.lists(members, max_size=3, unique_by=lambda member: member.agent_id).map(Members.of)
+formed = st.builds(
+    Formed,
+    epoch=number,
+    term=number,
+    members=several,
+    spares=several,
+    left=several,
+    store_address=text,
+    store_port=number,
+    coordinator=text,
+    reason=text,
+    history=st.lists(past, max_size=3).map(tuple),
+    excluded=st.dictionaries(text, text, max_size=2),
+)
 messages = st.one_of(
     st.builds(Join, member=members, job=text, last_epoch=number),
     st.builds(Welcome, term=number),
     st.builds(Reject, code=st.none() | number, reason=text),
     st.builds(Ping),
     st.builds(Renewed, beat=number),
-    st.builds(
-        Formed,
-        epoch=number,
-        term=number,
-        members=several,
-        spares=several,
-        left=several,
-        store_address=text,
-        store_port=number,
-        coordinator=text,
-        reason=text,
-        history=st.lists(past, max_size=3).map(tuple),
-        excluded=st.dictionaries(text, text, max_size=2),
-    ),
+    formed,
+    st.builds(lambda epoch, held: epoch.since(held), formed, several),
     st.builds(Abort, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)),
     st.builds(Ask, epoch=number, request=st.integers(0, 255)),
     st.builds(Stop, code=number, reason=text, serves=st.booleans()),
@@ -115,6 +122,98 @@ anything = st.recursive(
 @given(messages)
 def test_a_message_comes_through(message):
     assert decode(encode(message)) == message
+
+
+@given(formed, several, st.data())
+def test_what_has_changed_gives_the_epoch(epoch, held, data):
+    """Whatever both have in common."""
+    ids = set(held.ids)
+    stay = data.draw(st.lists(st.sampled_from(list(held)), unique=True)) if held else []
+    come = [member for member in epoch.members if member.agent_id not in ids]
+    epoch = replace(epoch, members=Members.of(data.draw(st.permutations([*stay, *come]))))
+    changed = decode(encode(epoch.since(held)))
+    assert changed.on(held) == epoch
+    lacking = (set(epoch.members) | set(epoch.spares) | set(epoch.left)) - set(held)
+    assert sorted(changed.rows.ids) == sorted(member.agent_id for member in lacking)
+
+
+@given(formed, several, several)
+def test_a_change_of_another_table_is_refused(epoch, held, other):
+    if held.ids != other.ids:
+        with pytest.raises(ValueError, match="this agent holds"):
+            epoch.since(held).on(other)
+
+
+def large_epoch(size):
+    """Return an epoch as of a cluster: names, ports and ids have the lengths of real ones."""
+    chance = random.Random(1)
+    everyone = Members.of(
+        Member(
+            agent_id=f"gpu-node{i:05}-{chance.randrange(1 << 22)}-{chance.randrange(1 << 32):08x}",
+            node=f"gpu-node{i:05}",
+            host=f"gpu-node{i:05}",
+            address=f"10.20.{i // 250}.{i % 250}",
+            port=29000 + chance.randrange(3),
+            workers=8,
+            snapshot_port=29000 + chance.randrange(3),
+            domain=f"rack{i // 32:03}",
+        )
+        for i in range(size)
+    )
+    return Formed(
+        epoch=1,
+        term=1,
+        members=everyone,
+        spares=NOBODY,
+        left=NOBODY,
+        store_address="10.20.0.0",
+        store_port=29004,
+        coordinator=everyone.ids[0],
+        reason="node lost: gpu-node01000: its connection ended and its address refuses another",
+        history=(),
+        excluded={},
+    )
+
+
+def test_an_epoch_of_2048_is_short():
+    """All of it in 48 kB; a lost node, or a rack, in a few hundred bytes."""
+    epoch = large_epoch(2048)
+    assert len(encode(epoch)) < 48_000
+    rest = epoch.members[:1000] + epoch.members[1001:]
+    assert len(encode(replace(epoch, members=rest).since(epoch.members))) < 600
+    rest = epoch.members[:1000] + epoch.members[1032:2000] + large_epoch(2050).members[2048:]
+    changed = replace(epoch, members=rest, spares=epoch.members[2000:2040]).since(epoch.members)
+    assert len(encode(changed)) < 1_000
+    assert decode(encode(changed)).on(epoch.members).members == rest
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda payload: payload[:-1],
+        lambda payload: payload[:5],
+        lambda payload: payload[:1],
+        lambda payload: payload + b"x",
+        lambda payload: payload[:50] + b"!" + payload[51:],
+        lambda _: zlib.compress(b" " * MAX_BYTES + b'{"t":"Ping"}'),
+        lambda _: zlib.compress(b"[" * 200_000),
+    ],
+)
+def test_what_does_not_unfold_is_refused(damage):
+    whole = encode(large_epoch(300))
+    assert decode(whole) == large_epoch(300)
+    with pytest.raises(ValueError, match="not a message"):
+        decode(damage(whole))
+
+
+@pytest.mark.parametrize("field", ["base", "rows", "members", "spares", "left", "rest"])
+@pytest.mark.parametrize("value", [7, "ab", [1.5], [True, 2], ["1", "2"], {"a": 1}, None])
+def test_an_ill_typed_change_is_refused(field, value):
+    change = encode(large_epoch(3).since(large_epoch(2).members))
+    assert isinstance(decode(change), Changed)
+    if (field, value) != ("base", "ab"):
+        with pytest.raises(ValueError):  # noqa: PT011  says which field, in several ways
+            decode(json.dumps({**json.loads(change), field: value}).encode())
 
 
 @given(reports)

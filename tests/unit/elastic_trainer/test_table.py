@@ -50,6 +50,40 @@ def test_a_table_is_the_sequence_of_its_members(first, second):
         assert table != Members.of(second)
 
 
+@given(rows, rows, st.data())
+def test_tables_are_told_by_what_another_has(held, come, data):
+    mine = Members.of(held)
+    tables = [
+        Members.of(data.draw(st.lists(st.sampled_from([*held, *come]), unique=True)))
+        for _ in range(2 if held or come else 0)
+    ]
+    more, bounds = mine.difference(*tables)
+    assert not set(more) & set(held)
+    assert len(set(more)) == len(more)
+    assert [(mine + more).picked(each) for each in bounds] == tables
+
+
+def test_rows_that_stay_together_are_one_run():
+    table = Members.of(map(member, range(9)))
+    some = [table[:2] + table[3:7], table[7:], table]
+    assert table.difference(*some) == (NOBODY, [(0, 2, 3, 7), (7, 9), (0, 9)])
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0,), (0, 1, 2), (-1, 1), (1, 1), (2, 1), (0, 4), (3, 4), (0, 2, 0, 2), (0, 1 << 62)]
+)
+def test_rows_that_are_not_there_cannot_be_picked(bounds):
+    with pytest.raises(ValueError, match="no rows of a table of 3"):
+        Members.of(map(member, range(3))).picked(bounds)
+
+
+@given(rows, rows)
+def test_a_digest_is_of_the_ids(first, second):
+    one, other = Members.of(first), Members.of(second)
+    assert (one.digest == other.digest) is (one.ids == other.ids)
+    assert bool(one.digest) is bool(first)
+
+
 @given(rows, st.data())
 def test_where_its_members_are(members, data):
     table = Members.of(members)
