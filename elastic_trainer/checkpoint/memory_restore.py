@@ -207,7 +207,7 @@ def _body(holding: Holding, parts: tuple[Part, ...], place: Place) -> Iterator[m
             yield body
         return
     with PeerLink(_peer(holding), place.authenticate) as link:
-        (payload,) = link.read(holding.file, [(0, header.payload_bytes)])
+        (payload,) = link.read(holding.file, [(0, header.payload_bytes)], place.image_key)
     index = encode_index(parts)
     yield memoryview(index + bytes(header.payload_at - PAGE - len(index)) + payload)
 

@@ -153,11 +153,12 @@ class World:
             for path in (root / node.node).iterdir():
                 image = Image(path)
                 with contextlib.closing(image), contextlib.suppress(TornImageError):
-                    holders.setdefault(image.verify().shard, set()).add(node.node)
+                    holders.setdefault(image.verify(bytes(KEY_BYTES)).shard, set()).add(node.node)
         return [f"part {s} on {n} only" for s, n in holders.items() if len(n) < min(2, len(nodes))]
 
     def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:
         members = nodes[first : first + self.case.layout.world_size]
+        others = [node for node in nodes[first:] if node not in members]
         me = members[dist.get_rank()]
         place = Place(
             directory=root / me.node,
@@ -165,7 +166,8 @@ class World:
             local_rank=0,
             workers=1,
             members=tuple(members),
-            spares=tuple(node for node in nodes[first:] if node not in members),
+            spares=tuple(others[1:]),
+            left=tuple(others[:1]),
             authenticate=prove(server=False),
             image_key=bytes(KEY_BYTES),
         )
