@@ -707,9 +707,15 @@ class Coordinator(Role):
             members=Members.of(members),
             spares=Members.of(spares),
             left=Members.of(
-                left.member
-                for agent_id, left in ctx.left.items()
-                if ctx.now < left.until and self.peers.get(agent_id) is None
+                [
+                    *(
+                        left.member
+                        for agent_id, left in ctx.left.items()
+                        if ctx.now < left.until and self.peers.get(agent_id) is None
+                    ),
+                    # Asked to go, and not let go yet.
+                    *(p.member for p in self.peers if p.leaving and p.member != ctx.me),
+                ]
             ),
             store_address=lease.store[0],
             store_port=lease.store[1],
