@@ -58,7 +58,7 @@ BOARDS = (FILE, "kubernetes://train/soak-board")
 REFERENCE_STEPS = 120
 LONGEST_GAP_S, RETURN_S = 18.0, 4.0
 """Between two faults, and from the end of an agent to the next one on its node."""
-DEADLINE_S = 240.0
+DEADLINE_S = 400.0  # of what takes seconds on a machine that has nothing else to do
 LEADS = 0.25
 """Part of the faults that strike who coordinates, and not anybody."""
 DISK = "128m"
@@ -332,7 +332,7 @@ def test_a_plan_is_a_function_of_its_seed_and_has_every_kind():
 @pytest.mark.parametrize(
     "soak",
     [
-        pytest.param("3,1", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param("3,1", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
         pytest.param("30,1", marks=[pytest.mark.exhaustive, pytest.mark.timeout(4000)]),
     ],
 )
@@ -342,9 +342,8 @@ def test_soak(soak, board, tmp_path, caplog):
     minutes, seed = (ASKED or soak).split(",")
     caplog.set_level(logging.INFO)
     LOG.info("HOLDFAST_SOAK=%s,%s", minutes, seed)
-    plain = run_case(
-        tmp_path / "plain", Layout("dp2", "{dp: auto}", nodes=2), (), SETS, steps=REFERENCE_STEPS
-    )
+    two = Layout("dp2", "{dp: auto}", nodes=2)
+    plain = run_case(tmp_path / "plain", two, (), SETS, steps=REFERENCE_STEPS, timeout_s=DEADLINE_S)
     check(plain, {}, steps=REFERENCE_STEPS)
     job = write_job(tmp_path, LAYOUT, steps=10**7)
     with (
