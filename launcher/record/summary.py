@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -103,8 +103,7 @@ def summarise(
                 "back_to": span.resume_step,
                 "source": span.restored_from or "initial values",
             }
-            for span, newest in zip(spans, committed, strict=True)
-            if span.resume_step is not None and span.resume_step < newest
+            for span, newest in _fallbacks(spans)
         ],
         "steps_skipped": sum(done.skipped for done in counted),
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
@@ -130,6 +129,19 @@ def summarise(
         # A script's steps are seen about once a second: what needs each of them is not known.
         summary |= dict.fromkeys(_NEEDS_EVERY_STEP)
     return summary
+
+
+def _fallbacks(spans: Iterable[EpochSpan]) -> Iterator[tuple[EpochSpan, int]]:
+    """Yield the epochs that began before the newest committed step, and that step.
+
+    What an epoch has gone back from counts no more: the next one does not go back from it again.
+    """
+    newest = 0
+    for span in spans:
+        if span.resume_step is not None and span.resume_step < newest:
+            yield span, newest
+            newest = span.resume_step
+        newest = max(newest, span.committed)
 
 
 def _layouts(spans: Iterable[EpochSpan], counted: Iterable[StepDone]) -> list[dict[str, Any]]:

@@ -21,6 +21,8 @@ from typing import Any
 from tiny_run import JOB as TINY
 from tiny_run import LOSS_REL, TEXT, events, losses
 
+from launcher.record.files import RunRecord
+
 ROOT = Path(__file__).parents[2]
 SHM = Path("/dev/shm")
 STEPS = 24
@@ -154,9 +156,11 @@ class Monitor(threading.Thread):
         """By process id."""
 
     def run(self) -> None:
+        record, pids = RunRecord(self._run_dir), set()
         while not self._stopped.wait(self._interval_s):
-            for event in events(self._run_dir, "agent.started"):
-                self._sample(event["pid"])
+            pids |= {e.fields["pid"] for e in record.poll() if e.event == "agent.started"}
+            for pid in pids:
+                self._sample(pid)
 
     def stop(self) -> None:
         self._stopped.set()

@@ -6,19 +6,23 @@ what agents and workers say to each other.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from launcher.backends.base import JobId
 from launcher.backends.local import LocalCluster, LocalNode
 
 _SUBNET = "10.213.77"
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_T = TypeVar("_T")
 
 
 def why_not() -> str | None:
@@ -81,6 +85,18 @@ class Network:
         for name in self._names:
             _ip("link", "set", self._port(name), "master", self._bridges[0])
 
+    def inside(self, name: str, call: Callable[[], _T]) -> _T:
+        """Return what `call` returns in the namespace of `name`; its sockets stay there."""
+
+        def entered() -> _T:
+            with Path("/run/netns", self.namespace(name)).open() as file:
+                failed = ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
+            assert not failed, f"cannot enter the namespace of {name}"
+            return call()
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(entered).result()
+
     def _port(self, name: str) -> str:
         return f"hf{self._tag}p{self._names.index(name)}"
 
@@ -94,18 +110,35 @@ class Network:
         _ip("-n", space, "link", "set", "lo", "up")
 
 
-def cluster_in(network: Network, run_dir: Path, *, run_id: str, num_nodes: int) -> LocalCluster:
-    """Return a cluster whose agents live in the namespaces of `network`."""
+def cluster_in(
+    network: Network,
+    run_dir: Path,
+    *,
+    run_id: str,
+    num_nodes: int,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> LocalCluster:
+    """Return a cluster whose agents live in the namespaces of `network`.
+
+    Args:
+        network: it has the nodes of a LocalCluster.
+        run_dir: of the run.
+        run_id: of the run.
+        num_nodes: how many.
+        options: more arguments of each agent.
+        env: more variables of each agent.
+    """
     job = JobId(f"cut-{os.getpid()}-{uuid.uuid4().hex[:6]}")
 
     def command(node: LocalNode) -> list[str]:
         return [
             *("ip", "netns", "exec", network.namespace(node.name)),
-            *("env", "GLOO_SOCKET_IFNAME=eth0"),
+            *("env", "GLOO_SOCKET_IFNAME=eth0", *(f"{k}={v}" for k, v in (env or {}).items())),
             *(sys.executable, "-P", "-m", "elastic_trainer.agent"),
             *("--run-dir", str(run_dir), "--node", node.name),
             *("--local-addr", network.address(node.name)),
-            *("--job", job, "--attempt", "1"),
+            *("--job", job, "--attempt", "1", *options),
         ]
 
     return LocalCluster(

@@ -159,6 +159,7 @@ class World:
 
     def _memory(self, nodes: list[Peer], root: Path, first: int, *, epoch: int) -> MemoryTier:
         members = nodes[first : first + self.case.layout.world_size]
+        others = [node for node in nodes[first:] if node not in members]
         me = members[dist.get_rank()]
         place = Place(
             directory=root / me.node,
@@ -166,7 +167,8 @@ class World:
             local_rank=0,
             workers=1,
             members=tuple(members),
-            spares=tuple(node for node in nodes[first:] if node not in members),
+            spares=tuple(others[1:]),
+            left=tuple(others[:1]),
             authenticate=prove(server=False),
             image_key=bytes(KEY_BYTES),
         )

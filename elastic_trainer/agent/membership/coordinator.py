@@ -232,6 +232,8 @@ class Coordinator(Role):
         """When the epoch grows at the latest; None: it cannot."""
         self._waited_alone = False
         """The members that fell silent have had the time to take the lease."""
+        self._committed_in: int | None = None
+        """The newest epoch that is known to have committed a snapshot."""
 
     def start(self) -> Transition | None:
         """Take office."""
@@ -712,9 +714,15 @@ class Coordinator(Role):
             members=Members.of(members),
             spares=Members.of(spares),
             left=Members.of(
-                left.member
-                for agent_id, left in ctx.left.items()
-                if ctx.now < left.until and self.peers.get(agent_id) is None
+                [
+                    *(
+                        left.member
+                        for agent_id, left in ctx.left.items()
+                        if ctx.now < left.until and self.peers.get(agent_id) is None
+                    ),
+                    # Asked to go, and not let go yet.
+                    *(p.member for p in self.peers if p.leaving and p.member != ctx.me),
+                ]
             ),
             store_address=lease.store[0],
             store_port=lease.store[1],
@@ -764,7 +772,7 @@ class Coordinator(Role):
 
     def _committed(self, _peer: Peer, report: WorkersCommitted) -> None:
         """Nobody needs the snapshots of older epochs any more."""
-        left = self.ctx.left
+        left, self._committed_in = self.ctx.left, report.epoch
         self.ctx.left = {key: one for key, one in left.items() if one.epoch >= report.epoch}
 
     def _paced(self, peer: Peer, report: WorkersPaced) -> None:
@@ -1064,16 +1072,21 @@ class Coordinator(Role):
         if ctx.me.agent_id in why:
             reason = f"left on request: {why.pop(ctx.me.agent_id)}"
             ctx.log("member.left", member=ctx.me.node, host=ctx.me.host, reason=reason)
-            return ToDone(EXIT_SAVED, reason, serves=self._rung is not None)
+            return ToDone(EXIT_SAVED, reason, serves=self._is_needed(ctx.me))
         return None
 
-    def _release(self, peer: Peer, code: int, reason: str) -> None:
-        """Let an agent go that the others continue without, or wait for another in its place.
+    def _is_needed(self, member: Member) -> bool:
+        """Whether those that continue may need what `member` holds.
 
-        Those that continue may need what it holds. A parked job has the rest of its state, or a
-        checkpoint; its pods are not made anew before they have gone.
+        Not if they have committed in an epoch without it. A parked job has the rest of its state,
+        or a checkpoint; its pods are not made anew before they have gone.
         """
-        serves = self._rung is not None
+        without = member.agent_id not in self.members and self._committed_in == self.ctx.epoch
+        return self._rung is not None and not without
+
+    def _release(self, peer: Peer, code: int, reason: str) -> None:
+        """Let an agent go that the others continue without, or wait for another in its place."""
+        serves = self._is_needed(peer.member)
         if serves:
             self.ctx.has_left(peer.member)
         self._dismiss(peer, Stop(code=code, reason=reason, serves=serves))

@@ -171,6 +171,27 @@ def test_neighbours_that_are_excluded_serve_until_the_others_have_committed():
     assert [node.serves for node in gone] == [False, False]
 
 
+def test_a_node_that_is_about_to_go_serves_an_epoch_that_forms_before_it_is_let_go():
+    cluster = started(4)
+    leaver, lost = neighbours(cluster, leads=False)
+    cluster.report(leaver, LEAVE)
+    cluster.kill(lost)
+    settled_without(cluster, leaver, lost)
+    assert [m.agent_id for m in cluster.published[2].left] == [leaver.me.agent_id]
+    cluster.run(cluster.now + 2.0)
+    assert cluster.snapshots.lost == []
+
+
+def test_a_node_that_is_let_go_after_an_epoch_without_it_has_committed_serves_nobody():
+    cluster = started(4)
+    gone = others(cluster)[0]
+    cluster.report(gone, LEAVE)
+    cluster.fail_worker(gone)
+    settled_without(cluster, gone)
+    assert max(cluster.published) == 2
+    assert (gone.stopped.code, gone.stopped.serves) == (91, False)
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_when_all_are_asked_the_job_saves_and_ends(nodes):
     cluster = started(nodes)

@@ -77,6 +77,17 @@ def test_a_counter_that_stands_where_an_epoch_began_is_no_step_of_it():
     assert [layout["from_step"] for layout in summary["layouts"]] == [1, 6]
 
 
+def test_what_an_epoch_went_back_from_is_not_gone_back_from_again():
+    stream = trained(5)
+    stream.add("step.committed", epoch=1, step=5)
+    stream.kill_node("node2").form(NODES[:2], resume=2).steps(3)
+    stream.form(NODES, resume=3)
+    summary = summarise(stream.steps(6).end().events, code=0)
+    [fallback] = summary["fallbacks"]
+    assert (fallback["epoch"], fallback["committed"], fallback["back_to"]) == (2, 5, 2)
+    assert summary["committed_steps_redone"] == 3
+
+
 def test_failures_of_the_storm():
     summary = summarise(
         storm().events, audit=LedgerAudit(120, lost=0, repeated=2, steps_redone=2), code=0

@@ -39,10 +39,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, context: ssl.SSLContext | None) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, context: ssl.SSLContext | None, address: str) -> None:
+        super().__init__((address, 0), Handler)
         if context is not None:
-            self.socket = context.wrap_socket(self.socket, server_side=True)
+            # The handshake is the handler's: a client that falls silent in it blocks nobody else.
+            self.socket = context.wrap_socket(
+                self.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.objects: dict[str, dict[str, Any]] = {}
         self.token = FIRST_TOKEN
         self.denied: set[str] = set()
@@ -169,9 +172,9 @@ def authority(folder: Path, names: str = "IP:127.0.0.1") -> tuple[Path, ssl.SSLC
 
 
 @contextmanager
-def serving(context: ssl.SSLContext | None) -> Iterator[Server]:
-    """Run a server while it is entered."""
-    server = Server(context)
+def serving(context: ssl.SSLContext | None, address: str = "127.0.0.1") -> Iterator[Server]:
+    """Run a server at `address` while it is entered."""
+    server = Server(context, address)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
