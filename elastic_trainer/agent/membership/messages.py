@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_trainer.agent.membership.notices import (
@@ -118,7 +118,7 @@ class Formed:
     """Agent id."""
     reason: str
     history: tuple[PastFailure, ...]
-    excluded: dict[str, str] = field(metadata={"wire": "barred"})
+    excluded: dict[str, str]
     """Machine -> why no agent on it may take part."""
 
     def since(self, held: Members) -> Changed:
@@ -311,10 +311,7 @@ def _fields(record: Any) -> Any:
     """Return the fields of a part of a message; JSON asks again for those of its parts."""
     if isinstance(record, Members):
         return record.to_wire()
-    return {
-        spec.metadata.get("wire", spec.name): getattr(record, spec.name)
-        for spec in dataclasses.fields(record)
-    }
+    return {spec.name: getattr(record, spec.name) for spec in dataclasses.fields(record)}
 
 
 def decode(payload: bytes) -> Message:
@@ -366,7 +363,6 @@ def _formed(raw: dict[str, Any]) -> dict[str, Any]:
     for name in ("members", "spares", "left"):
         raw[name] = Members.from_wire(raw[name])
     raw["history"] = tuple(PastFailure(**f) for f in raw["history"])
-    raw["excluded"] = raw.pop("barred")
     return raw
 
 

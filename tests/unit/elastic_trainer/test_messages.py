@@ -319,7 +319,7 @@ def test_what_is_no_message_is_refused(raw):
         decode(json.dumps(raw).encode())
 
 
-@pytest.mark.parametrize("field", ["barred", "history", "members"])
+@pytest.mark.parametrize("field", ["excluded", "history", "members"])
 @pytest.mark.parametrize("value", [7, "ab", [1], {"a": 1}])
 def test_an_ill_typed_epoch_is_refused(field, value):
     epoch = Formed(
@@ -345,7 +345,7 @@ def test_an_age_that_is_no_number_is_refused():
         b'{"t":"Formed","epoch":1,"term":1,"members":[[],[],[],[],[],[],[],[]],'
         b'"spares":[[],[],[],[],[],[],[],[]],"left":[[],[],[],[],[],[],[],[]],'
         b'"store_address":"","store_port":1,"coordinator":"",'
-        b'"reason":"","barred":{},"history":' + bad + b"}"
+        b'"reason":"","excluded":{},"history":' + bad + b"}"
     )
     with pytest.raises(ValueError, match="history"):
         decode(payload)
@@ -357,7 +357,7 @@ def test_a_number_that_is_too_large_is_refused(age):
     payload = (
         b'{"t":"Formed","epoch":1,"term":1,"members":[[],[],[],[],[],[],[]],'
         b'"spares":[[],[],[],[],[],[],[]],"store_address":"","store_port":1,"coordinator":"",'
-        b'"reason":"","barred":{},"history":[{"node":null,"host":null,"kind":"","detail":"",'
+        b'"reason":"","excluded":{},"history":[{"node":null,"host":null,"kind":"","detail":"",'
         b'"step":1,"age_s":' + age + b"}]}"
     )
     with pytest.raises(ValueError):  # noqa: PT011  ours, or that of JSON
