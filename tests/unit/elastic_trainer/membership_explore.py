@@ -283,7 +283,8 @@ class World:
                 self._put(("dial", i, conn), ("dial", i, (conn, there, [])))
             case Send(conns, message):
                 if isinstance(message, Formed):
-                    self.owners.check_published(agent.machine.ctx.me.agent_id, message)
+                    ctx = agent.machine.ctx
+                    self.owners.check_published(ctx.me.agent_id, ctx.job, message)
                 payload = encode(message)
                 for conn in conns:
                     self._send(i, agent, conn, payload)
