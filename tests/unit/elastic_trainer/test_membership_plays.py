@@ -118,6 +118,44 @@ def test_a_coordinator_that_is_drained_while_it_is_cut_off_does_not_end_the_job(
     run(Play(nodes=2, last_step=40, step_s=0.3, seed=1373, faults=faults))
 
 
+@pytest.mark.xfail(strict=True, reason="a newcomer knows of no member, and waits for none")
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param(
+            Play(
+                nodes=3,
+                spares=1,
+                step_s=2.5,
+                faults=(Fault(14.15, "coordinator", 0, 9.21), Fault(14.31, "kill", 1, 0.77)),
+            ),
+            id="it begins alone while a member that has all looks for its coordinator",
+        ),
+        pytest.param(
+            Play(
+                nodes=2,
+                step_s=2.5,
+                faults=(
+                    Fault(4.62, "join", 1, 1.46),
+                    Fault(12.62, "cut", 0, 1.33),
+                    Fault(22.6, "drain", 1, 0.0),
+                    Fault(23.09, "drain", 0, 0.0),
+                ),
+            ),
+            id="all members leave and serve, and it was never told who they are",
+        ),
+    ],
+)
+def test_a_newcomer_that_leads_begins_from_what_the_members_hold(play):
+    assert run(play).training.by_newcomers == []
+
+
+@pytest.mark.xfail(strict=True, reason="those that leave a parked job do not serve")
+def test_nodes_that_leave_a_parked_job_take_no_committed_step():
+    faults = Fault(5.35, "pause", 0, 12.51), Fault(17.29, "drains", 0, 0.86)
+    assert run(Play(nodes=3, least=3, faults=faults)).training.lost == []
+
+
 def test_a_seed_gives_the_same_play_and_the_same_course():
     assert random_play(7) == random_play(7) != random_play(8)
     play = replace(random_play(7), nodes=9)
