@@ -102,7 +102,7 @@ def restore_from_memory(
         except StepFailedError as error:
             on_skip(step, str(error))
             continue
-        _drop_others(place, key)
+        _keep_only(place, key)
         return Restored(step, epoch, tuple(_singles(found, num_shards, place, group)))
     return None
 
@@ -126,8 +126,12 @@ def _agreed_keys(
         mine = [key for key in mine if packed(key) < newest]
 
 
-def _drop_others(place: Place, key: tuple[int, int]) -> None:
-    """Free what nobody needs any more before the new epoch's images come on top."""
+def _keep_only(place: Place, key: tuple[int, int]) -> None:
+    """Free what nobody needs any more before the new epoch's images come on top.
+
+    What is kept counts as committed: every rank had completed the step, as `everybody_got_there`
+    found. With a node that is lost before the new epoch commits, the last sign of that may go.
+    """
     if place.local_rank != 0:
         return
     for path in place.directory.iterdir():
@@ -137,11 +141,12 @@ def _drop_others(place: Place, key: tuple[int, int]) -> None:
             try:
                 with _opened(place, path.name) as image:
                     header = image.header()
+                    if (header.step, header.epoch) == key:
+                        image.commit()
+                        continue
             except TornImageError:
-                path.unlink()
-                continue
-            if (header.step, header.epoch) != key:
-                path.unlink()
+                pass
+            path.unlink()
 
 
 def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> Iterator[Single]:

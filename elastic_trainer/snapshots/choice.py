@@ -23,7 +23,8 @@ class Holding:
     """Of the agent that serves it."""
     port: int
     committed: bool = False
-    """Its writer knew the step to be committed. A copy's keeper never does."""
+    """Its writer knew the step to be committed, or a restore took it. A copy's keeper never knows
+    of the commit."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -4,8 +4,8 @@ A header of one page, an index (JSON: which part of which tensor lies where), an
 the tensors. The header has a MAC of all that follows it, which also tells a copy that was changed
 on its way, and a CRC-32 of itself. It is marked
 torn before anything else is written and whole after everything is, so that a worker killed at
-any moment leaves an image that is not taken. The last bytes of the header's page say whether its
-writer knew the step to be committed.
+any moment leaves an image that is not taken. The last bytes of the header's page say whether the
+step is known to be committed: by its writer, or by a restore that took it.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Image:
 
     @property
     def committed(self) -> bool:
-        """Whether its writer knew the step to be committed."""
+        """Whether the step is known here to be committed."""
         return self.map[PAGE - len(_COMMITTED) : PAGE] == _COMMITTED
 
     def header(self) -> Header:

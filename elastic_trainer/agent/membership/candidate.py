@@ -218,8 +218,13 @@ class Candidate(Role):
         return max(MIN_WATCH_S, whole_s - (self.ctx.now - heard))
 
     def _peeked(self, state: BoardState) -> Transition | None:
-        """Give up when the job has gone on without this agent: it was paused, or cut off."""
-        if state.epoch <= self.ctx.epoch or self._sure:
+        """Give up when the job has gone on without this agent: it was paused, or cut off.
+
+        Or another leads it that knows of no member: this one may hold what nobody else does.
+        """
+        ctx, lease = self.ctx, state.lease
+        led = lease is not None and lease.term > ctx.term and lease.holder != ctx.me.agent_id
+        if not led and (state.epoch <= ctx.epoch or self._sure):
             return None
         self._close_all()
         return ToSeeker()
@@ -258,9 +263,7 @@ class Candidate(Role):
                     self._ask(conn)
             return self._try_to_win()
         if name == "peek" and not self._swapping:
-            self._peeks += 1
-            ctx.after("peek", PEEK_S)
-            ctx.outbox.append(ReadBoard())
+            self._peek()
         if name == "quiet":
             self._quiet = True
             return self._try_to_win()
@@ -271,6 +274,12 @@ class Candidate(Role):
             self._recall_scouts()
             return self._campaign()
         return None
+
+    def _peek(self) -> None:
+        self.ctx.after("peek", PEEK_S)
+        if not self._peeks:  # a slow board answers in order: looks that queue up come late
+            self._peeks += 1
+            self.ctx.outbox.append(ReadBoard())
 
     def _campaign(self) -> Transition | None:
         """Start the campaign, or start over when it led nowhere."""

@@ -654,8 +654,11 @@ class Coordinator(Role):
         ctx, need = self.ctx, self.ctx.settings.ladder.min_nodes
         have = len(self._able())
         may_move = ctx.in_pod and ctx.me.host not in ctx.excluded
+        # One on an excluded machine that has lost others may be the one that is cut off.
+        strays = self.peers.absent - ctx.excluded.keys() if ctx.me.host in ctx.excluded else set()
+        may_come = may_move or (strays and not ctx.in_pod)
         warm = self.peers.num_ready == len(self.peers)
-        if ctx.excluded and warm and have + len(ctx.excluded) >= need and not may_move:
+        if ctx.excluded and warm and have + len(ctx.excluded) >= need and not may_come:
             return self._give_up(have)
         if self._parked is None or self._parked[0] != have:
             since = ctx.now if self._parked is None else self._parked[1]
@@ -713,17 +716,7 @@ class Coordinator(Role):
             term=ctx.term,
             members=Members.of(members),
             spares=Members.of(spares),
-            left=Members.of(
-                [
-                    *(
-                        left.member
-                        for agent_id, left in ctx.left.items()
-                        if ctx.now < left.until and self.peers.get(agent_id) is None
-                    ),
-                    # Asked to go, and not let go yet.
-                    *(p.member for p in self.peers if p.leaving and p.member != ctx.me),
-                ]
-            ),
+            left=Members.of(self._only_serve({*chosen, *(m.agent_id for m in spares)})),
             store_address=lease.store[0],
             store_port=lease.store[1],
             coordinator=ctx.me.agent_id,
@@ -748,6 +741,20 @@ class Coordinator(Role):
             reason=self.reason,
         )
         return self._hand_over()
+
+    def _only_serve(self, known: set[str]) -> list[Member]:
+        """Return who runs no workers but may hold what nobody else does.
+
+        Those that have left, are about to, or are in quarantine.
+
+        Args:
+            known: agent ids of members and spares.
+        """
+        ctx = self.ctx
+        idle = [peer.member for peer in self.peers if peer.ready]
+        gone = [left.member for left in ctx.left.values() if ctx.now < left.until]
+        gone = [member for member in gone if self.peers.get(member.agent_id) is None]
+        return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
         """Go, if this agent's machine is excluded and its pod can be made anew on another.

@@ -111,7 +111,8 @@ class Formed:
     members: Members
     spares: Members
     left: Members
-    """Agents that have left and serve their snapshots: no epoch since has committed its own."""
+    """Agents that have left, or may not take part now, and serve their snapshots: no epoch since
+    has committed its own."""
     store_address: str
     store_port: int
     coordinator: str

@@ -53,7 +53,8 @@ class EpochFormed:
     """Those that run workers, in rank order: `rung.num_nodes` of them."""
     spares: Sequence[Member]
     left: Sequence[Member] = ()
-    """Those that have left and serve their snapshots until this epoch has committed one."""
+    """Those that have left, or may not take part now, and serve their snapshots until this epoch
+    has committed one."""
     rung: Rung
     """What the epoch runs: this is how its layout reaches the workers."""
     store_address: str

@@ -1,4 +1,4 @@
-"""The board of the simulated cluster: late, stalled, down, cut off; it checks every swap."""
+"""The board of the simulated cluster: late, stale, stalled, down, cut off; checks every swap."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from membership_invariants import Owners
 from membership_node import Node
 
-from elastic_trainer.board.state import BoardState, Commit
+from elastic_trainer.board.state import BoardState, Commit, Ended
 
 if TYPE_CHECKING:
     from membership_sim import Cluster
+
+Content = tuple[BoardState, int]
+"""State and token."""
+LOOK_S = 0.3
+"""What a call that fails takes."""
 
 
 class SimBoard:
@@ -19,54 +25,87 @@ class SimBoard:
 
     def __init__(self, world: Cluster) -> None:
         self._world = world
-        self.content: tuple[BoardState, int] | None = None
-        """State and token."""
+        self.content: Content | None = None
+        self._before: list[tuple[float, Content | None]] = []
+        """Older contents and until when they were the newest, while reads may be stale."""
         self.down_until = 0.0
         self.stalled_until = 0.0
+        self.slow_s = 0.0
+        """What each call takes besides."""
+        self.stale_s = 0.0
+        """Reads show what was there so long ago, though never less than the reader knows."""
         self.cut: set[str] = set()
         """Nodes that cannot reach it."""
         self.lose_replies = False
         self.reads: list[tuple[float, str]] = []
         """When, and of whom."""
-        self.epoch_owner: dict[int, str] = {}
-        self.term_owner: dict[int, str] = {}
+        self.owners = Owners()
+        self.ends: list[Ended] = []
+        """How attempts of the job ended."""
 
     def heal(self) -> None:
         """Undo all faults."""
         self.cut.clear()
         self.down_until = self.stalled_until = self._world.now
-        self.lose_replies = False
+        self.lose_replies, self.slow_s, self.stale_s = False, 0.0, 0.0
+        self._before.clear()
 
     def call(self, node: Node, call: Callable[[], None]) -> None:
         """Begin a call once those before it are answered."""
         node.board_calls.append(call)
         if len(node.board_calls) == 1:
-            self._world.at(self._world.now + self._world.delay(), call)
+            self._begin(call)
+
+    def _begin(self, call: Callable[[], None]) -> None:
+        self._world.at(self._world.now + self._world.delay() + self.slow_s, call)
 
     def _answer(self, node: Node, step: Callable[[float], list]) -> None:
         """Give the answer of the call under way and begin the next."""
         self._world.feed(node, step)
         node.board_calls.popleft()
         if node.board_calls:
-            self._world.at(self._world.now + self._world.delay(), node.board_calls[0])
+            self._begin(node.board_calls[0])
+
+    def reaches(self, node: Node) -> bool:
+        """Whether a call of the node's agent or workers would be answered now."""
+        now = self._world.now
+        if now >= max(self.stalled_until, self.down_until) and node.me.node not in self.cut:
+            return True
+        node.troubled = now
+        return False
 
     def _answers(self, node: Node) -> bool:
         if self._world.now < self.stalled_until:
             self._world.at(self.stalled_until, node.board_calls[0])
             return False
-        if self._world.now < self.down_until or node.me.node in self.cut:
+        if not self.reaches(node):
             self._world.at(
-                self._world.now + 0.3,
+                self._world.now + LOOK_S,
                 lambda: self._answer(node, lambda now: node.machine.board_failed("down", now)),
             )
             return False
         return True
 
+    def seen_by(self, node: Node) -> Content | None:
+        """Return what a read of the node shows."""
+        then = self._world.now - self.stale_s
+        shown = next((old for until, old in self._before if until > then), self.content)
+        shown = max(shown, node.board_seen, key=lambda content: content[1] if content else 0)
+        node.board_seen = shown
+        if shown != self.content:
+            node.troubled = self._world.now
+        return shown
+
+    def _put(self, content: Content) -> None:
+        if self.stale_s:
+            self._before.append((self._world.now, self.content))
+        self.content = content
+
     def read(self, node: Node) -> None:
         """Answer ReadBoard."""
         self.reads.append((self._world.now, node.me.agent_id))
         if self._answers(node):
-            state, token = self.content or (None, None)
+            state, token = self.seen_by(node) or (None, None)
             self._answer(node, lambda now: node.machine.board_read(state, token, now))
 
     def swap(self, node: Node, state: BoardState, token: int | None) -> None:
@@ -75,13 +114,16 @@ class SimBoard:
             return
         won = token == (self.content[1] if self.content else None)
         if won:
-            self._check_swap(node, self.content[0] if self.content else BoardState(), state)
-            state = BoardState.decode(state.encode())
-            self.content = (state, (token or 0) + 1)
+            old = self.content[0] if self.content else BoardState()
+            self.owners.check_swap(node.me.agent_id, old, state, self._world.published)
+            self._put((BoardState.decode(state.encode()), (token or 0) + 1))
+            if state.ended is not None and state.ended != old.ended:
+                self.ends.append(state.ended)
         newest, new_token = self.content or (BoardState(), 0)
         if self.lose_replies and self._world.random.random() < 0.5:
             self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
         else:
+            node.board_seen = self.content
             self._world.at(
                 self._world.now + self._world.delay(),
                 lambda: self._answer(
@@ -89,27 +131,19 @@ class SimBoard:
                 ),
             )
 
+    def change(self, node: Node, change: Callable[[BoardState], BoardState | None]) -> bool | None:
+        """Change it as a worker of the node does; None: not now, False: `change` gave up."""
+        if not self.reaches(node) or self.content is None:
+            return None
+        state, token = self.content
+        wanted = change(state)
+        if wanted is not None:
+            self._put((BoardState.decode(wanted.encode()), token + 1))
+        return wanted is not None
+
     def commit(self, step: int = 0) -> None:
         """Swap the board as a worker's checkpoint commit does, in between the agents' swaps."""
         if self.content is not None:
             state, token = self.content
             commit = Commit(epoch=state.epoch, step=step, dir=f"{step}", manifest_sha256="")
-            self.content = (replace(state, commits=(*state.commits[-2:], commit)), token + 1)
-
-    def _check_swap(self, node: Node, old: BoardState, new: BoardState) -> None:
-        me, holder = node.me.agent_id, new.lease.holder if new.lease else None
-        newest = max([old.epoch, *self._world.published])
-        assert new.epoch in (old.epoch, newest + 1), f"epoch {old.epoch} -> {new.epoch}"
-        assert new.commits == old.commits
-        assert holder in (me, None), "puts another's name on the board"
-        if new.epoch > old.epoch:
-            assert old.lease is not None
-            assert old.lease.holder == holder == me, "a number without the lease"
-            self.epoch_owner[new.epoch] = me
-        if new.lease is None:
-            assert old.lease is not None
-            assert old.lease.holder == me, "gives up another's lease"
-            assert new.ended is not None
-        elif old.lease is None or (old.lease.holder, old.lease.term) != (me, new.lease.term):
-            assert old.lease is None or new.lease.term > old.lease.term
-            assert self.term_owner.setdefault(new.lease.term, me) == me, "two winners of a term"
+            self._put((replace(state, commits=(*state.commits[-2:], commit)), token + 1))

@@ -285,7 +285,8 @@ class World:
                 if isinstance(message, Changed):  # what it was told of is the epoch before
                     message = message.on(everyone(agent.formed))
                 if isinstance(message, Formed):
-                    self.owners.check_published(agent.machine.ctx.me.agent_id, message)
+                    ctx = agent.machine.ctx
+                    self.owners.check_published(ctx.me.agent_id, ctx.job, message)
                 payload = encode(message)
                 for conn in conns:
                     self._send(i, agent, conn, payload)

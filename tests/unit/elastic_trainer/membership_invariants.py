@@ -21,7 +21,8 @@ class Owners:
     """Who won which term, and put which epoch on the board: agent ids."""
 
     epochs: dict[int, str] = field(default_factory=dict)
-    terms: dict[int, str] = field(default_factory=dict)
+    terms: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By job: once a lease was given up, the next attempt's terms begin anew."""
 
     def check_swap(
         self, me: str, old: BoardState, new: BoardState, published: Iterable[int]
@@ -42,11 +43,12 @@ class Owners:
             assert new.ended is not None
         elif old.lease is None or (old.lease.holder, old.lease.term) != (me, new.lease.term):
             assert old.lease is None or new.lease.term > old.lease.term
-            assert self.terms.setdefault(new.lease.term, me) == me, "two winners of a term"
+            won = new.lease.job, new.lease.term
+            assert self.terms.setdefault(won, me) == me, "two winners of a term"
 
-    def check_published(self, me: str, formed: Formed) -> None:
+    def check_published(self, me: str, job: str, formed: Formed) -> None:
         """Check an epoch that agent `me` sends to others."""
         assert self.epochs.get(formed.epoch) == me, "not the number's owner"
-        assert self.terms.get(formed.term) == me, "not the term's owner"
+        assert self.terms.get((job, formed.term)) == me, "not the term's owner"
         assert len({m.node for m in formed.members}) == len(formed.members)
         assert not {m.host for m in formed.members} & formed.excluded.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from membership_node import Link, Node
@@ -11,6 +12,8 @@ from elastic_trainer.agent.membership.messages import decode
 if TYPE_CHECKING:
     from membership_sim import Cluster
 
+_decoded = lru_cache(maxsize=256)(decode)
+"""What is sent to all is read once."""
 RESEND_S = 0.1
 """What cannot get through is tried again, as TCP does."""
 
@@ -31,7 +34,14 @@ class SimNetwork:
         self.refusing.clear()
 
     def _is_cut(self, a: Node, b: Node) -> bool:
-        return (a.me.node, b.me.node) in self.cut
+        if (a.me.node, b.me.node) not in self.cut:
+            return False
+        a.troubled = b.troubled = self._world.now
+        return True
+
+    def reaches(self, a: Node, b: Node) -> bool:
+        """Whether a new connection between them would be answered."""
+        return not (b.silent or b.paused or self._is_cut(a, b) or self._is_cut(b, a))
 
     def dial(self, node: Node, conn: int, address: str, port: int) -> None:
         """Answer the dial `conn` of `node`: open it, refuse it, or say nothing for long."""
@@ -45,6 +55,8 @@ class SimNetwork:
                 lambda: self._dial_failed(node, conn, refused=False),
             )
         elif not target.alive or (node.me.node, target.me.node) in self.refusing:
+            if target.alive:
+                node.troubled = target.troubled = world.now
             self._dial_failed(node, conn, refused=True)
         elif node.alive and conn in node.dialing:
             link = Link((node, target), (conn, next(target.accepted)))
@@ -77,7 +89,7 @@ class SimNetwork:
         if payload is None:
             self.hang_up(link, by=source)
         elif conn in target.links:
-            message = decode(payload)
+            message = _decoded(payload)
             world.feed(target, lambda now: target.machine.received(conn, message, now))
 
     def hang_up(self, link: Link, by: Node) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,6 +14,12 @@ from elastic_trainer.agent.membership.notices import (
     Member,
     Notice,
 )
+from elastic_trainer.board.state import BoardState
+
+ImageKey = tuple[str, int, int, int]
+"""own or copy, epoch, rank that wrote it, slot."""
+ImageValue = tuple[int, bool]
+"""Step, and whether it is known there to be committed."""
 
 
 @dataclass
@@ -57,5 +64,15 @@ class Node:
     notices: list[Notice] = field(default_factory=list)
     events: list[tuple[float, str, dict]] = field(default_factory=list)
     step: int = 0
+    images: dict[ImageKey, ImageValue] = field(default_factory=dict)
+    """What its keeper has: parts of snapshots, and copies of others' ones."""
+    board_seen: tuple[BoardState, int] | None = None
+    """The newest content of the board that it was shown."""
+    began: float = 0.0
+    left_at: float = 0.0
+    served_out: bool = False
+    """It has served for as long as nodes that left do."""
+    troubled: float = -math.inf
+    """When a fault last kept it from the others or from the board."""
     view: dict[str, object] = field(default_factory=dict)
     """What differs in the view of its worker from one that waits in the all-reduce."""

@@ -16,9 +16,10 @@ from membership_board import SimBoard
 from membership_invariants import everyone
 from membership_network import SimNetwork
 from membership_node import Node
-from membership_snapshots import COMMIT_S, SimSnapshots
+from membership_training import SimTraining
 
 from elastic_trainer.agent.membership.effects import (
+    SERVE_S,
     Close,
     Dial,
     Log,
@@ -40,7 +41,6 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     Report,
     ShowWorkers,
-    WorkersEnded,
     WorkersFailed,
     WorkersRunning,
     WorkersSeen,
@@ -63,10 +63,12 @@ class Cluster:
         self.now = 0.0
         self.random = random.Random(seed)
         self.nodes: list[Node] = []
+        self.by_id: dict[str, Node] = {}
         self.published: dict[int, EpochFormed] = {}
+        self.published_at: dict[int, float] = {}
         self.network = SimNetwork(self)
         self.board = SimBoard(self)
-        self.snapshots = SimSnapshots(self)
+        self.training = SimTraining(self)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
 
@@ -80,6 +82,7 @@ class Cluster:
         job: str = "job",
         offset: float | None = None,
         workers: int = 1,
+        domain: str = "",
         **machine: bool,
     ) -> Node:
         """Start the agent of the node `name`; a pod where its machine, `host`, is named apart."""
@@ -95,18 +98,20 @@ class Cluster:
             address=address,
             port=port,
             workers=workers,
+            domain=domain,
         )
         offset = self.random.uniform(0, 1000) if offset is None else offset
         chance = random.Random(me.agent_id).random
         membership = Membership(me, job, self.settings, random=chance, **machine)
-        node = Node(me, membership, offset)
+        node = Node(me, membership, offset, began=self.now)
         self.nodes.append(node)
+        self.by_id[me.agent_id] = node
         self.feed(node, lambda now: node.machine.start(now))
         return node
 
     def kill(self, node: Node, *, silent: bool = False) -> None:
         """End the process; `silent`: the machine's power goes, so that nobody is told."""
-        node.serves = False
+        node.serves, node.images = False, {}
         if not node.alive:
             return
         node.alive, node.silent, node.working = False, silent, None
@@ -123,7 +128,7 @@ class Cluster:
 
         The time of a longer pause is none of the node's.
         """
-        node.paused = False
+        node.paused, node.troubled = False, self.now
         if self.now - node.paused_at > LONGEST_S:  # as RunningClock and the client have it
             node.offset -= self.now - node.paused_at
             self.feed(node, lambda now: node.machine.woken(now))
@@ -150,6 +155,7 @@ class Cluster:
 
     def reset(self, node: Node) -> None:
         """Break the node's connections; the processes on both ends live."""
+        node.troubled = self.now
         for conn, link in list(node.links.items()):
             self.network.hang_up(link, by=node)
             self.feed(node, lambda now, conn=conn: node.machine.closed(conn, now))
@@ -341,32 +347,25 @@ class Cluster:
     # --- invariants, and the script in place of workers ----------------------------------------
 
     def _check_published(self, node: Node, formed: Formed) -> None:
-        board = self.board
-        assert board.epoch_owner.get(formed.epoch) == node.me.agent_id, "not the number's owner"
-        assert self.board.term_owner.get(formed.term) == node.me.agent_id, "not the term's owner"
+        self.board.owners.check_published(node.me.agent_id, node.machine.ctx.job, formed)
         rung = self.settings.ladder.rung_for(len(formed.members))
         assert rung is not None
         assert len(formed.members) == rung.num_nodes
-        assert len({m.node for m in formed.members}) == len(formed.members)
-        assert not {m.host for m in formed.members} & formed.excluded.keys()
 
     def _tell(self, node: Node, notice: Notice) -> None:
         node.notices.append(notice)
         match notice:
             case EpochFormed(epoch=epoch):
-                assert epoch in self.board.epoch_owner, "told before it is on the board"
+                assert epoch in self.board.owners.epochs, "told before it is on the board"
                 assert self.published.setdefault(epoch, notice) == notice, "published twice"
+                self.published_at.setdefault(epoch, self.now)
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
                 node.formed = notice
                 node.working = epoch if node.me in notice.members else None
                 if node.working is not None:
                     self._later(node, epoch, WORKERS_START_S, WorkersRunning(epoch=epoch, step=1))
-                if node.me == notice.members[0]:
-                    self.at(self.now + WORKERS_START_S, lambda: self.snapshots.restore(notice))
-                    self.at(
-                        self.now + WORKERS_START_S + COMMIT_S,
-                        lambda: self.snapshots.commit(node, notice),
-                    )
+                    begins = self.now + WORKERS_START_S
+                    self.at(begins, lambda: self.training.started(node, notice))
             case EpochAborted():
                 node.working = None
             case ShowWorkers(epoch=epoch):
@@ -374,18 +373,23 @@ class Cluster:
             case AskWorkers(epoch=epoch, request=request) if request & (
                 Request.STOP | Request.GROW
             ):
-                ended = WorkersEnded(
-                    epoch=epoch, finished=False, step=node.step + 1, saved=node.saves
-                )
-                self._later(node, epoch, WORKERS_SAVE_S, ended)
+                self.training.ask(epoch, request, WORKERS_SAVE_S)
             case JobStopped():
                 node.stopped, node.working = notice, None
                 # The process ends a little later: what it was to send goes out first.
                 self.at(self.now + 0.05, lambda: self._end(node, notice))
 
     def _end(self, node: Node, notice: JobStopped) -> None:
+        images = node.images
         self.kill(node)
-        node.serves = notice.serves
+        node.left_at = self.now
+        if notice.serves and images:
+            node.serves, node.images = True, images
+            self.at(self.now + SERVE_S, lambda: self._served(node))
+
+    def _served(self, node: Node) -> None:
+        if node.serves:
+            node.serves, node.images, node.served_out = False, {}, True
 
     def _later(self, node: Node, epoch: int, delay: float, report: Report) -> None:
         def say() -> None:
@@ -393,8 +397,6 @@ class Cluster:
                 if node.paused:
                     self.at(self.now + 0.1, say)
                     return
-                if isinstance(report, WorkersEnded):
-                    node.working = None  # they have exited
                 self.report(node, report)
 
         self.at(self.now + delay, say)

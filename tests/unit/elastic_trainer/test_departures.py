@@ -124,11 +124,24 @@ def test_neighbours_that_go_together_serve_until_the_others_have_committed(leads
     settled_without(cluster, *gone)
     assert {m.agent_id for m in cluster.up[0].formed.left} == {n.me.agent_id for n in gone}
     cluster.run(cluster.now + 2.0)
-    assert cluster.snapshots.lost == []
+    assert cluster.training.lost == []
     assert [node.serves for node in gone] == [False, False], "freed by the first commit"
     cluster.kill(others(cluster)[0])
     cluster.run_until(cluster.settled, within=5.0)
     assert cluster.up[0].formed.left == (), "nobody asks them any more"
+
+
+def test_one_that_is_about_to_go_is_asked_when_its_neighbour_dies():
+    cluster = started(4)
+    going, dies = neighbours(cluster, leads=False)
+    cluster.report(going, LEAVE)
+    cluster.run(cluster.now + 0.2)
+    cluster.kill(dies)
+    cluster.run_until(lambda: max(cluster.published) == 2, within=1.0)
+    assert [m.agent_id for m in cluster.published[2].left] == [going.me.agent_id]
+    cluster.run(cluster.now + 3.0)
+    assert cluster.training.lost == []
+    assert going.stopped.code == 91
 
 
 def test_those_that_left_are_asked_again_when_the_next_epoch_ends_before_its_first_commit():
@@ -141,12 +154,12 @@ def test_those_that_left_are_asked_again_when_the_next_epoch_ends_before_its_fir
     cluster.run_until(lambda: max(cluster.published) == 3, within=5.0)
     cluster.run(cluster.now + 2.0)
     assert {m.agent_id for m in cluster.published[3].left} == {n.me.agent_id for n in gone}
-    assert cluster.snapshots.lost == []
+    assert cluster.training.lost == []
 
 
 def test_an_epoch_that_never_commits_asks_those_that_left_for_so_long_only():
     cluster = started(4)
-    cluster.snapshots.commits = False
+    cluster.training.commits = False
     gone = neighbours(cluster, leads=False)
     for node in gone:
         cluster.report(node, LEAVE)
@@ -167,7 +180,7 @@ def test_neighbours_that_are_excluded_serve_until_the_others_have_committed():
     assert {node.stopped.code for node in gone} == {92}
     assert {m.agent_id for m in cluster.up[0].formed.left} == {n.me.agent_id for n in gone}
     cluster.run(cluster.now + 2.0)
-    assert cluster.snapshots.lost == []
+    assert cluster.training.lost == []
     assert [node.serves for node in gone] == [False, False]
 
 
@@ -179,7 +192,7 @@ def test_a_node_that_is_about_to_go_serves_an_epoch_that_forms_before_it_is_let_
     settled_without(cluster, leaver, lost)
     assert [m.agent_id for m in cluster.published[2].left] == [leaver.me.agent_id]
     cluster.run(cluster.now + 2.0)
-    assert cluster.snapshots.lost == []
+    assert cluster.training.lost == []
 
 
 def test_a_node_that_is_let_go_after_an_epoch_without_it_has_committed_serves_nobody():
@@ -287,6 +300,7 @@ def test_whoever_is_asked_goes_and_the_rest_settle(nodes, script):
             cluster.report(node, LEAVE)
             node.notices.append(LEAVE)
     cluster.run(cluster.now + 60.0)
+    assert cluster.training.unexcused == []
     for node in cluster.nodes:
         if LEAVE in node.notices:
             assert not node.alive, cluster.describe()

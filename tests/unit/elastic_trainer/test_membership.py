@@ -143,6 +143,34 @@ def test_a_parked_job_ends_with_92_once_no_node_has_come_for_long():
     assert re.findall(r"\d+", up[0].stopped.reason)[:2] == ["2", "3"]  # left, needed
 
 
+def test_a_coordinator_that_is_excluded_while_it_is_cut_off_waits_for_the_others():
+    cluster = started(2)
+    leader, other = coordinator(cluster), others(cluster)[0]
+    cluster.partition({leader.me.node})
+    cluster.run_until(lambda: other not in leader.formed.members, within=1.0)
+    cluster.run_until(lambda: max(cluster.published) == 2, within=20.0)
+    cluster.report(leader, NodeLeaving(reason="a failed check"))
+    cluster.run(cluster.now + 5.0)
+    assert leader.stopped is None
+    cluster.heal()
+    cluster.run_until(lambda: other.working == max(cluster.published) > 2, within=15.0)
+    assert leader.working is None
+
+
+def test_a_member_left_behind_follows_a_newcomer_that_leads_before_it_begins_an_epoch():
+    """The coordinator's machine lost power and is back: what it trained on, only the other has."""
+    cluster = started(2)
+    leader, member = coordinator(cluster), others(cluster)[0]
+    cluster.kill(leader, silent=True)
+    cluster.run(cluster.now + 1.0)
+    again = cluster.add(leader.me.node)
+    cluster.run_until(lambda: again.machine.is_coordinator, within=30.0)
+    assert cluster.run_until(lambda: member.machine.ctx.term == 2, within=10.0) < 1.0
+    cluster.run_until(cluster.settled, within=5.0)
+    cluster.run(cluster.now + 1.0)
+    assert cluster.training.lost == []
+
+
 def test_growth_waits_for_the_boundary_and_costs_no_failure():
     cluster = started(3)
     cluster.kill(others(cluster)[0])

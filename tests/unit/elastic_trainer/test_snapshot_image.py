@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.checkpoint.memory import Place
+from elastic_trainer.checkpoint.memory_restore import _keep_only
 from elastic_trainer.snapshots.errors import TornImageError
 from elastic_trainer.snapshots.image import (
     ALIGNMENT,
@@ -24,6 +26,7 @@ from elastic_trainer.snapshots.image import (
     place,
 )
 from elastic_trainer.snapshots.mac import MAC_BYTES
+from elastic_trainer.snapshots.peer import Peer
 
 NUM_DAMAGES = 1000
 KEY = bytes(range(32))
@@ -187,4 +190,30 @@ def test_that_its_step_is_committed_is_forgotten_with_it(tmp_path: Path) -> None
     assert not image.committed
     image.seal(header, KEY)
     assert not image.committed
+    image.close()
+
+
+def test_what_a_restore_took_counts_as_committed_and_all_else_is_gone(tmp_path: Path) -> None:
+    """A replica of HSDP that is lost next must not leave it looking as if it never was whole."""
+    taken, older, torn = (tmp_path / f"own-e2-r{rank}-s0" for rank in range(3))
+    for path, step in ((taken, 7), (older, 6), (torn, 7)):
+        write_image(path, step=step)
+    image = Image(torn)
+    image.tear()
+    image.close()
+    peer = Peer(node="a", address="::1", port=1)
+    place = Place(
+        directory=tmp_path,
+        node="a",
+        local_rank=0,
+        workers=1,
+        members=(peer,),
+        spares=(),
+        authenticate=lambda _: b"",
+        image_key=KEY,
+    )
+    _keep_only(place, (7, 2))
+    assert list(tmp_path.iterdir()) == [taken]
+    image = Image(taken)
+    assert image.committed
     image.close()

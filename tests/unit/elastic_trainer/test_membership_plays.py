@@ -1,0 +1,250 @@
+"""Random plays of a whole job on simulated nodes: four promises that no faults may break.
+
+1. Never two epochs that both commit: what a newer one has not begun from does not count.
+2. A committed step is lost only when all who held a part of it died within one step: before a
+   newer one was committed, or the part was copied again. Those count as dead that faults kept
+   from the others, and those that have left, once nobody remembers them.
+3. No single machine ends the job, nor takes a committed step.
+4. Once the faults stop, the job finishes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import membership_training
+import pytest
+from membership_plays import ALONE, SHARED, Fault, Play, fails, random_play, run, shrunk
+
+from elastic_trainer.agent.membership.candidate import Candidate
+from elastic_trainer.agent.membership.coordinator import Coordinator
+from elastic_trainer.agent.membership.effects import Context
+from elastic_trainer.board.state import BoardState
+from elastic_trainer.checkpoint.manifest import with_commit
+
+IN_TEST, IN_CHAOS = 300, 10_000
+A_TIME_IN_TEST, A_TIME_IN_CHAOS = 50, 250
+
+
+def is_known(play: Play) -> bool:
+    """Whether one of two nodes goes while it may be cut off: see the test that fails for it."""
+    kinds = {fault.kind for fault in play.faults}
+    return play.alone and play.nodes == 2 and "drain" in kinds and bool({"cut", "away"} & kinds)
+
+
+def play_seeds(first: int, count: int) -> None:
+    """Play the plays of some seeds; of the first that fails, say the seed and a shorter play."""
+    for seed in range(first, first + count):
+        play = random_play(seed)
+        if is_known(play):
+            continue
+        try:
+            run(play)
+        except AssertionError as error:
+            error.add_note(f"seed {seed}, shrunk: {shrunk(play, fails)}")
+            raise
+
+
+@pytest.mark.parametrize("first", range(0, IN_TEST, A_TIME_IN_TEST))
+def test_random_plays(first):
+    play_seeds(first, A_TIME_IN_TEST)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(IN_TEST, IN_TEST + IN_CHAOS, A_TIME_IN_CHAOS))
+def test_many_random_plays(first):
+    play_seeds(first, A_TIME_IN_CHAOS)
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param(
+            Play(
+                nodes=8,
+                layout="hsdp",
+                step_s=2.5,
+                faults=(Fault(7.54, "worker", 2, 0.0), Fault(11.49, "rack", 6, 0.0)),
+            ),
+            id="uncommitted state is restored, then two replicas die before the next commit",
+        ),
+        pytest.param(
+            Play(
+                nodes=2,
+                last_step=40,
+                faults=(
+                    Fault(3.16, "worker", 0, 0.74),
+                    Fault(4.29, "coordinator", 0, 1.07),
+                    Fault(7.42, "join", 1, 0.1),
+                ),
+            ),
+            id="the coordinator's machine is back and leads a newcomer, the member watches",
+        ),
+        pytest.param(
+            Play(
+                nodes=7,
+                spares=2,
+                least=5,
+                last_step=40,
+                step_s=0.3,
+                seed=254,
+                faults=(
+                    Fault(3.0, "coordinator", 6, 1.06),
+                    Fault(4.55, "rack", 4, 1.19),
+                    Fault(5.89, "board_slow", 5, 19.66),
+                    Fault(18.31, "join", 4, 0.0),
+                ),
+            ),
+            id="the same, and the looks at a slow board queue up",
+        ),
+        pytest.param(
+            Play(
+                nodes=2,
+                last_step=10,
+                faults=(Fault(3.87, "cut", 1, 19.17), Fault(10.08, "evict", 1, 15.6)),
+            ),
+            id="a coordinator is excluded while it is cut off",
+        ),
+    ],
+)
+def test_kept_plays(play):
+    run(play)
+
+
+@pytest.mark.xfail(strict=True, reason="it takes itself for all that is left of the job")
+def test_a_coordinator_that_is_drained_while_it_is_cut_off_does_not_end_the_job():
+    faults = Fault(4.92, "cut", 0, 12.2), Fault(12.03, "drain", 0, 0.94)
+    run(Play(nodes=2, last_step=40, step_s=0.3, seed=1373, faults=faults))
+
+
+@pytest.mark.xfail(strict=True, reason="a newcomer knows of no member, and waits for none")
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param(
+            Play(
+                nodes=3,
+                spares=1,
+                step_s=2.5,
+                faults=(Fault(14.15, "coordinator", 0, 9.21), Fault(14.31, "kill", 1, 0.77)),
+            ),
+            id="it begins alone while a member that has all looks for its coordinator",
+        ),
+        pytest.param(
+            Play(
+                nodes=2,
+                step_s=2.5,
+                faults=(
+                    Fault(4.62, "join", 1, 1.46),
+                    Fault(12.62, "cut", 0, 1.33),
+                    Fault(22.6, "drain", 1, 0.0),
+                    Fault(23.09, "drain", 0, 0.0),
+                ),
+            ),
+            id="all members leave and serve, and it was never told who they are",
+        ),
+    ],
+)
+def test_a_newcomer_that_leads_begins_from_what_the_members_hold(play):
+    assert run(play).training.by_newcomers == []
+
+
+@pytest.mark.xfail(strict=True, reason="those that leave a parked job do not serve")
+def test_nodes_that_leave_a_parked_job_take_no_committed_step():
+    faults = Fault(5.35, "pause", 0, 12.51), Fault(17.29, "drains", 0, 0.86)
+    assert run(Play(nodes=3, least=3, faults=faults)).training.lost == []
+
+
+def test_a_seed_gives_the_same_play_and_the_same_course():
+    assert random_play(7) == random_play(7) != random_play(8)
+    play = replace(random_play(7), nodes=9)
+    courses = [
+        [(node.me.agent_id, *event) for node in run(play).nodes for event in node.events]
+        for _ in range(2)
+    ]
+    assert courses[0] == courses[1]
+
+
+def test_plays_are_of_all_sizes_and_kinds():
+    plays = [random_play(seed) for seed in range(IN_TEST)]
+    assert {play.layout for play in plays} == {"dp", "hsdp", "tp"}
+    assert (min(play.nodes for play in plays), max(play.nodes for play in plays)) == (2, 64)
+    assert {fault.kind for play in plays for fault in play.faults} == {*ALONE, *SHARED}
+    assert 0.1 < sum(play.alone for play in plays) / len(plays) < 0.4
+
+
+ISLAND = Play(
+    nodes=4,
+    spares=2,
+    last_step=90,
+    step_s=0.3,
+    faults=(
+        Fault(5.0, "island", 0, 14.0),
+        *(Fault(24.0, "worker", node, 0.0) for node in range(4)),
+    ),
+)
+"""Spares continue from storage; the members come back with newer state that does not count."""
+
+
+@pytest.mark.parametrize("kind", ["drains", "evictions"])
+def test_nodes_that_left_and_are_not_asked_are_noticed(kind, monkeypatch):
+    play = Play(nodes=6, faults=(Fault(5.0, kind, 2, 0.0),))
+    assert run(play).training.lost == []
+    monkeypatch.setattr(Context, "has_left", lambda *_: None)
+    with pytest.raises(AssertionError, match="was committed at"):
+        run(play)
+
+
+def test_copies_that_are_not_made_are_noticed(monkeypatch):
+    monkeypatch.setattr(membership_training, "copy_node", lambda *_: None)
+    with pytest.raises(AssertionError, match="a committed part is on"):
+        run(Play(nodes=3))
+
+
+def test_a_line_that_is_not_followed_is_noticed(monkeypatch):
+    run(ISLAND)
+    monkeypatch.setattr(BoardState, "allows", lambda *_: True)
+    with pytest.raises(AssertionError, match="another epoch has left behind"):
+        run(ISLAND)
+
+
+def test_a_commit_that_is_not_fenced_is_noticed(monkeypatch):
+    def late(board, commit, keep, origin):
+        newer = replace(board, epoch=max(board.epoch, commit.epoch))
+        return with_commit(replace(newer, epoch=commit.epoch), commit, keep, origin)
+
+    play = Play(nodes=4, spares=2, faults=(Fault(2.0, "coordinator", 0, 0.0),))
+    cluster = run(play)
+    group = cluster.training._groups[1]
+    group.begun = True
+    assert not cluster.training._save(group)
+    monkeypatch.setattr(membership_training, "with_commit", late)
+    with pytest.raises(AssertionError, match=r"commit|is over"):
+        cluster.training._save(group)
+
+
+def test_a_job_that_a_lost_node_ends_is_noticed(monkeypatch):
+    def lost(self, peer, reason):
+        return self._stop(94, reason)
+
+    monkeypatch.setattr(Coordinator, "_lost", lost)
+    with pytest.raises(AssertionError, match="ended with 94"):
+        run(Play(nodes=3, faults=(Fault(5.0, "kill", 0, 0.0), Fault(6.0, "kill", 1, 0.0))))
+
+
+def test_a_job_that_does_not_go_on_is_noticed(monkeypatch):
+    monkeypatch.setattr(Candidate, "_campaign", lambda _: None)
+    with pytest.raises(AssertionError, match="not finished"):
+        run(Play(nodes=3, least=2, faults=(Fault(5.0, "coordinator", 0, 0.0),)))
+
+
+def test_a_play_shrinks_to_what_it_takes():
+    faults = tuple(Fault(float(i), kind, i, 1.0) for i, kind in enumerate(ALONE))
+    play = Play(nodes=40, spares=1, layout="tp", rack=4, seed=9, faults=faults)
+    kinds = {"pause", "evict"}
+    found = shrunk(play, lambda one: kinds <= {fault.kind for fault in one.faults})
+    assert {fault.kind for fault in found.faults} == kinds
+    assert len(found.faults) == 2
+    node = max(fault.node for fault in found.faults)
+    assert replace(found, faults=()) == Play(nodes=node + 1)
