@@ -176,7 +176,7 @@ def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> 
         if holding.node not in at:
             yield holding, parts, place.members[me]  # of one that has left
             continue
-        others = (*place.members[me + 1 :], *place.members[:me])
+        others = (*place.members[me + 1 :], *place.members[:me], *place.spares)
         if to := next((peer for peer in others if at[peer.node] != machine), None):
             yield holding, parts, to
 
