@@ -130,7 +130,7 @@ class NetworkThread:
         """Run `function` at time `when` of `now`. On this thread only."""
         self.loop.call_at(when, function)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine, whose error is a crash; keep the task. On this thread only."""
         task = self.loop.create_task(work)
         task.add_done_callback(self._done)
@@ -152,7 +152,7 @@ class NetworkThread:
         elif not self.loop.is_closed():  # it never ran
             self._finish()
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._crash(error)
 
@@ -227,7 +227,7 @@ class _Link(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         ends = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
-        if ends[1] is None:  # it has hung up already
+        if self.closing or ends[1] is None:  # the other end has hung up already
             transport.abort()
             return
         self.handshake = self._endpoint.badge.handshake(dials=self.dialed, ends=ends)
@@ -267,6 +267,8 @@ class _Link(asyncio.Protocol):
         elif self.connecting is not None:
             self.connecting.cancel()
             self._endpoint.network.call(lambda: self._endpoint.ended(self, refused=False))
+        else:
+            self.closing = True  # accepted, but not connected yet: `connection_made` ends it
 
     def close(self) -> None:
         """End it once all is sent, which a peer that does not read must not hold up for ever."""
@@ -348,17 +350,13 @@ class Endpoint:
         self._links: dict[int, _Link] = {}
         self._accepted = itertools.count(1, 2)
         self.limiter = AcceptLimiter(min(MOST, max(16, open_files() // 4)))
-        self._room = asyncio.Event()
-        """Set while the limiter lets more in."""
-        self._room.set()
-        self._accepting: asyncio.Task[None] | None = None
         self._looking = False
         network.endpoints.append(self)
 
     def serve(self, handler: Handler) -> None:
         """Begin to accept."""
         self.handler = handler
-        self._accepting = self.network.spawn(self._accept_all())
+        self._accept_soon()
 
     def dial(self, conn: int, address: str, port: int, timeout_s: float) -> None:
         """Connect, and prove each other within `timeout_s`; answered by `opened` or `closed`."""
@@ -380,10 +378,9 @@ class Endpoint:
 
     def shut(self) -> None:
         """Stop listening and close everything."""
-        if self._accepting is not None and self._listener.fileno() >= 0:
-            self._accepting.cancel()
-            self.network.loop.remove_reader(self._listener)  # one may be about to be accepted
-        self._listener.close()
+        if self._listener.fileno() >= 0:
+            self.network.loop.remove_reader(self._listener)
+            self._listener.close()
         for link in list(self._links.values()):
             link.close()
 
@@ -438,30 +435,36 @@ class Endpoint:
 
     # --- who comes -----------------------------------------------------------------------
 
-    async def _accept_all(self) -> None:
-        """Accept while there is room; the kernel's queue keeps whoever else comes."""
-        while True:
-            await self._room.wait()
+    def _accept_soon(self) -> None:
+        """Accept whoever comes, unless the limiter is full; the kernel's queue keeps the rest."""
+        if self._listener.fileno() >= 0 and not self.limiter.full:
+            self.network.loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        # Not sock_accept: what it has accepted is lost, and left open, when it is cancelled.
+        with self.network.crashing():
             try:
-                sock, peer = await self.network.loop.sock_accept(self._listener)
-            except ConnectionAbortedError:
-                continue
+                sock, peer = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
             except OSError as error:
                 if error.errno not in _OUT_OF:
                     raise
-                await asyncio.sleep(_BREATH_S)
-                continue
-            await self._take_in(sock, peer[0])
+                self.network.loop.remove_reader(self._listener)
+                self.network.loop.call_later(_BREATH_S, self._accept_soon)
+                return
+            self._take_in(sock, peer[0])
 
-    async def _take_in(self, sock: socket.socket, host: str) -> None:
+    def _take_in(self, sock: socket.socket, host: str) -> None:
+        sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = _Link(self, next(self._accepted), host, dialed=False)
         self._links[link.conn] = link
         self.limiter.enter(link.conn, link.host, self.network.now())
         if self.limiter.full:
-            self._room.clear()
+            self.network.loop.remove_reader(self._listener)
         self._look_later()
-        await self.network.loop.connect_accepted_socket(lambda: link, sock)
+        self.network.spawn(self.network.loop.connect_accepted_socket(lambda: link, sock))
 
     def _look_later(self) -> None:
         """See to it that the slow are cut off, also once there are too many."""
@@ -502,5 +505,4 @@ class Endpoint:
     def _leave_limiter(self, link: _Link) -> None:
         if not link.dialed:
             self.limiter.leave(link.conn)
-            if not self.limiter.full:
-                self._room.set()
+            self._accept_soon()

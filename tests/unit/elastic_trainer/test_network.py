@@ -305,6 +305,35 @@ def test_out_of_descriptors_nobody_is_lost_and_nothing_spins(owners, monkeypatch
     assert calls[3] - calls[0] > 0.25, "it waited between tries"
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_stop_closes_who_was_just_accepted(owners, monkeypatch, turns):
+    """The loop stops as many turns after a connection came."""
+    one, accepted, accept = owners(), [], socket.socket.accept
+
+    def noted(listener):
+        accepted.append(accept(listener))
+        return accepted[-1]
+
+    monkeypatch.setattr(socket.socket, "accept", noted)
+    with socket.socket() as sock:
+
+        def come(turns):
+            if turns == 0:
+                one.network.loop.stop()
+            else:
+                one.network.loop.call_soon(come, turns - 1)
+
+        def connect():
+            sock.connect(("127.0.0.1", one.endpoint.port))
+            come(turns)
+
+        one.network.call(connect)
+        one.network._thread.join(DEADLINE_S)
+        assert not one.network._thread.is_alive()
+    assert [taken.fileno() for taken, _ in accepted] == [-1] * len(accepted)
+    assert turns == 0 or accepted
+
+
 @given(
     st.booleans(),
     st.lists(
