@@ -97,6 +97,8 @@ class ZygoteClient:
         Raises:
             ZygoteDiedError: it is gone. Messages sent before were returned earlier.
         """
+        if self._sock.fileno() < 0:  # `send` has found it out
+            raise ZygoteDiedError(self._bury("closed its socket"))
         if not select.select([self._sock], [], [], max(0.0, timeout_s))[0]:
             return []
         try:

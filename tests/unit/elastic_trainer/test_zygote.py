@@ -489,6 +489,20 @@ def test_daemons_end_with_a_zygote_that_dies_or_does_not_answer(
         other.wait()
 
 
+def test_the_end_of_a_zygote_is_found_out_while_its_workers_are_killed(
+    workers: Workers, tmp_path: Path
+) -> None:
+    workers.launch(0, [launch(tmp_path, CHILD_ACT="wait")])
+    (started,) = until_started(workers)
+    os.kill(workers.zygote_pid, signal.SIGKILL)
+    until(lambda: gone(workers.zygote_pid) and gone(started.pid), "the zygote runs on")
+    ended, unreapable = workers.kill_all(10.0)
+    assert ([e.pid for e in ended], unreapable) == ([started.pid], [])
+    workers.launch(1, [launch(tmp_path)])
+    (again,) = until_exited(workers)
+    assert again.code == 0
+
+
 def test_a_daemon_that_cannot_be_killed_costs_the_node_its_place(
     workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
