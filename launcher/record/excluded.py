@@ -33,10 +33,10 @@ class ExcludedMachine:
 
 
 def excluded_machines(events: Iterable[Event], *, since_unix: float = 0.0) -> list[ExcludedMachine]:
-    """Return the machines that were excluded and not let in again, by name; each once.
+    """Return the machines that were excluded and not readmitted, by name; each once.
 
     The pod that ran there may be on another one by now; the machine stays excluded until the
-    operator lets it back in.
+    operator readmits it.
 
     Args:
         events: of the run, in order of time.

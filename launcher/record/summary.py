@@ -19,7 +19,7 @@ Seconds are rounded to milliseconds. Definitions:
 - `tokens_per_s`: tokens of the steps that counted / the time of those steps.
 - `state`: finished, saved, stopped (as asked, before anything was saved), interrupted, failed,
   parked or running.
-- `excluded`: machines that were excluded and not let in again, with the node each was then.
+- `excluded`: machines that were excluded and not readmitted, with the node each was then.
 - Of a `command` the `steps` are those it has shown (docs/scripts.md); what needs every step is
   null.
 - `failures[].host`: the machine of the node, which differs where nodes are pods; null: not known.
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -71,8 +71,6 @@ def summarise(
     spans = epochs(events)
     counted = lineage(spans)
     failed = failures(events, spans)
-    committed = list(accumulate((span.committed for span in spans), max, initial=0))[:-1]
-    """The newest committed step before each epoch; 0: none."""
     first_step_t = min((done.t for span in spans for done in span.steps.values()), default=None)
     attempts = {bisect_right(begun, span.formed_t) for span in spans} - {0}
     wall_s, busy_s = _wall_seconds(events), _busy_seconds(counted)
@@ -91,20 +89,8 @@ def summarise(
         "steps": counted[-1].step if counted else start_step,
         "steps_asked": steps_asked(config) if config else None,
         "steps_redone": sum(len(span.steps) for span in spans) - len(counted),
-        "committed_steps_redone": sum(
-            step <= newest
-            for span, newest in zip(spans, committed, strict=True)
-            for step in span.steps
-        ),
-        "fallbacks": [
-            {
-                "epoch": span.epoch,
-                "committed": newest,
-                "back_to": span.resume_step,
-                "source": span.restored_from or "initial values",
-            }
-            for span, newest in _fallbacks(spans)
-        ],
+        "committed_steps_redone": _committed_steps_redone(spans),
+        "fallbacks": _fallbacks(spans),
         "steps_skipped": sum(done.skipped for done in counted),
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": _layouts(spans, counted),
@@ -131,17 +117,33 @@ def summarise(
     return summary
 
 
-def _fallbacks(spans: Iterable[EpochSpan]) -> Iterator[tuple[EpochSpan, int]]:
-    """Yield the epochs that began before the newest committed step, and that step.
+def _committed_steps_redone(spans: Sequence[EpochSpan]) -> int:
+    """Return how often a step was executed that an epoch before had committed."""
+    before = accumulate((span.committed for span in spans), max, initial=0)
+    return sum(
+        step <= newest for span, newest in zip(spans, before, strict=False) for step in span.steps
+    )
+
+
+def _fallbacks(spans: Iterable[EpochSpan]) -> list[dict[str, Any]]:
+    """Return the epochs that began before the newest committed step.
 
     What an epoch has gone back from counts no more: the next one does not go back from it again.
     """
-    newest = 0
+    found, newest = [], 0
     for span in spans:
         if span.resume_step is not None and span.resume_step < newest:
-            yield span, newest
+            found.append(
+                {
+                    "epoch": span.epoch,
+                    "committed": newest,
+                    "back_to": span.resume_step,
+                    "source": span.restored_from or "initial values",
+                }
+            )
             newest = span.resume_step
         newest = max(newest, span.committed)
+    return found
 
 
 def _layouts(spans: Iterable[EpochSpan], counted: Iterable[StepDone]) -> list[dict[str, Any]]:
