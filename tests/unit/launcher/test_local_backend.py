@@ -157,7 +157,9 @@ time.sleep(600)
         command=lambda _: [sys.executable, "-c", agent],
     ) as cluster:
         cluster.start()
-        eventually(lambda: len(cluster.pids("node0")) == 3)
+        eventually(
+            lambda: len(cluster.pids("node0")) == 3 and cluster.agent_log("node0").read_text()
+        )
         child = int(cluster.agent_log("node0").read_text())
         pids = cluster.pids("node0")
         cluster.kill_zygote("node0")
