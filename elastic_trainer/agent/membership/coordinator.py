@@ -82,6 +82,7 @@ from elastic_trainer.agent.membership.roles import (
     excluded_message,
     unfit_message,
 )
+from elastic_trainer.agent.membership.seeker import SLOWEST_S
 from elastic_trainer.agent.membership.stragglers import Stragglers
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.board.state import BoardState, Token
@@ -100,6 +101,9 @@ GROW_SETTLE_S: Final = 2.0
 """Growth waits until nobody has come for so long: those that come together cost one epoch."""
 GROW_WAIT_S: Final = 30.0
 """From when growth was possible it waits no longer than that."""
+STRAYS_S: Final = SLOWEST_S
+"""How long one that has been in no epoch of the job, and leads it, waits for members it does not
+know: they look at the board so often, and may hold newer state than storage."""
 FINAL_SWAP_S: Final = 10.0
 """How long the end of a job waits for a board that does not answer."""
 NOT_SAID: Final = (
@@ -174,6 +178,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     # Timers: before an epoch
     "gather": On(ANY, "_gather_over"),
     "hear": On(ANY, "_pass_over_the_silent"),
+    "strays": On(ANY, "_strays_had_time", advance=True),
     "backoff": On(FORMING, "_publish"),
     "parked": On(IDLE, "_parked_for_long"),
     # Timers: the end of an epoch
@@ -212,6 +217,8 @@ class Coordinator(Role):
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
+        self._amid = won.amid
+        """The job has had epochs, of which this agent may know nothing."""
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -246,14 +253,16 @@ class Coordinator(Role):
             if before.agent_id in ctx.leaving:
                 self.departures.left_nodes.add(before.node)
         # Those that left before this agent led: it heard of their leave, not of their end.
-        for member in ctx.everyone:
-            if member.agent_id in ctx.leaving - {ctx.me.agent_id}:
+        for member in ctx.leaving.values():
+            if member != ctx.me and (member in ctx.everyone or not ctx.epoch):
                 ctx.has_left(member)
         if before is not None:
             ctx.abandon_epoch(f"lost {before.node}", before.node)
         ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
+        if self._amid and not ctx.epoch:
+            ctx.after("strays", STRAYS_S)
         self._listen()
         self._watch_quarantine()
         for report in list(ctx.reports):
@@ -424,6 +433,9 @@ class Coordinator(Role):
         ctx, member = self.ctx, join.member
         self._listen()
         self._expect_more()
+        if not ctx.epoch:
+            for left in join.left:
+                ctx.has_left(left)
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"
@@ -474,7 +486,7 @@ class Coordinator(Role):
         peer = self.peers.get(agent_id)
         if peer is None or peer.conn is not None:
             return None
-        self.peers.unsure.add(agent_id)
+        self.peers.lost_touch(peer, self.ctx.now)
         return self._lost(peer, "its connection ended and did not come back")
 
     def _beat(self) -> Transition | None:
@@ -486,7 +498,7 @@ class Coordinator(Role):
             silent_s = ctx.now - peer.heard
             if peer.conn is not None and silent_s > ctx.settings.dead_after_s:
                 ctx.close(peer.conn)
-                self.peers.unsure.add(peer.member.agent_id)
+                self.peers.lost_touch(peer, ctx.now)
                 if transition := self._lost(peer, f"silent for {silent_s:.1f} s"):
                     return transition
         if self._is_cut_off():
@@ -614,7 +626,8 @@ class Coordinator(Role):
             return bool(self._expected)
         settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes
-        return self.peers.num_ready + len(self.peers.absent) < wanted
+        absent = 0 if "strays" in ctx.timers else len(self.peers.absent)
+        return self.peers.num_ready + absent < wanted
 
     def _gather_over(self) -> Transition | None:
         self._expected = None
@@ -626,6 +639,9 @@ class Coordinator(Role):
                 f"{settings.join_timeout_s:.0f} s",
             )
         return self.advance()
+
+    def _strays_had_time(self) -> None:
+        """Members that this agent does not know have had the time to find it."""
 
     def _listen(self) -> None:
         if self._expected:
@@ -752,8 +768,7 @@ class Coordinator(Role):
         """
         ctx = self.ctx
         idle = [peer.member for peer in self.peers if peer.ready]
-        gone = [left.member for left in ctx.left.values() if ctx.now < left.until]
-        gone = [member for member in gone if self.peers.get(member.agent_id) is None]
+        gone = [m for m in ctx.serving() if self.peers.get(m.agent_id) is None]
         return [member for member in (*idle, *gone) if member.agent_id not in known]
 
     def _hand_over(self) -> Transition | None:
@@ -765,8 +780,8 @@ class Coordinator(Role):
         why = ctx.excluded.get(ctx.me.host)
         if why is None or not ctx.in_pod:
             return None  # where nodes stay what they are, it coordinates without workers
-        ctx.leaving.add(ctx.me.agent_id)
-        self._send_all(Leaves(agent_id=ctx.me.agent_id))
+        ctx.leaving[ctx.me.agent_id] = ctx.me
+        self._send_all(Leaves(member=ctx.me))
         return ToDone(EXIT_TOO_FEW_NODES, excluded_message(ctx.me.host, why), serves=True)
 
     # --- while an epoch runs -------------------------------------------------------------
@@ -935,7 +950,7 @@ class Coordinator(Role):
         why = excluded_message(host, reason)
         for peer in there:
             if peer.member.agent_id != ctx.me.agent_id:  # else it coordinates, but runs no workers
-                self._send_all(Leaves(agent_id=peer.member.agent_id))
+                self._send_all(Leaves(member=peer.member))
                 self._release(peer, EXIT_TOO_FEW_NODES, why)
 
     # --- hangs ---------------------------------------------------------------------------
@@ -971,9 +986,11 @@ class Coordinator(Role):
             return None  # dropped: the workers have gone on
         silent = diagnosis.silent(heard)
         # All before the first is lost: when most are silent, this agent may be the lost one.
-        self.peers.unsure.update(silent)
-        for peer in map(self.peers.get, silent):
-            if peer is None or peer.conn is None:
+        found = [peer for peer in map(self.peers.get, silent) if peer is not None]
+        for peer in found:
+            self.peers.lost_touch(peer, ctx.now)
+        for peer in found:
+            if peer.conn is None:
                 continue
             reason = f"silent for {ctx.now - peer.heard:.1f} s while the others waited for it"
             ctx.close(peer.conn)
@@ -1025,9 +1042,9 @@ class Coordinator(Role):
         if peer.leaving:
             return
         peer.leaving, self.departures.why[member.agent_id] = True, report.reason
-        ctx.leaving.add(member.agent_id)
+        ctx.leaving[member.agent_id] = member
         ctx.log("member.leaving", member=member.node, host=member.host, reason=report.reason)
-        self._send_all(Leaves(agent_id=member.agent_id))
+        self._send_all(Leaves(member=member))
         if "together" not in ctx.timers:
             ctx.after("together", TOGETHER_S)
 
@@ -1037,7 +1054,7 @@ class Coordinator(Role):
         if self._stopping is not None:
             return None  # all go, once they have saved
         how = decide(
-            all_leave=all(peer.leaving for peer in self.peers),
+            all_leave=all(peer.leaving for peer in self.peers) and not self._others_may_live,
             run_workers=self._held_by_epoch,
             enough_stay=self._rung is not None,
         )
@@ -1051,6 +1068,16 @@ class Coordinator(Role):
             to_storage = how is Departure.SAVED_AT_BOUNDARY
             self._ask_all(Request.STOP | Request.GROW if to_storage else Request.GROW)
         return None
+
+    @property
+    def _others_may_live(self) -> bool:
+        """Whether as many fell silent lately as are here: perhaps this side is the one cut off.
+
+        Then those here leave, and do not end the job of those there.
+        """
+        since = self.ctx.now - self.ctx.settings.join_timeout_s
+        lately = sum(when >= since for when in self.peers.fell_silent.values())
+        return lately >= len(self.peers)
 
     @property
     def _held_by_epoch(self) -> bool:
@@ -1085,11 +1112,11 @@ class Coordinator(Role):
     def _is_needed(self, member: Member) -> bool:
         """Whether those that continue may need what `member` holds.
 
-        Not if they have committed in an epoch without it. A parked job has the rest of its state,
-        or a checkpoint; its pods are not made anew before they have gone.
+        Not if they have committed in an epoch without it. The pods of a parked job are not made
+        anew before they have gone.
         """
         without = member.agent_id not in self.members and self._committed_in == self.ctx.epoch
-        return self._rung is not None and not without
+        return not without and (self._rung is not None or not self.ctx.in_pod)
 
     def _release(self, peer: Peer, code: int, reason: str) -> None:
         """Let an agent go that the others continue without, or wait for another in its place."""

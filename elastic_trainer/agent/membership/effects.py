@@ -193,8 +193,8 @@ class Context:
     that is joined anew, since the one before may have died with it unread."""
     ready: bool = True
     """Whether this node's workers can be forked at once."""
-    leaving: set[str] = field(default_factory=set)
-    """Agent ids of those that leave on request: their end is no failure."""
+    leaving: dict[str, Member] = field(default_factory=dict)
+    """Those that leave on request, by id: their end is no failure."""
     left: dict[str, Left] = field(default_factory=dict)
     """Agents that have left and serve their snapshots, by id."""
     readmit: bool = False
@@ -233,6 +233,7 @@ class Context:
             ready=self.ready,
             readmit=self.readmit,
             holds=self.everyone.digest,
+            left=self.serving(),
         )
         self.send(conn, message)
 
@@ -275,6 +276,10 @@ class Context:
         """Count on the snapshots of an agent that has left, until an epoch commits its own."""
         left = Left(member, self.epoch, self.now + SERVE_S)
         self.left.setdefault(member.agent_id, left)
+
+    def serving(self) -> Members:
+        """Return those that have left and serve their snapshots still."""
+        return Members.of(left.member for left in self.left.values() if self.now < left.until)
 
     def adopt(self, formed: Formed) -> None:
         """Take over a published epoch and tell the local agent."""

@@ -48,6 +48,8 @@ class Peers:
         """Nodes that had joined and left: a first epoch does not wait for them."""
         self.unsure: set[str] = set()
         """agent_ids lost without proof that they are dead: perhaps only the way to them is."""
+        self.fell_silent: dict[str, float] = {}
+        """Nodes lost without such proof that have not come back -> when that was."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -93,6 +95,11 @@ class Peers:
             peer.probe = None
         return peer
 
+    def lost_touch(self, peer: Peer, now: float) -> None:
+        """Note that `peer` is lost without proof that it is dead."""
+        self.unsure.add(peer.member.agent_id)
+        self.fell_silent[peer.member.node] = now
+
     def connect(
         self,
         member: Member,
@@ -114,6 +121,7 @@ class Peers:
         self._by_node[member.node] = peer
         self.absent.discard(member.node)
         self.unsure.discard(member.agent_id)
+        self.fell_silent.pop(member.node, None)
         old = self.disconnect(peer)
         peer.conn, peer.heard, peer.holds = conn, now, holds
         self._by_conn[conn] = peer

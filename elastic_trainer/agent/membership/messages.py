@@ -57,6 +57,9 @@ class Join:
     """The operator says that this machine may come back after it was excluded."""
     holds: str = ""
     """`Members.digest` of the newest epoch's members and spares, as far as this agent has them."""
+    left: Members = NOBODY
+    """Agents that have left and serve, as far as this one knows: for a coordinator that has been
+    in no epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +195,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
-    """Coordinator -> all: an agent leaves on request, which is nobody's failure."""
+    """Coordinator -> all: an agent leaves, which is nobody's failure.
 
-    agent_id: str
+    One that has been in no epoch yet, and leads the next, learns from it who may serve.
+    """
+
+    member: Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,8 +330,10 @@ def decode(payload: bytes) -> Message:
     try:
         raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
-        if cls is Join:
+        if cls in (Join, Leaves):
             raw["member"] = Member(**raw["member"])
+            if "left" in raw:
+                raw["left"] = Members.from_wire(raw["left"])
         elif cls is Formed:
             raw = _formed(raw)
         elif cls is Changed:
@@ -340,8 +348,8 @@ def decode(payload: bytes) -> Message:
         raise ValueError(f"not a message: {payload[:80]!r} ({error})") from error
     assert isinstance(message, Message)
     check_types(message)
-    if isinstance(message, Join):
-        _check_member(message.member)
+    if isinstance(message, Join | Leaves):
+        _check_member(cls.__name__, message.member)
     elif isinstance(message, Ask) and not 0 <= message.request < 1 << 8:
         raise ValueError(f"Ask.request is {message.request}")
     return message
@@ -367,7 +375,7 @@ def _formed(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-def _check_member(member: Member) -> None:
+def _check_member(kind: str, member: Member) -> None:
     """Refuse a member that could not be reached or named.
 
     Its address is dialed, its name sorted by the numbers in it and written into paths.
@@ -383,7 +391,7 @@ def _check_member(member: Member) -> None:
         and 0 <= member.workers < 1 << 16
     )
     if not good:
-        raise ValueError(f"Join.member is {member!r:.200}")
+        raise ValueError(f"{kind}.member is {member!r:.200}")
 
 
 def wrap(report: Report) -> ReportMessage:

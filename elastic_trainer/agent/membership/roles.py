@@ -45,7 +45,7 @@ class ToCoordinator:
     """The board is won. `expected`: members of the last epoch that will join on these links.
 
     `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
-    `expected` that have said nothing yet.
+    `expected` that have said nothing yet. `amid`: the job has had epochs.
     """
 
     state: BoardState
@@ -53,6 +53,7 @@ class ToCoordinator:
     expected: dict[Conn, str] | None = field(default=None)
     gone: tuple[str, ...] = ()
     unheard: frozenset[Conn] = frozenset()
+    amid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class Role:
             case Elect(job=job, term=term):
                 lost = job == self.ctx.job and self.has_lost(term)
                 self.ctx.send(conn, Vote(lost=lost))
-            case Leaves(agent_id=agent_id):
-                self.ctx.leaving.add(agent_id)
+            case Leaves(member=member):
+                self.ctx.leaving[member.agent_id] = member
             case _:
                 pass
         return None

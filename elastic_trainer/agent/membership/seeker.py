@@ -180,9 +180,10 @@ class Seeker(Role):
         self._claiming = False
         if won:
             seen, ctx = self._seen, self.ctx
-            dead = self._refused and seen is not None and seen.job == ctx.job
+            ours = seen is not None and seen.job == ctx.job
+            dead = self._refused and ours
             gone = (seen.node,) if seen and dead and seen.node != ctx.me.node else ()
-            return ToCoordinator(state, token, gone=gone)
+            return ToCoordinator(state, token, gone=gone, amid=ours and state.epoch > 0)
         return self.board_read(state, token)
 
     def board_failed(self, error: str) -> Transition | None:

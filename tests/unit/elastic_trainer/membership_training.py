@@ -123,8 +123,6 @@ class SimTraining:
         """For each of them, how many nodes had trained what it did not find."""
         self.unexcused: list[str] = []
         """Of these, losses that no fault explains."""
-        self.by_newcomers: list[str] = []
-        """The same, where one that had joined no epoch led: a known defect, not a promise kept."""
         self.origins: dict[int, Origin] = {}
         """Those that are on the board."""
         self.newest = 0
@@ -514,8 +512,7 @@ class SimTraining:
         missing = [held for held in holders if all(self._excused(group, o, since) for o in held)]
         self.lost_by.append(len(self._groups[epoch].nodes))
         if not missing:
-            newcomer = group.formed.reason == "start"
-            (self.by_newcomers if newcomer else self.unexcused).append(
+            self.unexcused.append(
                 f"epoch {group.epoch} begins from {found}, though {newest} (step, epoch) was "
                 f"committed at {since:.3f}; holders {[sorted(held) for held in holders]}, "
                 f"told {[m.agent_id for m in (*group.formed.spares, *group.formed.left)]}"

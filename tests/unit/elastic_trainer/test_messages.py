@@ -279,10 +279,11 @@ def test_a_damaged_frame_is_refused_or_a_message(message, data):
 )
 def test_a_member_that_cannot_be_reached_or_named_is_refused(wrong):
     good = {"agent_id": "a", "node": "n", "host": "h", "address": "::1", "port": 9, "workers": 1}
-    join = {"t": "Join", "job": "j", "last_epoch": 0}
-    assert decode(json.dumps({**join, "member": good}).encode())
-    with pytest.raises(ValueError, match=r"Join\.member"):
-        decode(json.dumps({**join, "member": {**good, **wrong}}).encode())
+    for kind, rest in {"Join": {"job": "j", "last_epoch": 0}, "Leaves": {}}.items():
+        message = {"t": kind, **rest}
+        assert decode(json.dumps({**message, "member": good}).encode())
+        with pytest.raises(ValueError, match=rf"{kind}\.member"):
+            decode(json.dumps({**message, "member": {**good, **wrong}}).encode())
 
 
 @given(st.binary(max_size=40))
