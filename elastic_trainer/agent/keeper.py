@@ -156,10 +156,7 @@ class Keeper:
     def _answer(self, channel: Channel, message: dict[str, Any], kept: _Kept) -> None:
         match message["op"]:
             case "put":
-                header = Header.from_message(message["header"])
-                slot = _number(message["slot"], NUM_SLOTS)
-                times = _number(message["times"], _MOST_TIMES)
-                channel.send(self._take(channel, header, slot, kept, times))
+                channel.send(self._take(channel, message, kept))
             case "list":
                 channel.send({"images": self._images()})
             case "verify":
@@ -174,10 +171,11 @@ class Keeper:
 
     # --- requests --------------------------------------------------------------------------
 
-    def _take(
-        self, channel: Channel, header: Header, slot: int, kept: _Kept, times: int
-    ) -> dict[str, Any]:
+    def _take(self, channel: Channel, message: dict[str, Any], kept: _Kept) -> dict[str, Any]:
         """Receive the copy of an image; an error is an answer, with the bytes read all the same."""
+        header = Header.from_message(message["header"])
+        slot = _number(message["slot"], NUM_SLOTS)
+        times = _number(message["times"], _MOST_TIMES)
         try:
             path = self._directory / file_name(
                 "copy", epoch=header.epoch, rank=header.rank, slot=slot
@@ -193,6 +191,8 @@ class Keeper:
             channel.receive_into(body)
         if not image.take(header, self._key):
             return {"error": "the copy came damaged"}
+        if message.get("committed") is True:
+            image.commit()
         return {}
 
     def _images(self) -> list[dict[str, Any]]:

@@ -192,7 +192,8 @@ def copy_again(singles: Iterable[Single], place: Place) -> int:
         assert parsed is not None, holding.file
         try:
             with _body(holding, parts, place) as body, PeerLink(to, place.authenticate) as link:
-                link.put(holding.header, parsed[3], body, times=ROOM_FOR)
+                # As where it was restored from, see `_keep_only`.
+                link.put(holding.header, parsed[3], body, times=ROOM_FOR, committed=True)
             copied += 1
         except (OSError, TornImageError, PeerError) as error:
             os.write(2, f"no second copy of {holding.file} of {holding.node}: {error}\n".encode())

@@ -23,8 +23,8 @@ class Holding:
     """Of the agent that serves it."""
     port: int
     committed: bool = False
-    """Its writer knew the step to be committed, or a restore took it. A copy's keeper never knows
-    of the commit."""
+    """Its writer knew the step to be committed, or a restore took it. The keeper of a copy that is
+    made before the commit never knows of it."""
 
     @property
     def key(self) -> tuple[int, int]:

@@ -103,7 +103,15 @@ class PeerLink:
         """Close the connection."""
         self._sock.close()
 
-    def put(self, header: Header, slot: int, body: memoryview, *, times: int = 1) -> None:
+    def put(
+        self,
+        header: Header,
+        slot: int,
+        body: memoryview,
+        *,
+        times: int = 1,
+        committed: bool = False,
+    ) -> None:
         """Leave a copy of an image; returns once the keeper has it and found it right.
 
         Args:
@@ -111,8 +119,10 @@ class PeerLink:
             slot: which of the writer's two.
             body: all that follows the header's page.
             times: refused where there is no room for so many of it.
+            committed: whether its step is known to be.
         """
-        self._ask({"op": "put", "header": header.to_dict(), "slot": slot, "times": times}, body)
+        message = {"op": "put", "header": header.to_dict(), "slot": slot, "times": times}
+        self._ask({**message, "committed": committed}, body)
 
     def held(self) -> list[Holding]:
         """Return what the node holds; only headers have been looked at."""

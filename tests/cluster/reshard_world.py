@@ -41,7 +41,7 @@ from elastic_trainer.parallel.apply import slice_of
 from elastic_trainer.rank_grid import RankGrid
 from elastic_trainer.snapshots.errors import TornImageError
 from elastic_trainer.snapshots.image import Image
-from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer
+from elastic_trainer.snapshots.peer import KEEPER_LABEL, Peer, PeerLink
 from elastic_trainer.training.engine import Engine
 from elastic_trainer.training.optimizer import build_optimizer
 
@@ -141,6 +141,10 @@ class World:
         if found is None or found[:2] != (STEP, 1):
             return [f"found {found}"]
         assert copy_again(found.singles, place) == len(found.singles)
+        for holding, _, to in found.singles:
+            with PeerLink(to, place.authenticate) as link:
+                same = [held for held in link.held() if held.header == holding.header]
+            assert any(held.committed for held in same), f"{to} does not know that it counts"
         dist.barrier()
         wrong = self._held_once(nodes[first:], root)
         if not torch.equal(torch.get_rng_state(), rng_of(root)):

@@ -436,6 +436,9 @@ class Coordinator(Role):
         if not ctx.epoch:
             for left in join.left:
                 ctx.has_left(left)
+        leaving = (self.peers.get(agent_id) for agent_id in self.departures.why)
+        for gone in (*(peer.member for peer in leaving if peer), *ctx.serving()):
+            ctx.send(conn, Leaves(member=gone))
         runs = self.phase in BUSY and join.last_epoch == ctx.epoch
         if join.last_epoch and not runs:
             over = f"epoch {join.last_epoch} is over"

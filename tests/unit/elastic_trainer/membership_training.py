@@ -293,7 +293,7 @@ class SimTraining:
                     header = holding.header
                     slot = int(holding.file[-1])
                     key = ("copy", header.epoch, header.rank, slot)
-                    target.images[key] = header.step, False
+                    target.images[key] = header.step, True
                     again = self.copied_again.setdefault(found, [])
                     again.append((shard, target.me.agent_id))
 

@@ -61,7 +61,9 @@ def dial(keeper: Keeper, key: bytes = b"k") -> PeerLink:
     return PeerLink(peer, prove(key, server=False))
 
 
-def put(link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False) -> Header:
+def put(
+    link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False, committed: bool = False
+) -> Header:
     image = Image(path)
     header = image.verify(KEY)
     with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
@@ -69,7 +71,7 @@ def put(link: PeerLink, path: Path, *, slot: int = 0, damage: bool = False) -> H
     image.close()
     if damage:
         raw[len(raw) // 2] ^= 1
-    link.put(header, slot, memoryview(raw))
+    link.put(header, slot, memoryview(raw), committed=committed)
     return header
 
 
@@ -92,6 +94,15 @@ def test_a_slot_is_written_again(tmp_path: Path, keeper: Keeper) -> None:
             write_image(tmp_path / "image", step=step)
             put(link, tmp_path / "image", slot=step % 2)
         assert sorted(held.header.step for held in link.held()) == [8, 9]
+
+
+def test_a_copy_is_known_to_be_committed_as_far_as_was_said(tmp_path: Path, keeper: Keeper) -> None:
+    with dial(keeper) as link:
+        for committed in (False, True, False):  # a later copy takes the place of one before
+            write_image(tmp_path / "image")
+            put(link, tmp_path / "image", committed=committed)
+            (held,) = link.held()
+            assert held.committed is committed
 
 
 def test_a_copy_that_came_damaged_is_refused_and_not_listed(tmp_path: Path, keeper: Keeper) -> None:

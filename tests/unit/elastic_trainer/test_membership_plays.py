@@ -63,6 +63,17 @@ def test_many_random_plays(first):
         ),
         pytest.param(
             Play(
+                nodes=3,
+                spares=1,
+                layout="hsdp",
+                step_s=2.5,
+                seed=12161,
+                faults=(Fault(10.05, "flap", 0, 0.0), Fault(10.67, "coordinator", 0, 5.66)),
+            ),
+            id="a replica is left with the copy that was made again before the next commit",
+        ),
+        pytest.param(
+            Play(
                 nodes=2,
                 last_step=40,
                 faults=(
@@ -145,6 +156,19 @@ def test_a_coordinator_that_is_drained_while_it_is_cut_off_does_not_end_the_job(
                 ),
             ),
             id="the members of an epoch without a commit are lost, but one knows who serves",
+        ),
+        pytest.param(
+            Play(
+                nodes=3,
+                least=2,
+                step_s=1.0,
+                faults=(
+                    Fault(2.73, "flap", 2, 0.0),
+                    Fault(4.37, "coordinator", 2, 17.48),
+                    Fault(13.27, "drain", 1, 0.0),
+                ),
+            ),
+            id="a member said that it leaves before the newcomer came",
         ),
     ],
 )
