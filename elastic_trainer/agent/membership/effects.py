@@ -226,6 +226,7 @@ class Context:
     def join(self, conn: Conn) -> None:
         """Ask the agent on the other end to let this one take part."""
         self.reported_ready = self.ready
+        leave = Members.of(m for m in self.leaving.values() if m in self.everyone)
         message = Join(
             member=self.me,
             job=self.job,
@@ -233,7 +234,7 @@ class Context:
             ready=self.ready,
             readmit=self.readmit,
             holds=self.everyone.digest,
-            left=self.serving(),
+            left=self.serving() + leave,
         )
         self.send(conn, message)
 

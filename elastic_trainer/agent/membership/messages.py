@@ -58,8 +58,8 @@ class Join:
     holds: str = ""
     """`Members.digest` of the newest epoch's members and spares, as far as this agent has them."""
     left: Members = NOBODY
-    """Agents that have left and serve, as far as this one knows: for a coordinator that has been
-    in no epoch."""
+    """Agents that leave, or have left and serve, as far as this one knows: for a coordinator that
+    has been in no epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

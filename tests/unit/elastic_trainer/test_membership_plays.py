@@ -159,6 +159,20 @@ def test_a_coordinator_that_is_drained_while_it_is_cut_off_does_not_end_the_job(
         ),
         pytest.param(
             Play(
+                nodes=4,
+                step_s=2.5,
+                last_step=20,
+                seed=18448,
+                faults=(
+                    Fault(14.26, "drains", 0, 4.73),
+                    Fault(14.45, "board_stall", 3, 3.99),
+                    Fault(17.22, "coordinator", 2, 0.95),
+                ),
+            ),
+            id="two leave, and their coordinator dies before it forms an epoch",
+        ),
+        pytest.param(
+            Play(
                 nodes=3,
                 least=2,
                 step_s=1.0,
