@@ -55,6 +55,8 @@ class Candidate(Role):
         self._quiet = False
         """Who has not voted by now is not there, though its kernel takes connections: stopped."""
         self._swapping = False
+        self._behind = False
+        """The job has had newer epochs than this agent knows."""
         self._peeks = 0
         """Looks at the board whose answers, which come in order, are still out."""
         line = [agent_id for agent_id in ctx.everyone.ids if agent_id != ctx.coordinator]
@@ -201,8 +203,14 @@ class Candidate(Role):
             self._watched, self._swapping = lease.beat, False
             ctx.after("watch", self._watch_s(lease))
             return None
+        self._behind = state.epoch > ctx.epoch and self._has_renewed_since(lease)
         ctx.outbox.append(SwapBoard(replace(state, lease=lease_of(ctx, ctx.term + 1)), token))
         return None
+
+    def _has_renewed_since(self, lease: Lease) -> bool:
+        """Whether its holder lived on for some renewals of which this agent did not hear."""
+        term, beat, _ = self.ctx.renewed
+        return term == lease.term and lease.beat > beat + 1
 
     def _watch_s(self, lease: Lease) -> float:
         """Return for how long the beat must still stand.
@@ -238,7 +246,8 @@ class Candidate(Role):
             ctx.send(conn, Won(term=ctx.term + 1, coordinator=ctx.me.agent_id))
         expected = {conn: member.agent_id for conn, member in self._dialed.items()}
         silent = (conn for conn, agent_id in expected.items() if agent_id not in self._votes)
-        return ToCoordinator(state, token, expected, unheard=frozenset(silent))
+        unheard = frozenset(silent)
+        return ToCoordinator(state, token, expected, unheard=unheard, amid=self._behind)
 
     def board_failed(self, error: str) -> Transition | None:
         """Try again in a moment: without the board there is no new epoch."""

@@ -102,8 +102,14 @@ GROW_SETTLE_S: Final = 2.0
 GROW_WAIT_S: Final = 30.0
 """From when growth was possible it waits no longer than that."""
 STRAYS_S: Final = SLOWEST_S
-"""How long one that has been in no epoch of the job, and leads it, waits for members it does not
-know: they look at the board so often, and may hold newer state than storage."""
+"""How long one that does not know the newest epoch, and leads, waits for its members: they look at
+the board so often, and may hold newer state than anybody else."""
+UNPARK_S: Final = 0.5
+"""A parked job continues once nobody has come for so long: those that come together may hold what
+the first of them lack, and cost one epoch."""
+LATE_S: Final = 1.0
+"""A successor whose board took longer than that to answer gives others as long: they check on the
+board that it leads before they join it."""
 FINAL_SWAP_S: Final = 10.0
 """How long the end of a job waits for a board that does not answer."""
 NOT_SAID: Final = (
@@ -179,8 +185,10 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     "gather": On(ANY, "_gather_over"),
     "hear": On(ANY, "_pass_over_the_silent"),
     "strays": On(ANY, "_strays_had_time", advance=True),
+    "late": On(FORMING, "_publish"),
     "backoff": On(FORMING, "_publish"),
     "parked": On(IDLE, "_parked_for_long"),
+    "unpark": On(IDLE, "_have_come", advance=True),
     # Timers: the end of an epoch
     "settle": On(ANY, "_settled", advance=True),
     "diagnose": On(BUSY, "_diagnose"),
@@ -217,8 +225,11 @@ class Coordinator(Role):
         """A successor waits for these agents, by connection, before its first epoch."""
         self._unheard = set(won.unheard)
         self._predecessor = ctx.coordinator_member if ctx.coordinator != ctx.me.agent_id else None
+        self._form_asked = ctx.now
+        """When the board was asked for the next epoch."""
+        self._waited_for_late = False
         self._amid = won.amid
-        """The job has had epochs, of which this agent may know nothing."""
+        """The job has had newer epochs than this agent knows."""
         self._waiting: set[str] = set()
         """agent_ids of pods that wait for the end of this one, whose name they have."""
         self._lost_nodes: list[str] = []
@@ -254,14 +265,14 @@ class Coordinator(Role):
                 self.departures.left_nodes.add(before.node)
         # Those that left before this agent led: it heard of their leave, not of their end.
         for member in ctx.leaving.values():
-            if member != ctx.me and (member in ctx.everyone or not ctx.epoch):
+            if member != ctx.me and (member in ctx.everyone or self._amid):
                 ctx.has_left(member)
         if before is not None:
             ctx.abandon_epoch(f"lost {before.node}", before.node)
         ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
-        if self._amid and not ctx.epoch:
+        if self._amid:
             ctx.after("strays", STRAYS_S)
         self._listen()
         self._watch_quarantine()
@@ -433,7 +444,9 @@ class Coordinator(Role):
         ctx, member = self.ctx, join.member
         self._listen()
         self._expect_more()
-        if not ctx.epoch:
+        if self._parked is not None:
+            ctx.after("unpark", UNPARK_S)
+        if not self.members:  # later it is this one that lets agents go
             for left in join.left:
                 ctx.has_left(left)
         leaving = (self.peers.get(agent_id) for agent_id in self.departures.why)
@@ -583,16 +596,16 @@ class Coordinator(Role):
             return self._stop(EXIT_SAVED, why)
         if self.phase is Phase.IDLE and (transition := self._let_go()) is not None:
             return transition
-        if self._waits_for_more():
-            return None
         rung = self._rung
+        if self._waits_for_more() or self._waits_to_unpark(rung):
+            return None
         if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
             if not self._waits_to_grow(rung):
                 self._ask_all(Request.GROW)
         elif self.phase is Phase.IDLE and rung is None:
             return self._park()
         elif self.phase is Phase.IDLE and not self._may_be_cut_off():
-            self.phase = Phase.FORMING
+            self.phase, self._form_asked = Phase.FORMING, self.ctx.now
             self.lease.form()
         return None
 
@@ -613,6 +626,11 @@ class Coordinator(Role):
             self._expect_more()
         return "grow" in ctx.timers
 
+    def _waits_to_unpark(self, rung: Rung | None) -> bool:
+        """Whether others are coming back with those that make the rung."""
+        least = rung is not None and rung.num_nodes < self.ctx.settings.ladder.max_nodes
+        return self._parked is not None and least and "unpark" in self.ctx.timers
+
     def _expect_more(self) -> None:
         """Put off growth for a moment: somebody has come, or warms up."""
         if self._grow_by is not None and self._grow_by > self.ctx.now:
@@ -625,12 +643,13 @@ class Coordinator(Role):
         """Whether the first epoch of this coordinator waits for agents that should come."""
         if "gather" not in self.ctx.timers or self.members:
             return False
+        settings, ctx = self.ctx.settings, self.ctx
+        if "strays" in ctx.timers:
+            return self.peers.num_ready < settings.ladder.max_nodes
         if self._expected is not None:
             return bool(self._expected)
-        settings, ctx = self.ctx.settings, self.ctx
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes
-        absent = 0 if "strays" in ctx.timers else len(self.peers.absent)
-        return self.peers.num_ready + absent < wanted
+        return self.peers.num_ready + len(self.peers.absent) < wanted
 
     def _gather_over(self) -> Transition | None:
         self._expected = None
@@ -713,6 +732,11 @@ class Coordinator(Role):
         """Publish once the board has the epoch and its store listens; members are chosen now."""
         ctx, lease = self.ctx, self.lease
         if self.phase is not Phase.FORMING or lease.epoch is None or lease.store is None:
+            return None
+        if not (self.members or self._waited_for_late) and ctx.now - self._form_asked > LATE_S:
+            self._waited_for_late = True
+            ctx.after("late", LATE_S)
+        if "late" in ctx.timers:
             return None
         self._attribute()
         if "backoff" in ctx.timers:

@@ -59,7 +59,7 @@ class Join:
     """`Members.digest` of the newest epoch's members and spares, as far as this agent has them."""
     left: Members = NOBODY
     """Agents that leave, or have left and serve, as far as this one knows: for a coordinator that
-    has been in no epoch."""
+    has formed no epoch yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

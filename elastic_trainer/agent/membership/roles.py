@@ -45,7 +45,8 @@ class ToCoordinator:
     """The board is won. `expected`: members of the last epoch that will join on these links.
 
     `gone`: nodes known to be dead, for which a first epoch does not wait. `unheard`: those of
-    `expected` that have said nothing yet. `amid`: the job has had epochs.
+    `expected` that have said nothing yet. `amid`: the job has had newer epochs
+    than this agent knows.
     """
 
     state: BoardState

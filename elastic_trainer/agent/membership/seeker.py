@@ -183,7 +183,7 @@ class Seeker(Role):
             ours = seen is not None and seen.job == ctx.job
             dead = self._refused and ours
             gone = (seen.node,) if seen and dead and seen.node != ctx.me.node else ()
-            return ToCoordinator(state, token, gone=gone, amid=ours and state.epoch > 0)
+            return ToCoordinator(state, token, gone=gone, amid=ours and state.epoch > ctx.epoch)
         return self.board_read(state, token)
 
     def board_failed(self, error: str) -> Transition | None:

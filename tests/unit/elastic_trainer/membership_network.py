@@ -27,11 +27,15 @@ class SimNetwork:
         """(from node, to node): nothing gets through, nothing is refused."""
         self.refusing: set[tuple[str, str]] = set()
         """(from node, to node): the address means another machine there, and it refuses."""
+        self.relays: dict[str, float] = {}
+        """Node behind a relay that proves nothing -> for how many seconds that holds up what it
+        passes on. It takes every connection, and ends those to a dead node at once."""
 
     def heal(self) -> None:
         """Undo all cuts."""
         self.cut.clear()
         self.refusing.clear()
+        self.relays.clear()
 
     def _is_cut(self, a: Node, b: Node) -> bool:
         if (a.me.node, b.me.node) not in self.cut:
@@ -57,7 +61,7 @@ class SimNetwork:
         elif not target.alive or (node.me.node, target.me.node) in self.refusing:
             if target.alive:
                 node.troubled = target.troubled = world.now
-            self._dial_failed(node, conn, refused=True)
+            self._dial_failed(node, conn, refused=target.me.node not in self.relays)
         elif node.alive and conn in node.dialing:
             link = Link((node, target), (conn, next(target.accepted)))
             node.links[conn] = target.links[link.conns[1]] = link
@@ -73,7 +77,9 @@ class SimNetwork:
         """Send a message, or (None) the end of the connection after all that was sent before."""
         side = 0 if link.ends[0] is node else 1
         link.queues[side].append(payload)
-        self._world.at(self._world.now + self._world.delay(), lambda: self._deliver(link, side))
+        held_up_s = sum(self.relays.get(end.me.node, 0.0) for end in link.ends)
+        due = self._world.now + self._world.delay() + held_up_s
+        self._world.at(due, lambda: self._deliver(link, side))
 
     def _deliver(self, link: Link, side: int) -> None:
         world, source, target = self._world, link.ends[side], link.ends[1 - side]

@@ -56,6 +56,8 @@ class Node:
     """One call at a time, as the client's board thread does them; the first is under way."""
     tick_at: float | None = None
     formed: EpochFormed | None = None
+    met: set[str] = field(default_factory=set)
+    """Agent ids of the epochs it was told of."""
     working: int | None = None
     """Epoch whose workers run here."""
     stopped: JobStopped | None = None

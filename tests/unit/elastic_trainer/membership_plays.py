@@ -41,6 +41,7 @@ ALONE: Final = (
     "flap",
     "worker",
     "reset",
+    "relay",
 )
 """Faults of one machine."""
 SHARED: Final = (
@@ -371,6 +372,11 @@ class Stage:
     def _reset(self, fault: Fault) -> None:
         if (node := self._at(fault.node)) is not None:
             self.cluster.reset(node)
+
+    def _relay(self, fault: Fault) -> None:
+        relays, name = self.cluster.network.relays, f"node{fault.node}"
+        relays[name] = 0.05 * (1 + fault.node % 8)
+        self._later(fault, lambda: relays.pop(name, None))
 
     def _worker(self, fault: Fault) -> None:
         if (node := self._at(fault.node)) is not None:

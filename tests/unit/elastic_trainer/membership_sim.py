@@ -361,6 +361,7 @@ class Cluster:
                 self.published_at.setdefault(epoch, self.now)
                 assert node.formed is None or epoch > node.formed.epoch, "epochs only rise"
                 node.formed = notice
+                node.met |= {*notice.members.ids, *notice.spares.ids, *notice.left.ids}
                 node.working = epoch if node.me in notice.members else None
                 if node.working is not None:
                     self._later(node, epoch, WORKERS_START_S, WorkersRunning(epoch=epoch, step=1))

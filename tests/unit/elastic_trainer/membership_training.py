@@ -518,6 +518,12 @@ class SimTraining:
                 f"told {[m.agent_id for m in (*group.formed.spares, *group.formed.left)]}"
             )
 
+    def _knew(self, agent_id: str, left: Node) -> bool:
+        """Whether an agent was there when one left of which it had heard before the new epoch."""
+        agent = self._node(agent_id)
+        heard = left.me.agent_id in agent.met or left.me.agent_id in agent.machine.ctx.leaving
+        return agent.began <= left.left_at and heard
+
     def _excused(self, group: Group, agent_id: str, since: float) -> bool:
         """Whether a fault kept an agent from giving the group what it held at `since`."""
         node = self._node(agent_id)
@@ -526,7 +532,7 @@ class SimTraining:
         if node.machine.ctx.job != group.nodes[0].machine.ctx.job:
             return True  # with an attempt ends what it had in memory
         told = (*group.formed.members, *group.formed.spares)
-        if node.serves and all(self._node(m.agent_id).began > node.left_at for m in told):
+        if node.serves and not any(self._knew(m.agent_id, node) for m in told):
             return True  # all who knew that it serves are gone
         there = (*group.formed.members, *group.formed.spares, *group.formed.left)
         reached = node.me in there and self._serves(node)
