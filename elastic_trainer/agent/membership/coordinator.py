@@ -184,7 +184,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     # Timers: before an epoch
     "gather": On(ANY, "_gather_over"),
     "hear": On(ANY, "_pass_over_the_silent"),
-    "strays": On(ANY, "_strays_had_time", advance=True),
+    "strays": On(ANY, "_have_come", advance=True),
     "late": On(FORMING, "_publish"),
     "backoff": On(FORMING, "_publish"),
     "parked": On(IDLE, "_parked_for_long"),
@@ -596,8 +596,10 @@ class Coordinator(Role):
             return self._stop(EXIT_SAVED, why)
         if self.phase is Phase.IDLE and (transition := self._let_go()) is not None:
             return transition
+        if self._waits_for_more():
+            return None  # the cheap question first: every agent that joins asks it
         rung = self._rung
-        if self._waits_for_more() or self._waits_to_unpark(rung):
+        if self._waits_to_unpark(rung):
             return None
         if self.phase is Phase.RUNNING and rung and rung.num_nodes > len(self.members):
             if not self._waits_to_grow(rung):
@@ -637,7 +639,7 @@ class Coordinator(Role):
             self.ctx.timers["grow"] = min(self.ctx.now + GROW_SETTLE_S, self._grow_by)
 
     def _have_come(self) -> None:
-        """Nobody else has come for a moment."""
+        """Who was to come has come, or has had the time."""
 
     def _waits_for_more(self) -> bool:
         """Whether the first epoch of this coordinator waits for agents that should come."""
@@ -661,9 +663,6 @@ class Coordinator(Role):
                 f"{settings.join_timeout_s:.0f} s",
             )
         return self.advance()
-
-    def _strays_had_time(self) -> None:
-        """Members that this agent does not know have had the time to find it."""
 
     def _listen(self) -> None:
         if self._expected:

@@ -519,7 +519,7 @@ class SimTraining:
             )
 
     def _knew(self, agent_id: str, left: Node) -> bool:
-        """Whether an agent was there when one left of which it had heard before the new epoch."""
+        """Whether an agent lived when one left, and has ever heard of it."""
         agent = self._node(agent_id)
         heard = left.me.agent_id in agent.met or left.me.agent_id in agent.machine.ctx.leaving
         return agent.began <= left.left_at and heard
