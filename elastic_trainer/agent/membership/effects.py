@@ -280,6 +280,8 @@ class Context:
 
     def serving(self) -> Members:
         """Return those that have left and serve their snapshots still."""
+        if not self.left:
+            return NOBODY  # as nearly always: every agent that joins asks it
         return Members.of(left.member for left in self.left.values() if self.now < left.until)
 
     def adopt(self, formed: Formed) -> None:
