@@ -141,11 +141,11 @@ class World:
         if found is None or found[:2] != (STEP, 1):
             return [f"found {found}"]
         assert copy_again(found.singles, place) == len(found.singles)
+        dist.barrier()  # until then another rank may be writing the same copy
         for holding, _, to in found.singles:
             with PeerLink(to, place.authenticate) as link:
                 same = [held for held in link.held() if held.header == holding.header]
             assert any(held.committed for held in same), f"{to} does not know that it counts"
-        dist.barrier()
         wrong = self._held_once(nodes[first:], root)
         if not torch.equal(torch.get_rng_state(), rng_of(root)):
             wrong.append("rng")
