@@ -19,7 +19,7 @@ from launcher.jobspec.values import is_levels
 from launcher.planning.clock import Clock, clock_chain
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
-from launcher.render.fabric import Fabric, fabric_variables
+from launcher.render.fabric import Fabric, Variable, fabric_variables
 from launcher.render.local import checkpoint_dir, render_local, resolve
 from launcher.render.shell import (
     Quoted,
@@ -51,6 +51,8 @@ KEPT: Final = (
     ("SLURM_*", "SLURMD_*", "SPANK_*"),
 )
 """Patterns of variables that a job keeps: who and where it is, where programs and modules are."""
+SET_BY_SCRIPT: Final = ("HOLDFAST_*", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Patterns of variables that the template itself exports, besides those it is filled with."""
 CONTAINER_PYTHON: Final = "python3"
 
 
@@ -160,6 +162,9 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
     venv = None if env.venv is None else check_path(resolve(env.venv, base_dir), "env.venv")
     interpreter = slurm.python or (f"{venv}/bin/python" if venv else places.python)
     clock = clock_chain(spec, plan.ladder)
+    automatic = fabric_variables(
+        spec, Fabric(name=slurm.fabric, devices=slurm.fabric_devices, cpus=slurm.cpus)
+    )
     return {
         "name": spec.name,
         "nodes": f"{plan.ladder.max_nodes:,}",
@@ -175,9 +180,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "setup": slurm.setup,
         "fabric": slurm.fabric,
         "cuda": spec.device == "cuda",
-        "automatic": fabric_variables(
-            spec, Fabric(name=slurm.fabric, devices=slurm.fabric_devices, cpus=slurm.cpus)
-        ),
+        "automatic": automatic,
         "variables": env.variables,
         "secrets": _secrets(spec, base_dir),
         "clock": clock,
@@ -187,6 +190,8 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "cpus": slurm.cpus is not None,
         "script": f"{run}/{SCRIPT}",
         "logs": _step_log(run, array=array is not None),
+        "container": slurm.container,
+        "ours": _ours(spec, automatic),
         "container_python": CONTAINER_PYTHON,
         **_container(spec, run=run, base_dir=base_dir),
     }
@@ -220,6 +225,13 @@ def _kept(spec: JobSpec) -> list[Quoted]:
     """Return patterns of bash, in lines, for the variables that stay of the submitting shell."""
     secrets = (s.env for s in spec.env.secrets.values() if s.file is None and s.env is not None)
     return [words(*patterns) for patterns in (*KEPT, spec.env.inherit, secrets)]
+
+
+def _ours(spec: JobSpec, automatic: Sequence[Variable]) -> list[Quoted]:
+    """Return patterns of bash, in lines, for the variables that win over an image's."""
+    names = (variable.name for variable in automatic)
+    found = (names, SET_BY_SCRIPT, spec.env.variables, spec.env.secrets, spec.env.inherit)
+    return [words(*patterns) for patterns in found]
 
 
 def _step_log(run: str, *, array: bool) -> Quoted:

@@ -1,4 +1,7 @@
-"""Agents in containers of pyxis: a stand-in for its plugin hides the host's Slurm from the task."""
+"""Agents in containers: stand-ins for pyxis and apptainer, and an image with values of its own.
+
+Both let an image's values win over those of the job, but for the variables that they are told of.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +14,82 @@ from jobs import STEPS, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
+IMAGE = "OURS=image THEIRS=image NCCL_DEBUG=image FROM_SHELL=image HOLDFAST_LEAD_S=image"
+SEEN = 'echo "in $0 $OURS $THEIRS $FROM_SHELL $HOLDFAST_LEAD_S" >>{log}; '
+VARIABLES = ("env.variables={OURS: job}", "env.inherit=[FROM_*]", "slurm.signal_lead_s=501")
+
 # pyxis adds options to srun, and its tasks see the image's files. Here the step's own mounts
 # are changed: scontrol is gone, as in any image of PyTorch, and python3 is another one.
 SRUN = """\
 #!/bin/bash
-args=() image='' inside=''
+args=() image='' inside='' names=''
 for word; do
   case $word in
     --container-image=*) image=${{word#*=}} ;;
+    --container-env=*) names=,${{word#*=}}, ;;
     --container-mounts=* | --no-container-mount-home) ;;
     python3)
       [[ $image && ! $inside ]] || {{ args+=("$word"); continue; }}
       inside=1
-      hide='mount --bind /bin/false {scontrol}; echo "in $0" >>{log}; exec "$@"'
+      hide='mount --bind /bin/false {scontrol}; {seen}exec "$@"'
       args+=(unshare -m sh -c "$hide" "$image" {python})
       ;;
     *) args+=("$word") ;;
   esac
 done
+[[ $image ]] && for pair in {values}; do
+  [[ $names == *",${{pair%%=*}},"* ]] || export "$pair"
+done
 exec {srun} "${{args[@]}}"
+"""
+APPTAINER = """\
+#!/bin/bash
+[[ $1 == exec && $2 == --bind && $5 == python3 ]] || exit 9
+for pair in {values}; do
+  name=${{pair%%=*}} told=APPTAINERENV_${{pair%%=*}}
+  if [[ -v $told ]]; then export "$name=${{!told}}"; else export "$pair"; fi
+done
+exec sh -c '{seen}exec "$@"' "$4" {python} "${{@:6}}"
 """
 
 
-def test_a_lost_batch_host_is_noticed_outside_the_containers(slurm, plain, tmp_path):
-    sets = ("env.image=reg.io#torch:1", "slurm.container=pyxis")
-    run = make_run(slurm, tmp_path, steps=STEPS, nodes=3, sets=sets)
-    log = tmp_path / "containers"
+def installed(tmp_path, slurm, name, text):
+    """Put a stand-in on the PATH; return the environment of a submission."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "srun").write_text(
-        SRUN.format(
+    (programs / name).write_text(
+        text.format(
             scontrol=shutil.which("scontrol", path="/usr/bin:/bin"),
             srun=shutil.which("srun", path="/usr/bin:/bin"),
             python=sys.executable,
-            log=log,
+            values=IMAGE,
+            seen=SEEN.format(log=tmp_path / "containers"),
         )
     )
-    (programs / "srun").chmod(0o755)
-    job = run.submit(env={"PATH": f"{programs}:{slurm.dir}/bin:{os.environ['PATH']}"})
+    (programs / name).chmod(0o755)
+    path = f"{programs}:{slurm.dir}/bin:{os.environ['PATH']}"
+    return {"PATH": path, "FROM_SHELL": "shell"}
+
+
+def test_with_pyxis_a_lost_batch_host_is_noticed_outside_the_containers(slurm, plain, tmp_path):
+    sets = ("env.image=reg.io#torch:1", "slurm.container=pyxis", *VARIABLES)
+    run = make_run(slurm, tmp_path, steps=STEPS, nodes=3, sets=sets)
+    job = run.submit(env=installed(tmp_path, slurm, "srun", SRUN))
     run.wait_step(4)
-    assert log.read_text() == "in reg.io#torch:1\n" * 3, "the agents' step is in the container"
+    seen = (tmp_path / "containers").read_text()
+    assert seen == "in reg.io#torch:1 job image shell 501\n" * 3, "the agents' step is in it"
     host = slurm.job(job).batch_host
     slurm.power_off(host)
     # The others finish the run; then a caretaker has the job started again, to end it.
     assert run.ended(job, "COMPLETED").restarts == 1
     run.check_done(plain, STEPS)
     assert (run.path / "attempts" / f"{job}.0" / "caretaker.0").read_text().strip() != host
+
+
+def test_with_apptainer_the_variables_of_the_job_win(slurm, tmp_path):
+    sets = ("env.image=/images/torch.sif", "slurm.container=apptainer", *VARIABLES)
+    run = make_run(slurm, tmp_path, steps=2, nodes=1, sets=sets)
+    job = run.submit(env=installed(tmp_path, slurm, "apptainer", APPTAINER))
+    run.ended(job, "COMPLETED")
+    seen = (tmp_path / "containers").read_text()
+    assert seen == "in /images/torch.sif job image shell 501\n"

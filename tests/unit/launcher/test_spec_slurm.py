@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,27 @@ def test_restarts_by_requeue_chain_or_not_at_all(make_spec):
     assert "HOLDFAST_MAX_REQUEUES=4" in chain
     assert "hf_node again" not in chain + none
     assert "#SBATCH --no-requeue\n" in none
+
+
+@pytest.mark.parametrize(
+    ("runtime", "told"),
+    [
+        ("pyxis", '    --container-env="${hf_names#,}" \\\n'),
+        ("apptainer", 'export "APPTAINERENV_$hf_name=${!hf_name}"\n'),
+    ],
+)
+def test_what_the_script_exports_wins_over_an_image(make_spec, runtime, told):
+    env = "env={image: a.sif, variables: {MINE: x}, secrets: {KEY: {env: K}}, inherit: ['W_*']}"
+    text = script(make_spec(env, f"slurm={{container: {runtime}, restart: chain}}"))
+    assert told in text
+    patterns = shlex.split(text.partition("hf_ours=(\n")[2].partition("\n)\n")[0])
+    exported = set(re.findall(r"(?:^export | )([A-Z][A-Z0-9_]+)=", text, re.MULTILINE))
+    exported |= set(re.findall(r"^export ([A-Z]+)$", text, re.MULTILINE)) | {"W_1"}
+    assert {"MINE", "KEY", "HOLDFAST_GENERATION", "TORCH_FR_DUMP_TEMP_FILE"} <= exported
+    missing = {name for name in exported if not any(fnmatchcase(name, p) for p in patterns)}
+    assert not missing
+    assert not any(fnmatchcase("PATH", pattern) for pattern in patterns)
+    assert "hf_ours" not in script(make_spec())
 
 
 def test_fabrics_are_for_gpus(make_spec):
