@@ -31,18 +31,26 @@ _DEPENDENCY: Final = (
     r"([,?](singleton|[a-z]+(:[0-9]+(_([0-9]+|\*))?(\+[0-9]+)?)+))*"
 )
 _VERSION: Final = r"([0-9]{2})\.([0-9]{2})(\.[0-9]{1,3})?"
-_OPTION: Final = r"(?s)--([a-z][a-z0-9-]*)(=.*)?"
+_OPTION: Final = r"-([A-Za-z])|--([a-z][a-z0-9-]*)(.?)"
 _MAX_TASKS: Final = 10_000
 
 SET_BY_US: Final = frozenset({
     "account", "array", "chdir", "comment", "constraint", "cpus-per-task", "dependency", "error",
-    "exclude", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres", "job-name",
-    "mail-type", "mail-user", "mem", "mem-per-cpu", "mem-per-gpu", "no-kill", "no-requeue",
-    "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos",
-    "requeue", "reservation", "segment", "signal", "switches", "tasks-per-node", "test-only",
-    "time", "wait", "wrap",
+    "exclude", "exclusive", "export", "export-file", "get-user-env", "gpus", "gpus-per-node",
+    "gpus-per-socket", "gpus-per-task", "gres", "help", "job-name", "mail-type", "mail-user", "mem",
+    "mem-per-cpu", "mem-per-gpu", "no-kill", "no-requeue", "nodes", "ntasks", "ntasks-per-gpu",
+    "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "requeue",
+    "reservation", "segment", "signal", "switches", "tasks-per-node", "test-only", "time", "usage",
+    "version", "wait", "wrap",
 })  # fmt: skip
 """sbatch's options that have a key of their own, or that the arrangement depends on."""
+SHORT: Final = {
+    "A": "account", "C": "constraint", "D": "chdir", "G": "gpus", "J": "job-name", "N": "nodes",
+    "V": "version", "W": "wait", "a": "array", "c": "cpus-per-task", "d": "dependency",
+    "e": "error", "h": "help", "k": "no-kill", "n": "ntasks", "o": "output", "p": "partition",
+    "q": "qos", "t": "time", "u": "usage", "x": "exclude",
+}  # fmt: skip
+"""Their short forms (the manual of sbatch)."""
 
 
 def _time(value: Any) -> Any:
@@ -126,14 +134,15 @@ def _array(value: str) -> str:
 
 
 def _extra(value: str) -> str:
-    match = re.fullmatch(_OPTION, value)
-    if not match:
-        raise refuse("HF162", f"expected --option or --option=value, found {describe(value)}")
-    if match[1] in SET_BY_US:
-        raise refuse("HF162", f"--{match[1]} has a key of its own, or is not to be changed")
-    near = [name for name in SET_BY_US if name.startswith(match[1])]
+    match = re.match(_OPTION, value)
+    name = "" if match is None else match[2] or SHORT.get(match[1], "")
+    if name in SET_BY_US:
+        raise refuse("HF162", f"--{name} has a key of its own, or is not to be changed")
+    near = [known for known in SET_BY_US if name and known.startswith(name)]
     if near:  # getopt_long takes every unambiguous beginning
-        raise refuse("HF162", f"--{match[1]} may be read as --{min(near)}; write it out")
+        raise refuse("HF162", f"--{name} may be read as --{min(near)}; write it out")
+    if match is None or match[2] is None or match[3] not in ("", "="):
+        raise refuse("HF162", f"expected --option or --option=value, found {describe(value)}")
     return value
 
 
