@@ -4,6 +4,9 @@ Slurm aborts a whole step when one of its nodes reboots before it was known to b
 "Aborting, io error and missing step"), --no-kill or not. So nodes share no step as long as there
 are no more than MOST_STEPS of them. What is lost with a step is the memory of its agents; the
 others continue, and the node, which Slurm still counts to the job, joins them again.
+
+An srun that starts while the controller is away ("Unable to confirm allocation", "Unable to create
+step", "Socket timed out") has not begun, and loses nothing: it is started again.
 """
 
 from __future__ import annotations
@@ -38,6 +41,11 @@ LIVED_S: Final = 300.0
 """A step that lived so long begins anew with the shortest pause."""
 LONE_TRIES: Final = 3
 """So often all nodes are tried again while none runs; then the job ends, and is requeued."""
+AWAY_PAUSE_S: Final = 10.0
+"""Before an srun that could not reach the controller is started again."""
+AWAY_S: Final = 3600.0
+"""Then such an srun counts as lost. Ending the job any sooner would gain nothing: it takes the
+controller to requeue it."""
 _OF_ALL: Final = frozenset({EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP})
 """Codes that agents have from the coordinator: the job is over."""
 
@@ -51,6 +59,8 @@ class Step:
     began: float = 0.0
     lost: int = 0
     """How often in a row."""
+    away: float | None = None
+    """Since when its sruns have not reached the controller."""
     due: float = 0.0
     """When it is started again."""
 
@@ -153,8 +163,8 @@ class Steps:
                 step.process = None
                 self._code = max(self._code, code if code >= 0 else EXIT_FAILED)
                 ended.append((step, code))
-        for step, code in ended:
-            self._ended(step, code)
+        if ended:
+            self._see_to(ended)
         waiting = [step for step in self._steps if step.process is None]
         hopeless = all(step.process is None and step.lost > LONE_TRIES for step in self._steps)
         if waiting and (hopeless or self._over()):
@@ -165,12 +175,32 @@ class Steps:
                 command = command_of(self._command, step.nodes, again=step.lost > 0)
                 step.process, step.began = self._start(command), self._mono()
 
-    def _ended(self, step: Step, code: int) -> None:
+    def _see_to(self, ended: Sequence[tuple[Step, int]]) -> None:
         """Have what has ended without its agents' word started again, unless all is over."""
         exits, over = self._attempt.exits(), self._over()
-        silent = to_start_again(step.nodes, exits, over=over, allocated=None)
-        allocated = self._allocated() if silent else None
-        again = to_start_again(step.nodes, exits, over=over, allocated=allocated)
+
+        def to_start(step: Step, allocated: Collection[str] | None) -> tuple[str, ...]:
+            return to_start_again(step.nodes, exits, over=over, allocated=allocated)
+
+        silent = [to_start(step, None) for step, _ in ended]
+        allocated = self._allocated() if any(silent) else None
+        unreached: list[str] = []
+        for (step, code), nodes in zip(ended, silent, strict=True):
+            not_begun = code == EXIT_FAILED and nodes == step.nodes and allocated is None
+            step.away = (step.began if step.away is None else step.away) if not_begun else None
+            if step.away is not None and self._mono() - step.away < AWAY_S:
+                step.due = self._mono() + AWAY_PAUSE_S
+                unreached += nodes
+            else:
+                self._lost(step, code, nodes, to_start(step, allocated))
+        if unreached:
+            say(
+                f"{a_few(unreached)}: srun could not start the agents, and Slurm's controller does "
+                f"not answer; retrying in {AWAY_PAUSE_S:g} s"
+            )
+
+    def _lost(self, step: Step, code: int, silent: Sequence[str], again: tuple[str, ...]) -> None:
+        """Have a step started again on the nodes `again`, those `silent` ones that the job has."""
         if gone := [node for node in silent if node not in again]:
             say(f"{a_few(gone)}: lost, and no longer among the job's nodes")
         if not again:

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 IMAGE = "OURS=image THEIRS=image NCCL_DEBUG=image FROM_SHELL=image HOLDFAST_LEAD_S=image"
 SEEN = 'echo "in $0 $OURS $THEIRS $FROM_SHELL $HOLDFAST_LEAD_S" >>{log}; '
-VARIABLES = ("env.variables={OURS: job}", "env.inherit=[FROM_*]", "slurm.signal_lead_s=501")
 
 # pyxis adds options to srun, and its tasks see the image's files. Here the step's own mounts
 # are changed: scontrol is gone, as in any image of PyTorch, and python3 is another one.
@@ -71,13 +70,12 @@ def installed(tmp_path, slurm, name, text):
     return {"PATH": path, "FROM_SHELL": "shell"}
 
 
-def test_with_pyxis_a_lost_batch_host_is_noticed_outside_the_containers(slurm, plain, tmp_path):
-    sets = ("env.image=reg.io#torch:1", "slurm.container=pyxis", *VARIABLES)
+def test_a_lost_batch_host_is_noticed_outside_the_containers(slurm, plain, tmp_path):
+    sets = ("env.image=reg.io#torch:1", "slurm.container=pyxis")
     run = make_run(slurm, tmp_path, steps=STEPS, nodes=3, sets=sets)
     job = run.submit(env=installed(tmp_path, slurm, "srun", SRUN))
     run.wait_step(4)
-    seen = (tmp_path / "containers").read_text()
-    assert seen == "in reg.io#torch:1 job image shell 501\n" * 3, "the agents' step is in it"
+    assert (tmp_path / "containers").read_text().count("in reg.io#torch:1 ") == 3
     host = slurm.job(job).batch_host
     slurm.power_off(host)
     # The others finish the run; then a caretaker has the job started again, to end it.
@@ -86,10 +84,16 @@ def test_with_pyxis_a_lost_batch_host_is_noticed_outside_the_containers(slurm, p
     assert (run.path / "attempts" / f"{job}.0" / "caretaker.0").read_text().strip() != host
 
 
-def test_with_apptainer_the_variables_of_the_job_win(slurm, tmp_path):
-    sets = ("env.image=/images/torch.sif", "slurm.container=apptainer", *VARIABLES)
+@pytest.mark.parametrize(
+    ("runtime", "program", "text"),
+    [("pyxis", "srun", SRUN), ("apptainer", "apptainer", APPTAINER)],
+)
+def test_the_variables_of_the_job_win(slurm, tmp_path, runtime, program, text):
+    sets = (
+        "env={image: torch.sqsh, variables: {OURS: job}, inherit: [FROM_*]}",
+        f"slurm.container={runtime}",
+        "slurm.signal_lead_s=501",
+    )
     run = make_run(slurm, tmp_path, steps=2, nodes=1, sets=sets)
-    job = run.submit(env=installed(tmp_path, slurm, "apptainer", APPTAINER))
-    run.ended(job, "COMPLETED")
-    seen = (tmp_path / "containers").read_text()
-    assert seen == "in /images/torch.sif job image shell 501\n"
+    run.ended(run.submit(env=installed(tmp_path, slurm, program, text)), "COMPLETED")
+    assert (tmp_path / "containers").read_text() == "in torch.sqsh job image shell 501\n"

@@ -1,8 +1,11 @@
-"""Nodes that are back before Slurm has missed them."""
+"""Nodes and controllers that are back before Slurm, or the job, has missed them."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
+from cluster import until
 from jobs import STEPS, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -52,3 +55,24 @@ def test_one_node_reboots_then_all_do(slurm, plain, tmp_path):
     assert started["restored_from"] == "storage"
     assert started["resume_step"] >= saved
     assert slurm.job(job).restarts == 0
+
+
+def test_agents_are_started_once_a_controller_is_back_that_srun_found_away(slurm, tmp_path):
+    hold = tmp_path / "hold"
+    hold.touch()
+    sets = (f"slurm.setup=[while test -e {hold}; do sleep 0.1; done]",)
+    run = make_run(slurm, tmp_path, steps=2, nodes=1, sets=sets)
+    job = run.submit()
+    slurm.wait_state(job, "RUNNING")
+    seen, state = time.time(), slurm.dir / "state" / "job_state"
+    # What the controller has not written down yet it would not know any more.
+    until("the state is written", lambda: state.stat().st_mtime > seen, timeout_s=60)
+    log = run.path / "logs" / f"slurm-{job}.out"
+    slurm.kill_controller()
+    try:
+        hold.unlink()
+        run.until("srun fails twice", lambda: log.read_text().count("controller does not") >= 2)
+    finally:
+        slurm.start_controller()
+    assert run.ended(job, "COMPLETED").restarts == 0
+    assert not run.events("step.lost")

@@ -10,7 +10,15 @@ from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, Commit, Ended
 from launcher.backends.commands import Answer
 from launcher.node.attempt import Attempt
-from launcher.node.steps import LONE_TRIES, Steps, command_of, grouped, to_start_again
+from launcher.node.steps import (
+    AWAY_PAUSE_S,
+    AWAY_S,
+    LONE_TRIES,
+    Steps,
+    command_of,
+    grouped,
+    to_start_again,
+)
 from launcher.record.files import RunRecord
 
 
@@ -178,6 +186,53 @@ def test_all_lost_it_says_what_storage_has_and_gives_up_after_a_few_tries(world,
     assert world.serve(then=all_lost) == 137
     assert len(world.sruns) == 3 * (1 + LONE_TRIES)
     assert "checkpoint is step 40" in capsys.readouterr().err
+
+
+def lost_steps(world):
+    record = RunRecord(world.attempt.run_dir)
+    record.poll()
+    return [event for event in record.events if event.event == "step.lost"]
+
+
+def test_an_srun_that_finds_the_controller_away_is_started_until_it_is_back(world, capsys):
+    there, world.allocated = world.allocated, []
+
+    def turn():
+        if world.now < 20 * AWAY_PAUSE_S:
+            for srun in world.sruns:
+                srun.code = 1  # "Unable to confirm allocation for job 17"
+            return
+        world.allocated = there
+        for node in there:
+            world.ends(node, 0)
+
+    assert world.serve(then=turn) == 1
+    assert len(world.sruns) > 3 * (1 + LONE_TRIES)
+    assert not lost_steps(world)
+    said = capsys.readouterr().err
+    assert "n1, n2, n3" in said
+    assert "memory" not in said
+
+
+def test_a_controller_that_stays_away_ends_the_job_some_day(world):
+    world.allocated = []
+
+    def all_fail():
+        for srun in world.sruns:
+            srun.code = 1
+
+    assert world.serve(then=all_fail) == 1
+    assert AWAY_S < world.now < AWAY_S + 60
+    assert lost_steps(world)
+
+
+def test_a_controller_that_answers_does_not_hide_a_step_that_fails(world):
+    def all_fail():
+        for srun in world.sruns:
+            srun.code = 1  # as where the image cannot be pulled
+
+    assert world.serve(then=all_fail) == 1
+    assert len(world.sruns) == 3 * (1 + LONE_TRIES)
 
 
 def test_the_board_says_that_the_job_has_ended(world):
