@@ -19,7 +19,18 @@ from launcher.errors import HoldfastError
 from launcher.node.attempt import Attempt
 from launcher.node.say import say
 
-COMMANDS = ("begin", "beat", "steps", "agent", "watchdog", "end", "again", "pod", "save")
+COMMANDS = (
+    "begin",
+    "beat",
+    "steps",
+    "agent",
+    "watchdog",
+    "end",
+    "again",
+    "keep-off",
+    "pod",
+    "save",
+)
 HELD = {
     "steps": (signal.SIGUSR2,),  # asks to save: it may come early
     "agent": (signal.SIGUSR2,),
@@ -89,6 +100,10 @@ def _run(given: argparse.Namespace, more: Sequence[str]) -> int:  # noqa: PLR091
             from launcher.node.slurm import again
 
             return again(attempt)
+        case "keep-off":
+            from launcher.node.slurm import keep_off
+
+            return keep_off(attempt)
     from launcher.node.end import end, put_summary
 
     found = end(attempt, os.environ, given.code).code

@@ -272,9 +272,11 @@ def what_now(code: int, *, restart: str, stop_asked: bool, has_next: bool) -> tu
         has_next: a successor waits (chain).
 
     Returns:
-        Of `requeue`, `cancel` (this job) and `cancel-next`.
+        Of `requeue`, `cancel` (this job), `cancel-next`, and `keep-off`: of the successor.
     """
     if restart == "requeue" and not stop_asked:
         return ("requeue",)
+    if not has_next:
+        return ("cancel",)
     continues = code in REQUEUES and not stop_asked
-    return ("cancel",) if continues or not has_next else ("cancel-next", "cancel")
+    return ("keep-off" if continues else "cancel-next", "cancel")

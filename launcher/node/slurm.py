@@ -1,25 +1,38 @@
-"""`again`, and what a watchdog does in the script's place: the job is put back, or cancelled."""
+"""`again`, and what a watchdog does in the script's place: the job is put back, or cancelled.
+
+What continues, the same job or its successor, starts on no machine that the run has excluded. Slurm
+changes the nodes that a job leaves out (ExcNodeList) only while it waits. A job that is requeued
+does so at once, while its processes still end.
+"""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from launcher import stop_request
 from launcher.backends.commands import Commands, SystemCommands
-from launcher.backends.slurm.parse import of_scontrol, parse_scontrol
-from launcher.errors import TemporaryError
-from launcher.node.attempt import Attempt
-from launcher.node.decide import what_now
+from launcher.backends.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
+from launcher.backends.slurm.status_text import SCRIPT
+from launcher.errors import TemporaryError, UserError
+from launcher.node.attempt import Attempt, lineage, pasts
+from launcher.node.decide import a_few, what_now
 from launcher.node.end import end, put_summary
 from launcher.node.say import say
-from launcher.retries import insist
+from launcher.record.excluded import EXCLUSIONS, excluded_machines
+from launcher.record.files import events_named
+from launcher.retries import insist, retried
 
 TIMEOUT_S = 60.0
 LONGEST_PAUSE_S = 60.0
 KILLED_SOON_S = 300.0
 """A requeue ends the job's processes within this time."""
+UPDATE_S = 20.0
+"""Slurm kills what is left of a requeued job after KillWait, 30 s by default."""
+NOT_AVAILABLE = "node configuration is not available"
+"""sbatch, where a partition does not have the nodes (ESLURM_REQUESTED_NODE_CONFIG_UNAVAILABLE)."""
 
 
 def again(attempt: Attempt) -> int:
@@ -35,8 +48,19 @@ def again(attempt: Attempt) -> int:
     return 0
 
 
+def keep_off(attempt: Attempt) -> int:
+    """Keep the machines that the run has excluded off the successor of this job (restart: chain).
+
+    Returns:
+        0; it is no reason to end that they could not be.
+    """
+    carry_out(attempt, ["keep-off"], SystemCommands())
+    return 0
+
+
 def take_over(attempt: Attempt, env: Mapping[str, str]) -> None:
     """Do what the batch script would have done at its end: for the watchdog."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it before all is done
     found = end(attempt, env, None)
     acts = what_now(
         found.code,
@@ -83,11 +107,24 @@ def carry_out(
 
     def carry_out_one(act: str) -> bool:
         shown = answer(act, ["scontrol", "--oneliner", "show", "job", attempt.slurm_id])
-        job = next(map(of_scontrol, parse_scontrol(shown)), None)
+        fields = next(iter(parse_scontrol(shown)), {})
+        job = of_scontrol(fields)
         if job is None or job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:
             say(f"job {attempt.job_id} is {job.state if job else 'gone'}: nothing to {act}")
             return False
-        answer(act, argv[act])
+        off = []
+        if act in {"requeue", "keep-off"}:
+            left_out = fields.get("ExcNodeList", "").replace("(null)", "")
+            off = _to_leave_out(attempt, expand_nodes(left_out), commands)
+        if act in argv:
+            answer(act, argv[act])
+        if off:
+            whom = attempt.slurm_id if act == "requeue" else attempt.next_job()
+            update = ["scontrol", "update", f"JobId={whom}", f"ExcNodeList={','.join(off)}"]
+            try:
+                retried(partial(answer, "an update", update), for_s=UPDATE_S, sleep=sleep)
+            except TemporaryError as error:
+                say(f"job {whom} may start on excluded nodes ({a_few(off)}): {error}")
         return True
 
     return all(
@@ -100,3 +137,32 @@ def carry_out(
         )
         for act in acts
     )
+
+
+def _to_leave_out(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
+    """Return the nodes that what continues this job leaves out.
+
+    Args:
+        attempt: of the job.
+        listed: what the job leaves out itself.
+        commands: runs Slurm's.
+    """
+    begun = pasts(attempt.run_dir, lineage(attempt.run_dir, attempt.job_id))
+    since = begun[0].begun_unix if begun else 0.0
+    try:
+        events = events_named(attempt.run_dir, EXCLUSIONS, since_unix=since)
+    except UserError as error:
+        say(f"nobody knows which nodes are excluded: {error}")
+        return list(listed)
+    hosts = [each.host for each in excluded_machines(events, since_unix=since)]
+    new = [host for host in hosts if host not in listed]
+    if not new:
+        return list(listed)
+    off = [*listed, *new]
+    folder = attempt.run_dir.parent if attempt.array_task else attempt.run_dir
+    asked = ["sbatch", "--test-only", f"--exclude={','.join(off)}", str(folder / SCRIPT)]
+    if NOT_AVAILABLE in commands.run(asked, timeout_s=TIMEOUT_S).complaint:
+        say(f"{a_few(new)}: excluded, but there are not enough other nodes for the next start")
+        return list(listed)
+    say(f"{a_few(new)}: excluded, and left out at the next start")
+    return off

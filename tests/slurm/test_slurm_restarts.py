@@ -7,6 +7,8 @@ import json
 import pytest
 from jobs import STEPS, make_run
 
+from launcher.record.files import LauncherLog
+
 
 def shorten(run):
     """Have a run end soon whose first attempt has ended; return its number of steps.
@@ -78,3 +80,24 @@ def check_saved_where_it_stopped(run):
     resumed = next(e for e in run.events("trainer.started") if e["t_unix"] > ended_at)
     done = [e["step"] for e in run.events("step.completed") if e["t_unix"] < ended_at]
     assert resumed["resume_step"] == max(done), "saved at the step it was stopped at"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ["requeue", "chain"])
+def test_what_continues_starts_on_no_machine_that_the_run_has_excluded(slurm, tmp_path, how):
+    run = make_run(slurm, tmp_path, steps=10**6, nodes=1, sets=(f"slurm.restart={how}",))
+    job = run.submit("--exclude=n4")
+    run.wait_step(1)
+    bad = slurm.job(job).nodes
+    evicted = {"member": bad, "host": bad, "reason": "two failures"}
+    LauncherLog(run.path, "test").emit("member.evicted", node=bad, **evicted)
+    slurm.run("scancel", "--signal=USR2", "--batch", job)
+    run.until("the first attempt has ended", lambda: run.events("run.ended"))
+    shorten(run)
+    if how == "chain":
+        job = (run.path / "attempts" / f"{job}.0" / "next").read_text().strip()
+    run.ended(job, "COMPLETED")
+    assert slurm.job(job).nodes in {"n1", "n2", "n3"} - {bad}
+    shown = slurm.run("scontrol", "-o", "show", "job", job).stdout
+    assert f"ExcNodeList={','.join(sorted([bad, 'n4']))} " in shown.replace("n[3-4]", "n3,n4")

@@ -24,6 +24,7 @@ from launcher.node.__main__ import main
 from launcher.node.agent_process import agent_command
 from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.end import end
+from launcher.node.say import note
 from launcher.node.slurm import carry_out
 from launcher.node.watchdog import Watchdog
 
@@ -177,14 +178,19 @@ def answer(text="", code=0, err=""):
 class Controller:
     """Slurm's commands as a function: answers in turn, then the last one for ever."""
 
-    def __init__(self, *shown):
+    def __init__(self, *shown, **answers):
         self.shown, self.asked, self.slept = list(shown), [], []
+        self.answers = answers
 
     def run(self, command, *, timeout_s, stdin=""):
         self.asked.append(list(command))
         if command[1] == "--oneliner":
             return self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
-        return answer()
+        return self.answers.get(command[0] if command[0] != "scontrol" else command[1], answer())
+
+    @property
+    def updates(self):
+        return [command[2:] for command in self.asked if command[1] == "update"]
 
 
 def run_acts(attempt, controller, *acts):
@@ -215,6 +221,64 @@ def test_a_chain_ends_by_the_successor_first(attempt):
     assert run_acts(attempt, controller, "cancel-next", "cancel")
     said = [c for c in controller.asked if c[0] == "scancel"]
     assert said == [["scancel", "18"], ["scancel", "17"]]
+
+
+@pytest.fixture
+def excluding(attempt):
+    """An attempt whose job has excluded n2 and n4, and let n4 back in."""
+    write_json(attempt.dir / "begin.json", {"t_unix": time.time() - 60.0, "step": 4})
+    for name, host in (("evicted", "n2"), ("evicted", "n4"), ("readmitted", "n4")):
+        note(attempt, f"member.{name}", member=host, host=host, reason="two failures")
+    return attempt
+
+
+LEAVES_OUT = SHOWN + " ExcNodeList=n[8-9] MinCPUsNode=1"
+
+
+def test_a_requeued_job_leaves_out_what_the_run_has_excluded(excluding):
+    controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))
+    assert run_acts(excluding, controller, "requeue")
+    assert controller.updates == [["JobId=17", "ExcNodeList=n8,n9,n2"]]
+    # Slurm changes it of a job that waits, and this one does once it is requeued.
+    assert [c[1] for c in controller.asked[-2:]] == ["requeue", "update"]
+
+
+def test_the_successor_leaves_out_what_its_job_does_and_what_the_run_has_excluded(excluding):
+    (excluding.dir / "next").write_text("18\n")
+    controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))
+    assert run_acts(excluding, controller, "keep-off", "cancel")
+    assert controller.updates == [["JobId=18", "ExcNodeList=n8,n9,n2"]]
+    assert controller.asked[-1] == ["scancel", "17"]
+
+
+def test_what_an_earlier_submission_excluded_is_used_again(excluding):
+    write_json(excluding.dir / "begin.json", {"t_unix": time.time() + 60.0, "step": 4})
+    (excluding.dir / "next").write_text("18\n")
+    controller = Controller(answer(SHOWN.format("RUNNING", 1) + " ExcNodeList=(null)"))
+    assert run_acts(excluding, controller, "keep-off", "requeue")
+    assert controller.updates == []
+    controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))
+    assert run_acts(excluding, controller, "keep-off")
+    assert controller.updates == [["JobId=18", "ExcNodeList=n8,n9"]]
+
+
+def test_excluded_nodes_are_used_where_there_are_not_enough_others(excluding, capsys):
+    few = answer(code=1, err="allocation failure: Requested node configuration is not available")
+    controller = Controller(answer(SHOWN.format("RUNNING", 1)), sbatch=few)
+    assert run_acts(excluding, controller, "requeue")
+    assert controller.asked[-1] == ["scontrol", "requeue", "17"]
+    [asked] = [command for command in controller.asked if command[0] == "sbatch"]
+    assert asked[1:] == ["--test-only", "--exclude=n2", str(excluding.run_dir / "job.sbatch")]
+    assert "n2" in capsys.readouterr().err
+
+
+def test_a_job_is_requeued_all_the_same_if_slurm_refuses_the_update(excluding, capsys, monkeypatch):
+    monkeypatch.setattr(slurm, "UPDATE_S", 0.0)
+    denied = answer(code=1, err="Access/permission denied")
+    controller = Controller(answer(SHOWN.format("RUNNING", 1)), update=denied)
+    assert run_acts(excluding, controller, "requeue")
+    assert controller.updates == [["JobId=17", "ExcNodeList=n2"]]
+    assert "permission denied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("said", ["", "slurm_load_jobs error: garbage"])
