@@ -133,6 +133,7 @@ CODES: Final[dict[str, Code]] = {
         "Use one of those listed; double the braces for the text itself.",
     ),
     "HF504": Code("The network section does not fit a node.", "Fix interface, cidr or ports."),
+    "HF505": Code("A node lacks the fabric.", "Repair or exclude the node, or fix `fabric`."),
     "HF520": Code(
         "The run's secret cannot be made or used.", "Delete the file while no agent runs."
     ),

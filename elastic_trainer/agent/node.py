@@ -16,6 +16,7 @@ from elastic_trainer.agent.accelerators import healthy
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options
+from elastic_trainer.agent.fabric import check_fabric
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
@@ -50,10 +51,11 @@ def run(options: Options) -> int:
         The exit code: 0, 91, 92, 93, 94, or 1.
 
     Raises:
-        OptionsError: HF504, the network section does not fit this node.
+        OptionsError: HF504, the network section does not fit this node; HF505, nor does the fabric.
         StorageError: HF617, the run directory's file system lacks something.
     """
     address, ports = _network(options)
+    check_fabric(os.environ)
     options.shared_dir.mkdir(parents=True, exist_ok=True)
     probe_storage(options.shared_dir, is_data=options.only_data_is_shared)
     for note in options.notes:

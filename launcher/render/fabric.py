@@ -3,6 +3,9 @@
 For torch 2.9 and later. What NCCL finds out by itself is left out: since 2.21 it picks the
 RoCE v2 GID, and heartbeats, asynchronous error handling and dumps at a time-out are torch's
 defaults. `env.variables` come later and win.
+
+NCCL_NET, which keeps NCCL from falling back to TCP, is the name of one network. IB is NCCL's own,
+without plug-ins (IBext, SHARP): agents look for the adapters instead (HOLDFAST_FABRIC).
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from launcher.jobspec.spec import JobSpec
+
+FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
+"""Read by agents (elastic_trainer/agent/fabric.py)."""
 
 
 class Variable(NamedTuple):
@@ -34,17 +40,17 @@ class Fabric(NamedTuple):
 _FABRICS: Final[dict[str, tuple[Variable, ...]]] = {
     "none": (),
     "infiniband": (
-        Variable("NCCL_NET", "IB", "fail rather than crawl over TCP"),
         Variable("NCCL_IB_HCA", "mlx5", "the adapters to use"),
         Variable("NCCL_IB_TIMEOUT", "22", "live through a link that flaps: 17 s a try"),
     ),
     "roce": (
-        Variable("NCCL_NET", "IB", "fail rather than crawl over TCP"),
         Variable("NCCL_IB_HCA", "mlx5", "the adapters to use"),
         Variable("NCCL_IB_ROCE_VERSION_NUM", "2", "routable addresses only"),
         Variable("NCCL_IB_TIMEOUT", "22", "live through a link that flaps: 17 s a try"),
     ),
     "efa": (
+        # The plug-in's name up to 1.11, and taken by later ones.
+        Variable("NCCL_NET", "AWS Libfabric", "fail rather than crawl over TCP"),
         Variable("FI_PROVIDER", "efa", "libfabric must not take TCP"),
         Variable("FI_EFA_FORK_SAFE", "1", "workers are forked, and may fork"),
         Variable("FI_EFA_USE_HUGE_PAGE", "0", "huge pages do not survive a fork"),
@@ -78,6 +84,8 @@ def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
         found.append(
             Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "FSDP2 and TP overlap on more queues")
         )
+    if fabric.name != "none":
+        found.append(Variable(FABRIC_VARIABLE, fabric.name, "nodes without it do not start"))
     for variable in _FABRICS[fabric.name]:
         chosen = variable.name == "NCCL_IB_HCA" and fabric.devices is not None
         found.append(variable._replace(value=str(fabric.devices)) if chosen else variable)

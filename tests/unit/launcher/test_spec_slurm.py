@@ -148,17 +148,35 @@ def test_what_the_script_exports_wins_over_an_image(make_spec, runtime, told):
     assert "hf_ours" not in script(make_spec())
 
 
-def test_fabrics_are_for_gpus(make_spec):
-    def names(*sets):
-        spec = make_spec(*sets)
-        fabric = Fabric(name=spec.slurm.fabric, devices=None, cpus=None)
-        return {variable.name for variable in fabric_variables(spec, fabric)}
+def variables(spec):
+    fabric = Fabric(name=spec.slurm.fabric, devices=spec.slurm.fabric_devices, cpus=None)
+    return {variable.name: variable.value for variable in fabric_variables(spec, fabric)}
 
-    assert {"NCCL_NET", "NCCL_IB_HCA"} <= names("slurm.fabric=infiniband")
-    assert "FI_PROVIDER" in names("slurm.fabric=efa")
-    assert "NCCL_NET" not in names()
-    assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= names("network.interface=ib0")
-    assert names("cluster.gpu=cpu", "slurm.fabric=efa") == {"PYTHONFAULTHANDLER"}
+
+def test_fabrics_are_for_gpus(make_spec):
+    assert {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} <= set(
+        variables(make_spec("network.interface=ib0"))
+    )
+    on_cpus = variables(make_spec("cluster.gpu=cpu", "slurm.fabric=efa"))
+    assert set(on_cpus) == {"PYTHONFAULTHANDLER"}
+
+
+@pytest.mark.parametrize(
+    ("fabric", "set_"),
+    [
+        ("infiniband", {"NCCL_IB_HCA": "mlx5", "HOLDFAST_FABRIC": "infiniband"}),
+        ("roce", {"NCCL_IB_ROCE_VERSION_NUM": "2", "HOLDFAST_FABRIC": "roce"}),
+        ("efa", {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "efa", "HOLDFAST_FABRIC": "efa"}),
+        ("none", {}),
+    ],
+)
+def test_no_fabric_falls_back_to_tcp_or_shuts_plugins_out(make_spec, fabric, set_):
+    found = variables(make_spec(f"slurm.fabric={fabric}"))
+    assert set_.items() <= found.items()
+    assert {"NCCL_NET", "HOLDFAST_FABRIC"} & found.keys() == {
+        "NCCL_NET",
+        "HOLDFAST_FABRIC",
+    } & set_.keys()
 
 
 def test_the_example_of_the_page_is_a_job_file():

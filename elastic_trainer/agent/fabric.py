@@ -1,0 +1,143 @@
+"""Whether this node has the network that the job file names, before NCCL looks for it.
+
+NCCL takes TCP without a word where it finds no adapter, and a job that should take days takes
+weeks. NCCL_NET would forbid it, but it is the name of one network: IB means NCCL's own and shuts
+out plug-ins (IBext of HPC-X, and SHARP with it; `ncclNetInit` in src/plugin/net.cc). So the agent
+looks, where NCCL will: in the container. For EFA there is one plug-in, whose name NCCL_NET has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from elastic_trainer.agent.command.flags import OptionsError
+
+FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
+"""infiniband, roce or efa; set beside NCCL's variables."""
+VERBS: Final = "libibverbs.so.1"
+"""What NCCL loads to speak to adapters."""
+_LINK_LAYERS: Final = {"infiniband": "InfiniBand", "roce": "Ethernet"}
+
+
+class Port(NamedTuple):
+    """A port of an RDMA adapter."""
+
+    device: str
+    number: int
+    driver: str
+    link_layer: str
+    active: bool
+    usable: bool
+    """This process may open its adapter."""
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        state = "active" if self.active else "down"
+        closed = "" if self.usable else ", not to be opened"
+        return f"{self.device}:{self.number} ({self.link_layer}, {state}{closed})"
+
+
+def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VERBS) -> None:
+    """See that this node has the fabric that the job file names; none is named: nothing to see.
+
+    Args:
+        env: of the agent.
+        root: where sys and dev are.
+        verbs: the library that NCCL loads.
+
+    Raises:
+        OptionsError: HF505, what is missing.
+    """
+    fabric = env.get(FABRIC_VARIABLE, "none")
+    if fabric == "none":
+        return
+    found, wanted = ports(root), env.get("NCCL_IB_HCA", "")
+    if not any(serves(port, fabric, wanted) for port in found):
+        there = ", ".join(map(str, found)) or "none"
+        named = f" among NCCL_IB_HCA={wanted}" if wanted and fabric in _LINK_LAYERS else ""
+        raise OptionsError(
+            "HF505",
+            f"fabric: {fabric}, but this node has no active port of it{named} that can be opened; "
+            f"RDMA ports here: {there}; NCCL would use TCP without a word",
+        )
+    if fabric in _LINK_LAYERS:
+        try:
+            ctypes.CDLL(verbs)
+        except OSError as error:
+            raise OptionsError(
+                "HF505",
+                f"fabric: {fabric}, but NCCL's library for it cannot be loaded ({error}); install "
+                "libibverbs where the workers run",
+            ) from error
+
+
+def serves(port: Port, fabric: str, wanted: str) -> bool:
+    """Return whether NCCL can use a port for `fabric`. Pure.
+
+    Args:
+        port: one of this node's.
+        fabric: infiniband, roce or efa.
+        wanted: NCCL_IB_HCA: names or beginnings of names of adapters; empty: all.
+    """
+    if not (port.active and port.usable):
+        return False
+    if fabric == "efa":
+        return port.driver == "efa"
+    return port.link_layer == _LINK_LAYERS[fabric] and chosen(port, wanted)
+
+
+def chosen(port: Port, wanted: str) -> bool:
+    """Return whether NCCL_IB_HCA takes a port: [^][=]NAME[:PORT],... (NCCL's manual). Pure."""
+    names = wanted.removeprefix("^")
+    if not names.removeprefix("="):
+        return True
+    exact = names.startswith("=")
+
+    def is_meant(name: str, number: str) -> bool:
+        same = port.device == name if exact else port.device.startswith(name)
+        return same and number in ("", str(port.number))
+
+    listed = (item.partition(":")[::2] for item in names.removeprefix("=").split(",") if item)
+    return any(is_meant(*item) for item in listed) != wanted.startswith("^")
+
+
+def ports(root: Path) -> list[Port]:
+    """Return the ports of this machine's RDMA adapters, as /sys/class/infiniband shows them."""
+    opened = _openable(root)
+    return [
+        Port(
+            device=adapter.name,
+            number=int(port.name),
+            driver=Path(os.path.realpath(adapter / "device/driver")).name,
+            link_layer=_text(port / "link_layer"),
+            active=_text(port / "state").startswith("4:"),
+            usable=adapter.name in opened,
+        )
+        for adapter in sorted(_children(root / "sys/class/infiniband"))
+        for port in sorted(_children(adapter / "ports"))
+        if port.name.isdecimal()
+    ]
+
+
+def _openable(root: Path) -> set[str]:
+    """Return the adapters whose device this process may open: sysfs shows a container them all."""
+    return {
+        _text(folder / "ibdev")
+        for folder in _children(root / "sys/class/infiniband_verbs")
+        if os.access(root / "dev/infiniband" / folder.name, os.R_OK | os.W_OK)
+    }
+
+
+def _children(folder: Path) -> Iterable[Path]:
+    return folder.iterdir() if folder.is_dir() else ()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
