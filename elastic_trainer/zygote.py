@@ -12,7 +12,7 @@ workers and what they started, then itself.
 Messages are JSON objects, one a line. From the agent:
 
     {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
-     "cwd", "fresh", "count_steps"}
+     "cwd", "fresh", "count_steps", "cpus"}
     {"op": "kill"}                      SIGKILL to every worker and what it started
 
 and back:
@@ -27,6 +27,7 @@ and back:
 everything when the preloading failed or left threads behind, starts by exec: `how` is
 then `fresh` and `why` says why. With `error_log` stderr has a log of its own. With
 `count_steps` the optimizer's steps are the worker's progress, where torch was imported.
+`cpus` are those that the worker and what it starts run on, as 0-3,8; null: all of the zygote's.
 `status` is an exit code, or minus a signal's number.
 """
 
@@ -55,6 +56,7 @@ from typing import Any, NoReturn
 
 from elastic_trainer.children import adopt_orphans, children, kill_children, prctl
 from elastic_trainer.code_path import frozen_path
+from elastic_trainer.cpu_list import parse_cpus
 from elastic_trainer.no_threads import no_threads
 from elastic_trainer.stack_signal import answer_with_stacks
 
@@ -267,6 +269,7 @@ def _become_worker(
         for fd in close:
             os.close(fd)
         _redirect(request, fresh=fresh)
+        _bind(request.get("cpus"))
         os.chdir(request["cwd"])
         os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
         if fresh:
@@ -328,6 +331,18 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
         f"--- {now} epoch {request['epoch']} rank {env.get('RANK')} "
         f"local_rank {request['local_rank']} pid {os.getpid()} {how} ---\n"
     )
+
+
+def _bind(cpus: str | None) -> None:
+    """Run on these CPUs only, and say so in the worker's log."""
+    if cpus is None:
+        return
+    try:
+        os.sched_setaffinity(0, parse_cpus(cpus))
+        sys.stderr.write(f"--- on CPUs {cpus}, which are near the GPU ---\n")
+    except OSError as error:
+        # Slower at worst: others may have taken CPUs away from the job.
+        sys.stderr.write(f"cannot run on CPUs {cpus}: {error}\n")
 
 
 def _exec(request: dict[str, Any]) -> NoReturn:

@@ -1,49 +1,120 @@
-"""How many of this node's accelerators answer, without touching one: the driver's tool is asked."""
+"""This node's accelerators, without touching one: the driver's tool and sysfs are asked."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-QUERY = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
+from elastic_trainer.cpu_list import parse_cpus
+
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 30.0
 """A driver that does not answer within this time is broken."""
+DEVICES = Path("/sys/bus/pci/devices")
 
 
-def healthy(wanted: int, env: Mapping[str, str], query: Sequence[str] = QUERY) -> int:
-    """Return how many accelerators workers can use here, at most `wanted`.
+class Gpu(NamedTuple):
+    """A GPU that answers."""
 
-    Without the tool nobody knows, and workers have to find out. A GPU that has fallen off the
-    bus has no line in its answer, or the tool fails as a whole.
+    number: str
+    """Its index, as nvidia-smi counts: in the order of the bus."""
+    uuid: str
+    bus_id: str
+    """As nvidia-smi writes it: 00000000:4F:00.0."""
+
+
+def ask(query: Sequence[str] = QUERY) -> list[Gpu] | None:
+    """Return the GPUs of this machine that answer; None: the tool is not here, so nobody knows.
 
     Args:
-        wanted: workers of this node, one for each accelerator.
-        env: of the agent; CUDA_VISIBLE_DEVICES limits what workers see.
-        query: command that prints a line for each accelerator that answers.
+        query: command that prints a line with index, UUID and address on the bus for each.
     """
     if shutil.which(query[0]) is None:
-        return wanted
+        return None
     try:
         answer = subprocess.run(
             query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return min(wanted, count(answer.stdout, env.get("CUDA_VISIBLE_DEVICES")))
+        return []
+    return answering(answer.stdout)
 
 
-def count(answer: str, visible: str | None) -> int:
-    """Return how many of the accelerators that answered workers may see.
+def answering(answer: str) -> list[Gpu]:
+    """Return the GPUs of QUERY's answer. Pure.
+
+    A GPU that has fallen off the bus has no line in it, or one that says so, or the tool fails as
+    a whole.
+    """
+    rows = ([*map(str.strip, line.split(",")), "", ""][:3] for line in answer.splitlines())
+    return [Gpu(*row) for row in rows if row[0].isdecimal()]
+
+
+def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu | None]:
+    """Return what workers see, in the order of their local ranks. Pure.
 
     Args:
-        answer: lines with an index each; anything else is an accelerator that is in trouble.
-        visible: CUDA_VISIBLE_DEVICES; None: all. Indices, or names that are just counted.
+        gpus: those that answer.
+        visible: CUDA_VISIBLE_DEVICES; None: all. Indices, or UUIDs or beginnings of them.
+
+    Returns:
+        Of each device the GPU; None: it is another name, as of a part of a GPU (MIG).
     """
-    lines = {line.strip() for line in answer.splitlines()}
-    found = {line for line in lines if line.isdecimal()}
     if visible is None:
-        return len(found)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    named = [name for name in names if not name.isdecimal() or name in found]
-    return min(len(found), len(named))
+        return list(gpus)
+    by_number = {gpu.number: gpu for gpu in gpus}
+    found: list[Gpu | None] = []
+    for name in filter(None, map(str.strip, visible.split(","))):
+        if not name.isdecimal():
+            found.append(next((gpu for gpu in gpus if gpu.uuid.startswith(name)), None))
+        elif name in by_number:
+            found.append(by_number[name])
+    return found
+
+
+def healthy(wanted: int, gpus: Sequence[Gpu] | None, visible: str | None) -> int:
+    """Return how many accelerators workers can use here, at most `wanted`. Pure.
+
+    Args:
+        wanted: workers of this node, one for each accelerator.
+        gpus: those that answer; None: nobody knows, and workers have to find out.
+        visible: CUDA_VISIBLE_DEVICES; None: all.
+    """
+    return wanted if gpus is None else min(wanted, len(gpus), len(seen(gpus, visible)))
+
+
+def local_cpus(
+    gpus: Sequence[Gpu | None], allowed: Collection[int], devices: Path = DEVICES
+) -> list[frozenset[int] | None]:
+    """Return the CPUs on which the worker of each GPU runs: those near it.
+
+    Workers of GPUs that share their CPUs share the set.
+
+    Args:
+        gpus: by local rank.
+        allowed: CPUs that this process may use.
+        devices: of the PCI bus, in sysfs.
+
+    Returns:
+        Of each GPU a set; None: all that are allowed, because the machine has one NUMA node or does
+        not say, or because the job has fewer CPUs near the GPUs than there are workers for them.
+    """
+    sets = [frozenset(allowed) & _near(gpu, devices) for gpu in gpus]
+    workers = Counter(sets)
+    return [near if workers[near] <= len(near) < len(frozenset(allowed)) else None for near in sets]
+
+
+def _near(gpu: Gpu | None, devices: Path) -> frozenset[int]:
+    """Return the CPUs of a GPU's NUMA node; none: not known."""
+    if gpu is None:
+        return frozenset()
+    domain, _, rest = gpu.bus_id.lower().partition(":")
+    try:
+        path = devices / f"{int(domain, 16):04x}:{rest}" / "local_cpulist"
+        return parse_cpus(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return frozenset()

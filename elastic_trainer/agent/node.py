@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.accelerators import healthy
+from elastic_trainer.agent.accelerators import Gpu, ask, healthy, local_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options
@@ -35,6 +36,7 @@ from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
+from elastic_trainer.cpu_list import cpu_list
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.name_service import ask_for_a_name
 from elastic_trainer.script_steps import WRITER
@@ -42,6 +44,7 @@ from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL
 from elastic_trainer.storage_probe import probe_storage
 
 AUTHENTICATE_S = 5.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def run(options: Options) -> int:
@@ -81,13 +84,14 @@ def run(options: Options) -> int:
         keeper = _keeper(options, scratch, address, ports, secret=secret)
         keeper.start()
         stack.callback(keeper.close)
+        gpus = ask() if options.accelerators else None
         # At once: a node that dies while it warms up is then known to be dead.
         rendezvous = _join(
-            options, address, ports, secret=secret, keeper=keeper, log=log, waker=waker
+            options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
         )
         stack.callback(rendezvous.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch, secret_dir),
+            _agent_config(options, rendezvous, scratch, secret_dir, _cpus(gpus)),
             worker_spec(
                 rendezvous,
                 task.target,
@@ -164,6 +168,7 @@ def _join(
     options: Options,
     address: str,
     ports: range,
+    gpus: Sequence[Gpu] | None,
     *,
     secret: Secret,
     keeper: Keeper,
@@ -186,7 +191,7 @@ def _join(
             ),
             node=options.node,
             host=options.host,
-            workers=healthy(workers, os.environ) if options.accelerators else workers,
+            workers=healthy(workers, gpus, os.environ.get(_VISIBLE)),
             snapshot_port=keeper.port,
             domain=options.failure_domain,
             ready=False,
@@ -218,12 +223,23 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
     )
 
 
+def _cpus(gpus: Sequence[Gpu] | None) -> tuple[str | None, ...]:
+    """Return the CPUs of each worker, by local rank; none: they run anywhere."""
+    near = local_cpus(seen(gpus or (), os.environ.get(_VISIBLE)), os.sched_getaffinity(0))
+    return tuple(None if cpus is None else cpu_list(cpus) for cpus in near)
+
+
 def _agent_config(
-    options: Options, rendezvous: HoldfastRendezvous, scratch: Scratch, secret_dir: Path
+    options: Options,
+    rendezvous: HoldfastRendezvous,
+    scratch: Scratch,
+    secret_dir: Path,
+    cpus: tuple[str | None, ...],
 ) -> AgentConfig:
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
+        cpus=cpus,
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         secret_dir=secret_dir,

@@ -62,6 +62,7 @@ def test_agents_are_started_once_a_controller_is_back_that_srun_found_away(slurm
     job = run.submit()
     slurm.wait_state(job, "RUNNING")
     log = run.path / "logs" / f"slurm-{job}.out"
+    run.until("the script has begun", log.exists)
     slurm.run("scontrol", "shutdown", "slurmctld")  # it writes down what it knows
     try:
         hold.unlink()

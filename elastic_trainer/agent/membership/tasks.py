@@ -48,6 +48,8 @@ class Launch:
     """Of stderr; None: it goes to `log` too."""
     args: tuple[str, ...] | None = None
     """Those of this epoch; None: the task's."""
+    cpus: str | None = None
+    """CPUs to run on, as 0-3,8; None: all of the agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,7 @@ def _launch(
         log=config.log_dir / f"{worker.global_rank}.log",
         heartbeat=heartbeat,
         error_file=error_file,
+        cpus=dict(enumerate(config.cpus)).get(worker.local_rank),
     )
 
 

@@ -45,6 +45,8 @@ class AgentConfig:
     me: Member
     workers: int
     """Per node."""
+    cpus: tuple[str | None, ...] = ()
+    """By local rank: CPUs that the worker runs on, as 0-3,8; None or no entry: all."""
     scratch: Path
     """Directory in memory, for heartbeats and error files."""
     log_dir: Path

@@ -143,6 +143,7 @@ class Workers:
                     "log": str(launch.log),
                     "error_log": str(launch.error_log) if launch.error_log else None,
                     "count_steps": self.task.count_steps,
+                    "cpus": launch.cpus,
                 }
             )
         self._flush()

@@ -81,6 +81,23 @@ def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
     assert (bench.tmp_path / "logs" / "0" / "n1" / "3.log").exists()
 
 
+def test_each_local_rank_has_its_cpus(bench: Bench) -> None:
+    one = min(os.sched_getaffinity(0))
+    bench.config["cpus"] = (None, str(one))
+    bench.env["CHILD_ACT"] = "train 1"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+        m.no_more_reports()
+
+    bench.run(script)
+    logs = bench.tmp_path / "logs" / "0" / "n1"
+    told = [f"on CPUs {one}," in (logs / f"{rank}.log").read_text() for rank in (0, 1)]
+    assert told == [False, True]
+
+
 def test_saves_and_leaves_when_asked(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -126,6 +127,26 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert (begin, rest) == ("---", f"epoch 3 rank 0 local_rank 0 pid {started.pid} forked ---")
     assert abs(datetime.fromisoformat(began).timestamp() - time.time()) < 300
     assert said == "child does exit 0"
+
+
+@pytest.mark.parametrize("kind", ["main", "command"])
+def test_a_worker_runs_on_the_cpus_it_is_given(tmp_path: Path, kind: str) -> None:
+    one = max(os.sched_getaffinity(0))
+    text = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
+    (tmp_path / "shows.py").write_text(f"def main():\n    {text}\n    return 0\n")
+    target, args = ("shows", ()) if kind == "main" else (sys.executable, ("-c", text))
+    task = Task(kind=kind, target=target, args=args, cwd=str(tmp_path))
+    env = {**base_env(), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
+    group = Workers(task, env=env)
+    try:
+        group.launch(1, [replace(launch(tmp_path), cpus=str(one)), launch(tmp_path, 1)])
+        until_exited(group, 2)
+    finally:
+        group.close()
+    bound, free = ((tmp_path / "logs" / f"{i}.log").read_text() for i in (0, 1))
+    assert f"[{one}]" in bound
+    assert f"CPUs {one}," in bound
+    assert f"{sorted(os.sched_getaffinity(0))}" in free
 
 
 AGENT = """
