@@ -24,10 +24,22 @@ _FIELD = re.compile(
 _LOCAL_RANK = "${local_rank}"
 
 
+def names_in(args: Sequence[str]) -> list[str]:
+    """Return the names in braces, in order, once each."""
+    found = (match["name"] for text in args for match in _FIELD.finditer(text))
+    return list(dict.fromkeys(name for name in found if name))
+
+
 def unknown_names(args: Sequence[str]) -> list[str]:
     """Return the names in braces that nothing is known to fill, in order, once each."""
-    found = (match["name"] for text in args for match in _FIELD.finditer(text))
-    return list(dict.fromkeys(name for name in found if name and name not in NAMES))
+    return [name for name in names_in(args) if name not in NAMES]
+
+
+def preset(args: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
+    """Return `args` with the names of `values` filled in; all else stays for `fill`."""
+    return tuple(
+        _FIELD.sub(lambda match: values.get(match["name"] or "", match[0]), text) for text in args
+    )
 
 
 def explain(name: str) -> str:

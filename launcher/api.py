@@ -1,23 +1,29 @@
-"""What programs may use of the launcher: load, plan, render, submit.
+"""What programs may use of the launcher; its commands use the same.
 
-    from launcher.api import load_job, plan, render, submit
+    import holdfast
 
-    job = load_job("job.yaml", ["train.steps=500"])
-    print(plan(job).ladder.rungs[0].layout.label)
-    print(render(job, to="slurm")["job.sbatch"])
-    submitted = submit("job.yaml", to="slurm")
+    job = holdfast.load_job("job.yaml", ["train.steps=500"])
+    print(holdfast.plan(job).ladder.rungs[0].layout.label)
+    print(holdfast.render(job, to="slurm")["job.sbatch"])
+    run = holdfast.submit(job, to="slurm")
+    print(run.result()["final_loss"])
 
-Problems of the job file are a launcher.errors.UserError, with all of them in `problems`.
+What is wrong with a job is a UserError, with all of it in `problems`. A platform that is away, or
+answers garbage, is a PlatformError: TemporaryError where the same call may succeed later.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from launcher.errors import HoldfastError
 from launcher.jobspec.reading import load_spec as load_job
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan, plan
@@ -25,9 +31,27 @@ from launcher.render.bundle import Bundle
 from launcher.targets import target_named
 
 if TYPE_CHECKING:
-    from launcher.ops.submitting.submit import Submitted
+    from launcher.backends.base import Backend
+    from launcher.ops.runs import Run as Found
+    from launcher.ops.submitting.cancelling import Cancelled
+    from launcher.ops.submitting.resume import Restarted, Resumed
+    from launcher.ops.watching.follow_logs import Line
+    from launcher.ops.watching.run_status import RunStatus
+    from launcher.ops.watching.why import Why
 
-__all__ = ["load_job", "plan", "render", "submit"]
+__all__ = [
+    "FailedRunError",
+    "Run",
+    "load_job",
+    "open_run",
+    "plan",
+    "render",
+    "submit",
+    "submit_sweep",
+]
+
+Say = Callable[[str], None]
+"""Shows progress, a line each."""
 
 
 def render(
@@ -36,7 +60,6 @@ def render(
     *,
     to: str = "slurm",
     run_dir: str | Path | None = None,
-    base_dir: str | Path | None = None,
     python: str | None = None,
 ) -> Bundle:
     """Return what would be submitted: file name, relative to the run directory -> text.
@@ -48,7 +71,6 @@ def render(
         planned: from `plan`; None: made here.
         to: the platform: slurm, pytorchjob, jobset, trainjob or local.
         run_dir: where the files will lie; None: ./runs/<name>.
-        base_dir: folder that relative paths of the job are relative to; None: the job file's.
         python: interpreter with holdfast on the nodes, where the job names none; None: this one.
 
     Raises:
@@ -60,40 +82,261 @@ def render(
         planned or plan(job),
         run_id=where.name,
         run_dir=where,
-        base_dir=base_dir or Path(job.source.file).absolute().parent,
+        base_dir=job.folder,
         python=python or sys.executable,
     )
 
 
 def submit(
-    job: str | Path,
+    job: str | Path | Mapping[str, Any] | JobSpec,
     *,
     to: str = "slurm",
     sets: Sequence[str] = (),
-    sweep: Sequence[str] = (),
     run_dir: str | Path | None = None,
-) -> Submitted:
-    """Submit a job file as `holdfast submit` does: all or nothing.
+) -> Run:
+    """Submit a job as `holdfast submit` does: all or nothing.
 
     Args:
-        job: path of the job file.
+        job: what `load_job` takes, or returns.
         to: the platform: slurm, pytorchjob, jobset, trainjob or local.
         sets: overrides, as `train.steps=50`.
-        sweep: `KEY=V1,V2`; every combination is a task of one array.
         run_dir: None: ./runs/<name>-<time>.
 
-    Returns:
-        The job's id and the run directories.
-
     Raises:
-        UserError: the job file, or what the platform refuses.
+        UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
+    [run] = _submit(job, to, sets, (), run_dir)
+    return run
+
+
+def submit_sweep(
+    job: str | Path | Mapping[str, Any] | JobSpec,
+    sweep: Mapping[str, Sequence[Any]],
+    *,
+    to: str = "slurm",
+    sets: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+) -> list[Run]:
+    """Submit one run for every combination of values, as tasks of an array.
+
+    Args:
+        job: what `load_job` takes, or returns.
+        sweep: key -> its values, as {"train.optimizer.lr": [1e-4, 3e-4]}.
+        to: a platform that has arrays: slurm.
+        sets: overrides for all of them.
+        run_dir: None: ./runs/<name>-<time>; task i runs in its folder i.
+
+    Returns:
+        The runs, the last key's values changing fastest.
+
+    Raises:
+        UserError: what is wrong with the job, or what the platform refuses.
+        PlatformError: the platform is away, or answers garbage.
+    """
+    texts = [f"{key}={','.join(map(_value, values))}" for key, values in sweep.items()]
+    return _submit(job, to, sets, texts, run_dir)
+
+
+def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
+    """Return a run by its path, its name in `folder`, the beginning of one, or its job's id.
+
+    Raises:
+        UserError: HF613 there is none; HF651 several; HF206 its platform is not known here.
+    """
+    from launcher.ops.runs import find_run
+
+    return Run(find_run(str(name), Path(folder)))
+
+
+class FailedRunError(HoldfastError):
+    """A run has ended before its last step; `why` says why, with the evidence."""
+
+    def __init__(self, why: Why) -> None:
+        super().__init__("\n".join(why.lines()))
+        self.why = why
+
+
+class Run:
+    """A run and its platform; `submit` and `open_run` return one.
+
+    Each method asks the platform, and raises a PlatformError where that does not answer, but for
+    `status`, which says so.
+    """
+
+    def __init__(self, submitted: Found, backend: Backend | None = None) -> None:
+        """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
+        from launcher.ops.watching.run_status import target_of
+
+        self.target = target_of(submitted)
+        self.submitted = submitted
+        self.backend = backend or target_named(self.target).load_backend()
+
+    def __repr__(self) -> str:
+        """Return what a notebook shows."""
+        return f"Run({str(self.path)!r}, {self.target} job {self.job_id})"
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.submitted.path
+
+    @property
+    def shown(self) -> str:
+        """How it was named."""
+        return self.submitted.shown
+
+    @property
+    def job_id(self) -> str | None:
+        """The platform's name of the job that carries the run now; None: it has none."""
+        from launcher.ops.runs import current_job
+
+        return current_job(self.submitted).id or None
+
+    def status(self) -> RunStatus:
+        """Return where the run stands: `state`, the platform's word, the run's own record."""
+        from launcher.ops.watching.run_status import run_statuses
+
+        [status] = run_statuses([self.submitted], {self.target: self.backend})
+        return status
+
+    def why(self) -> Why:
+        """Return why the run is where it is: why it waits, or what failed first."""
+        from launcher.ops.watching.why import explain
+
+        status = self.status()
+        return explain(status, self.backend.output_files(status.job), now_unix=time.time())
+
+    def wait(self, timeout_s: float | None = None) -> RunStatus:
+        """Wait until the run has ended, over all its requeues; return its status then.
+
+        Raises:
+            TimeoutError: it has not within so many seconds; it continues.
+        """
+        from launcher.ops.watching.watch import Watch
+
+        Watch(run=self.submitted, backend=self.backend, say=_nothing).wait(timeout_s)
+        return self.status()
+
+    def result(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait until the run has done its last step; return its summary (summary.json).
+
+        Raises:
+            FailedRunError: it has ended before.
+            TimeoutError: it has not ended within so many seconds; it continues.
+        """
+        from launcher.backends.base import JobState
+        from launcher.ops.summary_file import current_summary
+
+        if self.wait(timeout_s).state is not JobState.DONE:
+            raise FailedRunError(self.why())
+        return current_summary(self.path)[0]
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        ranks: Collection[int] | None = (),
+        nodes: Collection[str] = (),
+        since_unix: float | None = None,
+        pattern: re.Pattern[str] | None = None,
+        say: Say | None = None,
+    ) -> Iterator[Line]:
+        """Yield the lines of the run's logs, across its attempts.
+
+        Args:
+            follow: wait for more until the run has ended.
+            ranks: workers' logs; None: of all. Without ranks and nodes: the job's own output,
+                rank 0, and events.
+            nodes: of these only; without ranks their agents' logs.
+            since_unix: omit what is certainly older.
+            pattern: omit lines in which it is not found.
+            say: shows what the platform does with the job, while it is followed.
+        """
+        from launcher.ops.fetching import fetched
+        from launcher.ops.runs import current_job
+        from launcher.ops.watching.follow_logs import LineFilter, LogReader, Selection
+        from launcher.ops.watching.watch import Watch
+
+        reader = LogReader(
+            self.path,
+            Selection(frozenset(ranks or ()), frozenset(nodes), every_rank=ranks is None),
+            lambda: self.backend.output_files(current_job(self.submitted)),
+            LineFilter(since_unix=since_unix, pattern=pattern),
+        )
+        if follow:
+            watch = Watch(run=self.submitted, backend=self.backend, say=say or _nothing)
+            for lines in watch.logs(reader):
+                yield from lines
+            return
+        fetched(self.backend, current_job(self.submitted))
+        reader.look()
+        yield from reader.poll(last=True)
+
+    def cancel(self, *, save: bool = False, say: Say | None = None) -> Cancelled:
+        """End the run; only `resume` starts it again.
+
+        Args:
+            save: let the workers save first, and wait for that.
+            say: shows how far that is.
+
+        Raises:
+            UserError: HF612 the run directory cannot be written.
+        """
+        from launcher.ops.submitting.cancelling import Canceller, save_time_s
+
+        canceller = Canceller(
+            run=self.submitted,
+            backend=self.backend,
+            say=say or _nothing,
+            wait_s=save_time_s(self.path),
+        )
+        return canceller.cancel(save=save)
+
+    def resume(
+        self, *, upgrade: bool = False, all_nodes: bool = False, sets: Sequence[str] = ()
+    ) -> Resumed:
+        """Submit the run again: it resumes from its newest checkpoint.
+
+        Args:
+            upgrade: freeze code and environment anew.
+            all_nodes: use nodes again that were excluded since the last submission.
+            sets: what it asks of its platform otherwise from now on, as `slurm.time=1-00:00:00`.
+
+        Raises:
+            UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change
+                more.
+        """
+        from launcher.ops.submitting.resume import resume
+
+        done = resume(
+            self.submitted, self.backend, upgrade_code=upgrade, all_nodes=all_nodes, sets=sets
+        )
+        self.submitted = done.run
+        return done
+
+    def restart(self, *, say: Say | None = None) -> Restarted:
+        """Let the run save and start again, on as many nodes as it was submitted with."""
+        from launcher.ops.runs import find_run
+        from launcher.ops.submitting.resume import restart
+
+        done = restart(self.submitted, self.backend, say=say or _nothing)
+        self.submitted = replace(find_run(str(self.path), self.path.parent), shown=self.shown)
+        return done
+
+
+def _submit(
+    job: str | Path | Mapping[str, Any] | JobSpec,
+    to: str,
+    sets: Sequence[str],
+    sweep: Sequence[str],
+    run_dir: str | Path | None,
+) -> list[Run]:
     from launcher.ops.submitting.submit import prepare
     from launcher.ops.submitting.submit import submit as submit_prepared
 
     prepared = prepare(
-        str(job),
+        job,
         target=to,
         stamp=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
         python=sys.executable,
@@ -101,4 +344,16 @@ def submit(
         sweep=sweep,
         run_dir=None if run_dir is None else Path(run_dir),
     )
-    return submit_prepared(prepared, target_named(to).load_backend())
+    backend = target_named(to).load_backend()
+    return [Run(found, backend) for found in submit_prepared(prepared, backend).runs]
+
+
+def _value(value: object) -> str:
+    """Return a value as --sweep takes it: JSON, so that its type is kept."""
+    import json
+
+    return json.dumps(value)
+
+
+def _nothing(_: str) -> None:
+    pass

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 def build_wheel(folder: Path) -> Path:
     """Return the wheel of this checkout, built in `folder`."""
     source = folder / "source"
-    for package in ("launcher", "elastic_trainer"):
+    for package in ("holdfast", "launcher", "elastic_trainer"):
         shutil.copytree(ROOT / package, source / package, symlinks=True)
     shutil.copytree(ROOT / "slurm", source / "slurm")  # the package links to its template
     for file in ("pyproject.toml", "README.md", "LICENSE"):

@@ -34,20 +34,11 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     cancelled anyway, and the newest checkpoint counts. Exit code 1: --save left no newer state
     on storage.
     """
-    from launcher.ops.runs import find_run
-    from launcher.ops.submitting.cancelling import Canceller, save_time_s
-    from launcher.ops.watching.run_status import make_backends, target_of
+    from launcher.api import open_run
 
     try:
-        found = find_run(run, runs)
-        target = target_of(found)
-        canceller = Canceller(
-            run=found,
-            backend=make_backends([target])[target],
-            say=lambda text: click.echo(text, err=True),
-            wait_s=save_time_s(found.path),
-        )
-        result = canceller.cancel(save=save)
+        found = open_run(run, runs)
+        result = found.cancel(save=save, say=lambda text: click.echo(text, err=True))
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     state = str(result.status.state)
@@ -74,7 +65,7 @@ def cancel(*, run: str, runs: Path, save: bool, as_json: bool) -> int:
     if result.unsaved:
         click.echo(f"saving failed: {result.unsaved}")
     if not result.status.state.is_final and result.status.words:
-        click.echo(f"{target}: {result.status.words}")
+        click.echo(f"{found.target}: {result.status.words}")
     if not result.was_over and result.code != 0:
         click.echo(f"resume it with: holdfast submit --resume {found.shown}")
     return EXIT_DONE if good else EXIT_FAILED

@@ -54,43 +54,25 @@ def logs(
     An event has its own time. A log line has the time it begins with, else the time of its
     arrival (with -f) or that of the line before. --since omits what is certainly older.
     """
-    from launcher.ops.runs import current_job, find_run
-    from launcher.ops.watching.follow_logs import Line, LineFilter, LogReader, Selection
-    from launcher.ops.watching.run_status import make_backends, run_statuses, target_of
-    from launcher.ops.watching.watch import Watch
+    from launcher.api import open_run
 
-    def show(lines: list[Line]) -> None:
+    try:
+        found = open_run(run, runs)
+        lines = found.logs(
+            follow=follow,
+            ranks=None if "all" in ranks else [_rank(rank) for rank in ranks],
+            nodes=nodes,
+            since_unix=None if since is None else _since(since, time.time()),
+            pattern=None if pattern is None else _pattern(pattern),
+            say=lambda text: click.echo(f"-- {text}", err=True),
+        )
         for line in lines:
             before = f"{_clock(line.t_unix)} " if timestamps else ""
             click.echo(f"{before}{line.label}: {line.text}")
-
-    try:
-        selection = Selection(
-            ranks=frozenset(_rank(rank) for rank in ranks if rank != "all"),
-            nodes=frozenset(nodes),
-            every_rank="all" in ranks,
-        )
-        only = LineFilter(
-            since_unix=None if since is None else _since(since, time.time()),
-            pattern=None if pattern is None else _pattern(pattern),
-        )
-        found = find_run(run, runs)
-        backend = make_backends([target_of(found)])[target_of(found)]
-        reader = LogReader(
-            found.path, selection, lambda: backend.output_files(current_job(found)), only
-        )
-        if follow:
-            watch = Watch(
-                run=found, backend=backend, say=lambda text: click.echo(f"-- {text}", err=True)
-            )
-            watch.logs(reader, show)
-        else:
-            # The platform is asked, and the files are fetched: what is wrong comes last.
-            [status] = run_statuses([found], {target_of(found): backend})
+        if not follow:  # what is wrong comes last
+            status = found.status()
             if status.problem:
                 click.echo(status.problem, err=True)
-            reader.look()
-            show(reader.poll(last=True))
             for finding in status.findings(time.time()):
                 click.echo(f"-- warning: {finding}", err=True)
     except UserError as error:

@@ -34,16 +34,11 @@ def restart(*, run: str, runs: Path, as_json: bool) -> int:
     `slurm.restart: requeue`); elsewhere the job is cancelled with a save and submitted again.
     Exit code 1: it did not save within the time planned, and still runs.
     """
-    from launcher.ops.runs import find_run
-    from launcher.ops.submitting.resume import restart as restart_run
-    from launcher.ops.watching.run_status import make_backends, target_of
+    from launcher.api import open_run
 
     try:
-        found = find_run(run, runs)
-        target = target_of(found)
-        result = restart_run(
-            found, make_backends([target])[target], say=lambda text: click.echo(text, err=True)
-        )
+        found = open_run(run, runs)
+        result = found.restart(say=lambda text: click.echo(text, err=True))
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     good = result.job is not None or result.done
@@ -65,5 +60,5 @@ def restart(*, run: str, runs: Path, as_json: bool) -> int:
         click.echo(f"{found.shown} has not saved in time and runs on; {saved}", err=True)
     else:
         how = "is back in the queue" if result.requeued else "is submitted again"
-        click.echo(f"{found.shown} {how}: {target} job {result.job.id}, {saved}")
+        click.echo(f"{found.shown} {how}: {found.target} job {result.job.id}, {saved}")
     return EXIT_DONE if good else EXIT_FAILED

@@ -24,8 +24,9 @@ from launcher.cli.common import (
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
+    from launcher.api import Run
     from launcher.backends.base import Backend
-    from launcher.ops.runs import Run
+    from launcher.ops.runs import Run as Found
     from launcher.ops.submitting.submit import Prepared
     from launcher.record.excluded import ExcludedMachine
 
@@ -144,6 +145,7 @@ def _submit(
     watch: bool,
     as_json: bool,
 ) -> int:
+    from launcher.api import Run
     from launcher.ops.submitting import submit as ops
     from launcher.ops.watching.run_status import make_backends
 
@@ -175,7 +177,7 @@ def _submit(
         if not watch:
             many_runs = f"list --runs {done.run_dir}"
             click.echo(f"next: holdfast {many_runs if many else f'status {done.runs[0].path}'}")
-    return _watch(done.runs[0], backend) if watch and len(done.runs) == 1 else EXIT_DONE
+    return _watch(Run(done.runs[0], backend)) if watch and len(done.runs) == 1 else EXIT_DONE
 
 
 def _resume(
@@ -187,19 +189,17 @@ def _resume(
     watch: bool,
     as_json: bool,
 ) -> int:
-    from launcher.ops.runs import find_run, find_sweep
-    from launcher.ops.submitting import resume as ops
-    from launcher.ops.watching.run_status import make_backends, target_of
+    from launcher.api import open_run
+    from launcher.ops.runs import find_sweep
 
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
         _refuse_with("--resume of a sweep", {"--set": sets})
         return _resume_sweep(sweep, upgrade=upgrade, all_nodes=all_nodes, as_json=as_json)
-    run = find_run(name, Path("runs"))
-    target = target_of(run)
-    backend = make_backends([target])[target]
-    _say_ignored(backend)
-    done = ops.resume(run, backend, upgrade_code=upgrade, all_nodes=all_nodes, sets=sets)
+    run = open_run(name)
+    target = run.target
+    _say_ignored(run.backend)
+    done = run.resume(upgrade=upgrade, all_nodes=all_nodes, sets=sets)
     if as_json:
         job_id = None if done.job is None else done.job.id
         answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded}
@@ -211,7 +211,7 @@ def _resume(
         for line in ["nothing has changed"] if done.upgraded == [] else done.upgraded or []:
             click.echo(line)
         _say_without(done.without, target)
-    return _watch(done.run, backend) if watch and done.job is not None else EXIT_DONE
+    return _watch(run) if watch and done.job is not None else EXIT_DONE
 
 
 def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
@@ -294,26 +294,23 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def _watch(run: Run, backend: Backend) -> int:
+def _watch(run: Run) -> int:
     """Show the run's progress until it has ended."""
     from rich.console import Console
 
     from launcher.backends.base import JobState
     from launcher.ops.views import LiveView, PlainView
-    from launcher.ops.watching.run_status import run_statuses, target_of
     from launcher.ops.watching.watch import Watch
-    from launcher.ops.watching.why import explain
 
     view = LiveView(Console(file=sys.stderr)) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:
-        Watch(run=run, backend=backend, say=view.note).progress(view)
+        Watch(run=run.submitted, backend=run.backend, say=view.note).progress(view)
     except KeyboardInterrupt:
         click.echo(f"the job continues; see holdfast status {run.path}", err=True)
         raise
-    [status] = run_statuses([run], {target_of(run): backend})
-    answer = explain(status, backend.output_files(status.job), now_unix=time.time())
+    answer = run.why()
     click.echo("\n".join(answer.lines()), err=True)
-    return EXIT_DONE if status.state is JobState.DONE else EXIT_FAILED
+    return EXIT_DONE if answer.state is JobState.DONE else EXIT_FAILED
 
 
 def _needed(job: str | None) -> str:
@@ -337,5 +334,5 @@ def _say_ignored(backend: Backend) -> None:
         )
 
 
-def _id(run: Run) -> str | None:
+def _id(run: Found) -> str | None:
     return run.submission.job.id if run.submission else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import click
@@ -25,16 +24,11 @@ def why(*, run: str, runs: Path, as_json: bool) -> int:
 
     For a failure: the first rank that failed by itself, the evidence in its log, how to fix it.
     """
-    from launcher.ops.runs import find_run
-    from launcher.ops.watching.run_status import make_backends, run_statuses, target_of
-    from launcher.ops.watching.why import explain
+    from launcher.api import open_run
 
     try:
-        found = find_run(run, runs)
-        backends = make_backends([target_of(found)])
-        [status] = run_statuses([found], backends)
-        output = backends[status.target].output_files(status.job)
-        answer = explain(status, output, now_unix=time.time())
+        found = open_run(run, runs)
+        answer = found.why()
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:

@@ -7,7 +7,9 @@ job file, and the config.json that `model` may name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,11 +18,13 @@ from pydantic import ValidationError
 from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.templates import names_in, preset
 from launcher.errors import Problem, UserError, Where
 from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
 from launcher.jobspec.source import Source, read_source
 from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
+from launcher.jobspec.values import as_text
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
@@ -72,6 +76,7 @@ def parse_spec(
     source = read_source(text, file, sets)
     problems = list(source.problems)
     reported = {problem.where.key for problem in problems}
+    problems += _fill_values(source)
     left_out = _fill_for_command(source)
     spec, found = _validate(source)
     problems += [problem for problem in found if problem.where.key not in reported]
@@ -96,25 +101,31 @@ def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Probl
     return found
 
 
-def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None = None) -> JobSpec:
-    """Read a job file.
+def load_spec(
+    job: str | Path | Mapping[str, Any] | JobSpec,
+    sets: Sequence[str] = (),
+    *,
+    folder: Path | None = None,
+) -> JobSpec:
+    """Read a job.
 
-    Relative paths in it are relative to `folder`; None: `Path(path).absolute().parent`.
+    Args:
+        job: path of a job file, its values as plain data, or a job that was read before.
+        sets: overrides as `train.steps=50`, later ones winning.
+        folder: what relative paths in it are relative to; None: the folder of the job file, or
+            the working directory where there is no file.
 
     Raises:
-        UserError: HF001 or HF002 when it cannot be read; else as `parse_spec`.
+        UserError: HF001 or HF002 when it cannot be read, HF005 when it is no plain data; else as
+            `parse_spec`.
     """
-    file = str(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
-        raise UserError("HF002", message, where=Where(file)) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"cannot be read: {reason}; check the path"
-        raise UserError("HF001", message, where=Where(file)) from error
-    base_dir = Path(path).absolute().parent if folder is None else folder
+    if isinstance(job, JobSpec):
+        text, file, before, base_dir = job.text, job.source.file, job.sets, job.folder
+    elif isinstance(job, Mapping):
+        text, file, before, base_dir = _json(job), "job", (), Path.cwd()
+    else:
+        text, file, before, base_dir = _text(job), str(job), (), Path(job).absolute().parent
+    base_dir = folder or base_dir
 
     def read(name: str) -> str:
         """Read the config.json of a model, given itself or by its folder."""
@@ -126,7 +137,57 @@ def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None
             model_path /= "config.json"
         return model_path.read_text(encoding="utf-8")
 
-    return parse_spec(text, file, sets, read=read)
+    spec = parse_spec(text, file, [*before, *sets], read=read)
+    spec.lie_in(base_dir)
+    return spec
+
+
+def _text(path: str | Path) -> str:
+    file = str(path)
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
+        raise UserError("HF002", message, where=Where(file)) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"cannot be read: {reason}; check the path"
+        raise UserError("HF001", message, where=Where(file)) from error
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    """Return values as JSON, which is YAML that no text needs quotes for."""
+    try:
+        return json.dumps(dict(values), ensure_ascii=False, indent=1, allow_nan=False, default=_str)
+    except (TypeError, ValueError) as error:
+        raise UserError("HF005", f"{error}; a job is made of plain data") from error
+
+
+def _str(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
+
+
+def _fill_values(source: Source) -> list[Problem]:
+    """Fill the job's own values into its command; return problems with those it does not take."""
+    values, command = source.data.get("values"), source.data.get("command")
+    if not isinstance(values, dict):
+        return []
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command or []
+        taken = names_in(words)
+    except (TypeError, ValueError):
+        return []  # of the command more is said when it is checked
+    if command is not None:
+        source.data["command"] = list(
+            preset(words, {k: str(as_text(v)) for k, v in values.items()})
+        )
+    return [
+        Problem("HF010", source.where(("values", name)), f"no {{{name}}} is in the command")
+        for name in values
+        if name not in taken
+    ]
 
 
 def _fill_for_command(source: Source) -> set[str]:

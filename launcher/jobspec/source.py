@@ -424,7 +424,8 @@ def _apply_set(source: Source, text: str) -> None:
         return
     try:
         value = parse_value(value_text, where.file)
-        if path[:2] == ("env", "variables") and not isinstance(value, str | dict | list):
+        texts = path[:2] == ("env", "variables") or path[0] == "values"
+        if texts and not isinstance(value, str | dict | list):
             value = value_text.strip()  # 1e-4 and true are texts there, as they are written
     except UserError as error:
         message = f"the value cannot be read: {error.message}"

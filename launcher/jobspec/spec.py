@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, Discriminator, Field, PrivateAttr, Tag
@@ -61,6 +62,11 @@ class JobSpec(values.Section):
     command: values.Command = Field(
         None, description="A torchrun script with arguments, instead of the built-in trainer."
     )
+    command_values: dict[values.ValueName, values.ValueText] = Field(
+        default_factory=dict,
+        alias="values",
+        description="What {name} in the command becomes, as {lr: 3e-4}.",
+    )
     slurm_section: Annotated[Any, values.PlatformSection("launcher.jobspec.slurm", "Slurm")] = (
         Field(None, alias="slurm", description="sbatch's options.")
     )
@@ -71,6 +77,7 @@ class JobSpec(values.Section):
     _source: Source = PrivateAttr()
     _text: str = PrivateAttr(default="")
     _set_texts: tuple[str, ...] = PrivateAttr(default=())
+    _folder: Path = PrivateAttr(default=Path())
     _shape: ModelShape = PrivateAttr()
     _warnings: tuple[Problem, ...] = PrivateAttr(default=())
 
@@ -82,6 +89,10 @@ class JobSpec(values.Section):
     ) -> None:
         """Keep what this was read from; `reading.py` does so for every spec."""
         self._source, self._text, self._set_texts = source, text, tuple(sets)
+
+    def lie_in(self, folder: Path) -> None:
+        """Keep the folder that relative paths are relative to, absolute."""
+        self._folder = folder
 
     def complete(self, shape: ModelShape) -> None:
         """Keep the dimensions of the model, which may stand in a file of their own."""
@@ -114,6 +125,11 @@ class JobSpec(values.Section):
     def text(self) -> str:
         """The YAML as written, before any --set."""
         return self._text
+
+    @property
+    def folder(self) -> Path:
+        """What relative paths are relative to; relative itself where the job is of no file."""
+        return self._folder
 
     @property
     def sets(self) -> tuple[str, ...]:

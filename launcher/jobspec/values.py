@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from elastic_trainer.command import split_command
 from elastic_trainer.layout import AXES
-from elastic_trainer.templates import explain, unknown_names
+from elastic_trainer.templates import NAMES, explain, unknown_names
 from launcher.jobspec.source import describe
 
 
@@ -167,8 +167,26 @@ def _command(value: Any) -> Any:
     except ValueError as error:
         raise refuse("HF015", str(error)) from None
     for name in unknown_names(command.args):
-        raise refuse("HF511", explain(name))
+        raise refuse("HF511", f"{explain(name)}, or give it one: values.{name}")
     return tuple(value)
+
+
+def as_text(value: object) -> object:
+    """Return a number or a truth value as an argument has it; anything else as it is."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else value
+
+
+def _value_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII) or value in NAMES:
+        own = ", ".join(NAMES)
+        raise refuse(
+            "HF015",
+            f"expected a name of letters, digits and _ that is none of {own}, found "
+            f"{describe(value)}",
+        )
+    return value
 
 
 def _pattern(value: str) -> str:
@@ -197,6 +215,12 @@ NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
 JobName = Annotated[str, AfterValidator(_job_name)]
+ValueName = Annotated[str, AfterValidator(_value_name)]
+ValueText = Annotated[
+    Text,
+    BeforeValidator(as_text),
+    WithJsonSchema({"type": ["string", "number", "boolean"]}),
+]
 DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]

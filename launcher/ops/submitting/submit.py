@@ -6,10 +6,11 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.config import TrainConfig
 from launcher.backends.base import Backend, JobRef
@@ -86,7 +87,7 @@ class Submitted:
 
 
 def prepare(
-    job: str,
+    job: str | Path | Mapping[str, Any] | JobSpec,
     *,
     target: str,
     stamp: str,
@@ -99,7 +100,7 @@ def prepare(
     """Read, plan and render `job`.
 
     Args:
-        job: path of the job file.
+        job: as `load_spec` takes it.
         target: name of the platform.
         stamp: local time as text, to name the run.
         python: interpreter with holdfast, for nodes where the job names none.
@@ -117,7 +118,7 @@ def prepare(
         load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())])
         for each in values
     ]
-    base_dir = Path(job).absolute().parent
+    base_dir = specs[0].folder
     look = look and not platform.sees_other_paths
     image = pod_image(specs[0]) if platform.sees_other_paths else None
     for spec in specs if look else []:

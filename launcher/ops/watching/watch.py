@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -55,31 +55,36 @@ class Watch:
     _wrong: frozenset[str] = frozenset()
     _fetch_due: float = float("-inf")
 
-    def logs(self, reader: LogReader, show: Callable[[list[Line]], None]) -> JobStatus:
-        """Show what is logged until the job has ended, over all its requeues; return its end."""
-
-        def look(last: bool) -> None:
+    def logs(self, reader: LogReader) -> Iterator[list[Line]]:
+        """Yield what is logged until the job has ended, over all its requeues."""
+        for last in self._looks():
             reader.look()
-            show(reader.poll(last=last))
+            yield reader.poll(last=last)
 
-        return self._until_the_end(look)
-
-    def progress(self, view: View) -> JobStatus:
-        """Draw the run's progress until the job has ended; return its end."""
+    def progress(self, view: View) -> None:
+        """Draw the run's progress until the job has ended."""
         record = RunRecord(self.run.path)
         training = TrainingStatus(run_dirs.load(self.run.path))
         with view:
-
-            def look(last: bool) -> None:
-                del last
+            for _ in self._looks():
                 lines = training.apply(record.poll())
                 training.up = [*training.members, *training.spares]
                 training.num_nodes = max(len(training.up), 1)
                 view.update(training, lines)
 
-            return self._until_the_end(look)
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the job has ended, over all its requeues.
 
-    def _until_the_end(self, look: Callable[[bool], None]) -> JobStatus:
+        Raises:
+            TimeoutError: it has not within so many seconds.
+        """
+        begun = self.mono()
+        for last in self._looks():
+            if not last and timeout_s is not None and self.mono() - begun >= timeout_s:
+                raise TimeoutError(f"{self.run.path} has not ended within {timeout_s:g} s")
+
+    def _looks(self) -> Iterator[bool]:
+        """Yield whenever the run's files are to be looked at; True: for the last time."""
         missing = 0
         with self._noticing() as changed:
             while True:
@@ -88,12 +93,13 @@ class Watch:
                 missing = missing + 1 if status.reason == NO_SUCH_JOB else 0
                 if status.state.is_final or missing >= _MISSING:
                     self._fetch(now=True)
-                    look(True)
-                    return self._end(status)
+                    yield True
+                    self._say_end(status)
+                    return
                 now = self.mono()
                 while self.mono() < now + (_CHANGED_S if changed.is_set() else self.ask_s):
                     self._fetch()
-                    look(False)
+                    yield False
                     self.sleep(self.look_s)
 
     def _noticing(self) -> AbstractContextManager[threading.Event]:
@@ -143,8 +149,8 @@ class Watch:
             self._shown = text
             self.say(text)
 
-    def _end(self, status: JobStatus) -> JobStatus:
-        """Return the end of a job and say it; of one that is forgotten, as the run tells it.
+    def _say_end(self, status: JobStatus) -> None:
+        """Say the end of a job; of one that is forgotten, as the run tells it.
 
         Not sooner: a job that is put back into the queue has an attempt that ended, too.
         """
@@ -155,7 +161,6 @@ class Watch:
         if status.state is JobState.SAVED and training.nothing_saved:
             status = replace(status, state=JobState.STOPPED, words=NOTHING_SAVED)
         self._tell(status)
-        return status
 
     def _text(self, status: JobStatus) -> str:
         parts = [str(status.state)]

@@ -1,19 +1,27 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from slurm_bench import TINY, fresh, slurm, trains, worker_fails
 
-from launcher.api import load_job, plan, render, submit
+from holdfast import FailedRunError, load_job, open_run, plan, render, submit, submit_sweep
+from launcher.backends.base import JobState
 from launcher.errors import UserError
+from launcher.jobspec.reading import parse_spec
+
+__all__ = ["fresh", "slurm"]  # fixtures
 
 ROOT = Path(__file__).parents[3]
 JOB = ROOT / "examples" / "llama3-405b.yaml"
 WITHOUT_TORCH = """
 import sys
-from launcher.api import load_job, plan, render, submit
+from holdfast import load_job, plan, render, submit
 job = load_job({job!r})
 bundle = render(job, plan(job), to="slurm", run_dir="/shared/r")
 assert bundle["job.sbatch"].startswith("#!/bin/bash"), bundle
@@ -59,3 +67,96 @@ def test_mistakes_are_user_errors(tmp_path):
         render(load_job(JOB), to="nowhere")
     with pytest.raises(UserError, match="HF001"):
         submit(tmp_path / "none.yaml")
+
+
+VALUES = yaml.safe_load(TINY)
+
+
+def test_a_job_of_plain_data_is_the_job_of_its_file(fresh):
+    assert load_job(VALUES).model_dump() == load_job("job.yaml").model_dump()
+    assert load_job(load_job(VALUES, ["train.steps=9"]), ["train.seq_len=64"]).sets == (
+        "train.steps=9",
+        "train.seq_len=64",
+    )
+    lr = {**VALUES, "train": {**VALUES["train"], "optimizer": {"lr": 1e-05}}}
+    assert load_job(lr).train.optimizer.lr == 1e-05
+    with pytest.raises(UserError) as caught:
+        load_job({**VALUES, "name": "x: [", "train": {**VALUES["train"], "steps": "60"}})
+    assert [(each.code, each.where.key) for each in caught.value.problems] == [
+        ("HF015", "name"),
+        ("HF012", "train.steps"),
+    ]
+    with pytest.raises(UserError, match="HF005"):
+        load_job({**VALUES, "train": {1, 2}})
+    with pytest.raises(UserError, match="HF005"):
+        load_job({**VALUES, "train": {"seq_len": float("nan")}})
+
+
+def test_paths_of_plain_data_are_relative_to_the_working_directory(fresh):
+    run = submit({**VALUES, "data": {"path": Path("corpus"), "format": "text"}}, run_dir="runs/a")
+    assert load_job(run.path / "job.yaml").text.startswith("# Relative paths are relative to ")
+    kept = parse_spec((run.path / "job.yaml").read_text())
+    assert kept.data.path == "corpus"
+    assert f'"{Path("corpus").absolute()}"' in (run.path / "job.json").read_text()
+
+
+def test_a_run_that_finishes_has_a_result(slurm):
+    run = open_run("one")
+    assert (run.path, run.target, run.job_id) == (Path("runs/one").absolute(), "slurm", "17")
+    assert run.status().state is JobState.PENDING
+    with pytest.raises(TimeoutError):
+        run.wait(timeout_s=0)
+    trains(ends=0)
+    slurm.is_now("COMPLETED")
+    assert run.wait(timeout_s=30).state is JobState.DONE
+    assert run.result()["steps"] == 3
+    texts = [line.text.partition(",")[0] for line in run.logs(ranks=[0])]
+    assert [text for text in texts if text.startswith("-- step")] == [
+        "-- step 1",
+        "-- step 2",
+        "-- step 3",
+    ]
+    assert list(run.logs(follow=True, ranks=[0])) == list(run.logs(ranks=[0]))
+    assert list(run.logs(nodes=["n7"])) == []
+
+
+def test_a_run_that_fails_says_why(slurm):
+    run = submit("job.yaml", run_dir="runs/two", sets=["train.steps=7"])
+    assert run.job_id == "17"
+    worker_fails(trains("runs/two"))
+    slurm.is_now("FAILED", ExitCode="93:0")
+    with pytest.raises(FailedRunError) as caught:
+        run.result(timeout_s=30)
+    assert caught.value.why.state is JobState.FAILED
+    assert caught.value.why.failure["node"] == "n2"
+    assert run.cancel().was_over
+    resumed = run.resume()
+    assert resumed.job is not None
+    assert run.submitted == resumed.run
+
+
+def test_a_sweep_keeps_the_types_of_its_values(fresh):
+    runs = submit_sweep(VALUES, {"train.optimizer.lr": [1e-4, 3e-4], "train.steps": [7, 9]})
+    jobs = [load_job(run.path / "job.yaml") for run in runs]
+    assert [(job.train.optimizer.lr, job.train.steps) for job in jobs] == [
+        (1e-4, 7),
+        (1e-4, 9),
+        (3e-4, 7),
+        (3e-4, 9),
+    ]
+    with pytest.raises(UserError) as caught:
+        submit_sweep(VALUES, {"train.steps": [7, "9"]})
+    assert caught.value.code == "HF012"
+
+
+def test_a_sweep_over_what_a_command_takes(fresh):
+    text = (ROOT / "docs" / "api.md").read_text()
+    [example] = [
+        each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tune" in each
+    ]
+    names: dict[str, dict] = {}
+    exec(example.partition("runs =")[0], names)  # noqa: S102  a job of plain data
+    Path("train.py").write_text("")
+    runs = submit_sweep(names["job"], {"values.lr": [1e-4, 3e-4]})
+    commands = [json.loads((run.path / "job.json").read_text())["command"] for run in runs]
+    assert commands == [["train.py", "--lr", "0.0001"], ["train.py", "--lr", "0.0003"]]

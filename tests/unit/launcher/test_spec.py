@@ -329,3 +329,47 @@ def test_the_gpu_of_a_script_may_be_any(make_spec, mistakes):
 @pytest.mark.parametrize("text", ["1e-4", "true", "1.10", "0x10", "null"])
 def test_a_variable_that_is_set_is_the_text_as_written(make_spec, text):
     assert make_spec(f"env.variables.LR={text}").env.variables == {"LR": text}
+
+
+SCRIPT = {
+    "name": "s",
+    "command": "train.py --lr {lr} --tag '{tag}' --dp {dp} --raw {{dp}}",
+    "cluster": {"nodes": 2, "gpus_per_node": 1, "gpu": "cpu"},
+    "values": {"lr": 3e-4, "tag": "a b; $(x)"},
+}
+BUILT_IN = {
+    "command": None,
+    "model": "tiny",
+    "train": {"seq_len": 64, "global_batch": 8, "steps": 5, "precision": "fp32"},
+    "data": {"path": "."},
+}
+
+
+def test_a_command_takes_the_jobs_own_values():
+    job = load_spec(SCRIPT)
+    filled = ["train.py", "--lr", "0.0003", "--tag", "a b; $(x)", "--dp", "{dp}", "--raw"]
+    assert job.command == (*filled, "{{dp}}")
+    assert load_spec(SCRIPT, ["values.lr=1e-4", "values.tag=true"]).command[2:5:2] == (
+        "1e-4",
+        "true",
+    )
+    whole = load_spec({**SCRIPT, "command": ["train.py", "{lr}"], "values": {"lr": True}})
+    assert whole.command == ("train.py", "true")
+
+
+@pytest.mark.parametrize(
+    ("changed", "codes"),
+    [
+        ({"values": {"lr": 1, "tag": "x", "lrr": 2}}, [("HF010", "values.lrr")]),
+        ({"values": {"lr": 1}}, [("HF511", "command")]),
+        (BUILT_IN, [("HF010", "values.lr"), ("HF010", "values.tag")]),
+        ({"values": {"lr": [1], "tag": "x"}}, [("HF012", "values.lr")]),
+        ({"values": {"dp": 1, "lr": 1, "tag": "x"}}, [("HF015", "values.dp")]),
+        ({"values": [1]}, [("HF511", "command"), ("HF012", "values")]),
+        ({"command": "train.py '{lr}", "values": {"lr": 1}}, [("HF015", "command")]),
+    ],
+)
+def test_values_that_a_command_cannot_take(changed, codes):
+    with pytest.raises(UserError) as caught:
+        load_spec({**SCRIPT, **changed})
+    assert sorted((each.code, each.where.key) for each in caught.value.problems) == sorted(codes)

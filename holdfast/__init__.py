@@ -1,0 +1,28 @@
+"""Launch training jobs from programs, as `holdfast.submit("job.yaml").result()`: docs/api.md."""
+
+from launcher.api import (
+    FailedRunError,
+    Run,
+    load_job,
+    open_run,
+    plan,
+    render,
+    submit,
+    submit_sweep,
+)
+from launcher.errors import HoldfastError, PlatformError, TemporaryError, UserError
+
+__all__ = [
+    "FailedRunError",
+    "HoldfastError",
+    "PlatformError",
+    "Run",
+    "TemporaryError",
+    "UserError",
+    "load_job",
+    "open_run",
+    "plan",
+    "render",
+    "submit",
+    "submit_sweep",
+]
