@@ -33,6 +33,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
     "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
+    "wrap": ("launcher.cli.wrap", "Let a torchrun batch script survive lost nodes."),
+    "batch": ("launcher.cli.batch", "In a wrapped batch script: prepare the run."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
     "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),

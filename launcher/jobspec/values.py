@@ -84,10 +84,15 @@ def _domain(value: Any) -> Any:
 _NAME: Final = r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?"
 
 
+def job_name_near(text: str) -> str:
+    """Return a name that every platform takes, as like `text` as can be."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:50].strip("-") or "my-run"
+
+
 def _job_name(value: str) -> str:
     if re.fullmatch(_NAME, value):
         return value
-    near = re.sub(r"[^a-z0-9]+", "-", value.lower())[:50].strip("-") or "my-run"
+    near = job_name_near(value)
     raise refuse(
         "HF015",
         f"{describe(value)} is not a name that every platform takes: at most 50 lower-case "

@@ -189,7 +189,8 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "max_requeues": slurm.max_requeues,
         "cpus": slurm.cpus is not None,
         "script": f"{run}/{SCRIPT}",
-        "logs": _step_log(run, array=array is not None),
+        "logs": step_log(run, array=array is not None),
+        "srun_options": (),
         "container": slurm.container,
         "ours": _ours(spec, automatic),
         "container_python": CONTAINER_PYTHON,
@@ -234,7 +235,7 @@ def _ours(spec: JobSpec, automatic: Sequence[Variable]) -> list[Quoted]:
     return [words(*patterns) for patterns in found]
 
 
-def _step_log(run: str, *, array: bool) -> Quoted:
+def step_log(run: str, *, array: bool) -> Quoted:
     """Return --output of a step on the nodes: a file for each, in the attempt's folder."""
     task = '/"$SLURM_ARRAY_TASK_ID"' if array else ""
     return Quoted(f'{quoted(file_pattern(run))}{task}/logs/"$hf_attempt"/%N.log')

@@ -104,6 +104,7 @@ def template(name: str) -> Template:
     import jinja2
 
     environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES, followlinks=True),
         undefined=jinja2.StrictUndefined,
         finalize=quoted,
         trim_blocks=True,
@@ -112,4 +113,4 @@ def template(name: str) -> Template:
         autoescape=False,  # noqa: S701  not HTML: `finalize` quotes for the shell
     )
     environment.filters["comment"] = comment
-    return environment.from_string((TEMPLATES / name).read_text(encoding="utf-8"))
+    return environment.get_template(name)
