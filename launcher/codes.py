@@ -97,7 +97,7 @@ CODES: Final[dict[str, Code]] = {
     "HF165": Code("An environment variable that cannot be set.", "Leave it out."),
     "HF166": Code("A path that scripts and manifests cannot carry.", "Use another place."),
     "HF167": Code("A failure domain that Slurm does not know.", "Count levels: 1, 2."),
-    "HF168": Code("A batch script that cannot be wrapped.", "Change the line named."),
+    "HF169": Code("A batch script that cannot be wrapped.", "Change the line named."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or fix the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),

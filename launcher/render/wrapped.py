@@ -68,7 +68,7 @@ def wrap_script(text: str) -> str:
     """Return the batch script `text` with what lets its job survive lost nodes.
 
     Raises:
-        UserError: HF168, what keeps it from that.
+        UserError: HF169, what keeps it from that.
     """
     if _COMMAND in text:
         _refuse("it is wrapped already")
@@ -142,7 +142,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
         env: of the batch script.
 
     Raises:
-        UserError: HF168, it cannot be taken apart.
+        UserError: HF169, it cannot be taken apart.
     """
     at = next((i for i, word in enumerate(argv) if Path(word).name == "torchrun"), None)
     rest = None if at is None else argv[at + 1 :]
@@ -317,4 +317,4 @@ def script_of(spec: JobSpec, plan: Plan, launch: Launch, *, run_dir: Path, pytho
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError("HF168", message)
+    raise UserError("HF169", message)

@@ -78,7 +78,7 @@ def test_an_srun_is_found(command):
 def test_a_script_that_cannot_be_wrapped(lines):
     with pytest.raises(UserError) as caught:
         wrap_script(f"#!/bin/bash\n{lines}\n")
-    assert caught.value.code == "HF168"
+    assert caught.value.code == "HF169"
 
 
 _GONE = "#SBATCH --no-requeue"
@@ -155,7 +155,7 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
 def test_an_srun_that_cannot_be_taken_apart(argv):
     with pytest.raises(UserError) as caught:
         launch_of(argv.split(), ENV)
-    assert caught.value.code == "HF168"
+    assert caught.value.code == "HF169"
 
 
 def test_the_job_of_an_srun_is_legal_and_its_script_starts_agents(tmp_path):
