@@ -3,6 +3,7 @@
 from launcher.api import (
     FailedRunError,
     Run,
+    find_site,
     load_job,
     open_run,
     plan,
@@ -19,6 +20,7 @@ __all__ = [
     "Run",
     "TemporaryError",
     "UserError",
+    "find_site",
     "load_job",
     "open_run",
     "plan",

@@ -28,6 +28,7 @@ from launcher.jobspec.reading import load_spec as load_job
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan, plan
 from launcher.render.bundle import Bundle
+from launcher.sites import Site, find_site
 from launcher.targets import target_named
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FailedRunError",
     "Run",
+    "find_site",
     "load_job",
     "open_run",
     "plan",
@@ -90,23 +92,25 @@ def render(
 def submit(
     job: str | Path | Mapping[str, Any] | JobSpec,
     *,
-    to: str = "slurm",
+    to: str | None = None,
     sets: Sequence[str] = (),
+    site: Site | None = None,
     run_dir: str | Path | None = None,
 ) -> Run:
     """Submit a job as `holdfast submit` does: all or nothing.
 
     Args:
         job: what `load_job` takes, or returns.
-        to: the platform: slurm, pytorchjob, jobset, trainjob or local.
+        to: the platform: slurm, pytorchjob, jobset, trainjob or local; None: the site's, or slurm.
         sets: overrides, as `train.steps=50`.
+        site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>.
 
     Raises:
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    [run] = _submit(job, to, sets, (), run_dir)
+    [run] = _submit(job, to=to, sets=sets, sweep=(), site=site, run_dir=run_dir)
     return run
 
 
@@ -114,8 +118,9 @@ def submit_sweep(
     job: str | Path | Mapping[str, Any] | JobSpec,
     sweep: Mapping[str, Sequence[Any]],
     *,
-    to: str = "slurm",
+    to: str | None = None,
     sets: Sequence[str] = (),
+    site: Site | None = None,
     run_dir: str | Path | None = None,
 ) -> list[Run]:
     """Submit one run for every combination of values, as tasks of an array.
@@ -125,6 +130,7 @@ def submit_sweep(
         sweep: key -> its values, as {"train.optimizer.lr": [1e-4, 3e-4]}.
         to: a platform that has arrays: slurm.
         sets: overrides for all of them.
+        site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>; task i runs in its folder i.
 
     Returns:
@@ -135,7 +141,7 @@ def submit_sweep(
         PlatformError: the platform is away, or answers garbage.
     """
     texts = [f"{key}={','.join(map(_value, values))}" for key, values in sweep.items()]
-    return _submit(job, to, sets, texts, run_dir)
+    return _submit(job, to=to, sets=sets, sweep=texts, site=site, run_dir=run_dir)
 
 
 def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
@@ -327,24 +333,28 @@ class Run:
 
 def _submit(
     job: str | Path | Mapping[str, Any] | JobSpec,
-    to: str,
+    *,
+    to: str | None,
     sets: Sequence[str],
     sweep: Sequence[str],
+    site: Site | None,
     run_dir: str | Path | None,
 ) -> list[Run]:
     from launcher.ops.submitting.submit import prepare
     from launcher.ops.submitting.submit import submit as submit_prepared
 
+    target = to or (None if site is None else site.target) or "slurm"
     prepared = prepare(
         job,
-        target=to,
+        target=target,
         stamp=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
         python=sys.executable,
         sets=sets,
+        site=site,
         sweep=sweep,
         run_dir=None if run_dir is None else Path(run_dir),
     )
-    backend = target_named(to).load_backend()
+    backend = target_named(target).load_backend()
     return [Run(found, backend) for found in submit_prepared(prepared, backend).runs]
 
 

@@ -106,6 +106,8 @@ CODES: Final[dict[str, Code]] = {
     "HF205": Code("The target cannot do this yet.", "Use what it can do."),
     "HF206": Code("An unknown target.", "Use one of those listed."),
     "HF207": Code("checkpoint.dir has the checkpoints of another run.", "Use one of its own."),
+    "HF208": Code("An unknown site.", "Use one of those listed, or add it to sites.yaml."),
+    "HF209": Code("A wrong file of sites.", "Fix the site named."),
     # Checkpoints, on the nodes.
     "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": Code("The board cannot be read.", "Check the run directory's file system."),

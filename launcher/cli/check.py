@@ -16,12 +16,14 @@ from launcher.cli.common import (
     print_json,
     print_problems,
     set_option,
+    site_option,
 )
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
     from launcher.jobspec.spec import JobSpec
     from launcher.planning.search import Plan
+    from launcher.sites import Site
 
 
 @click.command(
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 )
 @job_argument
 @set_option
+@site_option
 @click.option(
     "--to",
     "target",
@@ -48,6 +51,7 @@ def check(
     *,
     job: str,
     sets: tuple[str, ...],
+    site: Site | None,
     target: str | None,
     live: bool,
     as_json: bool,
@@ -62,8 +66,9 @@ def check(
     from launcher.targets import target_named
 
     try:
-        spec = load_spec(job, sets)
-        name = target or ("local" if spec.device == "cpu" else None)
+        spec = load_spec(job, sets, site=site)
+        named = target or (None if site is None else site.target)
+        name = named or ("local" if spec.device == "cpu" else None)
         if name is not None:
             target_named(name)
         sees = not target_named(name or "slurm").sees_other_paths

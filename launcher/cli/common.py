@@ -14,6 +14,8 @@ from launcher.errors import Problem, UserError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from launcher.sites import Site
+
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USER: Final = 2
@@ -35,6 +37,22 @@ def set_option(function: _Function) -> _Function:
         multiple=True,
         metavar="KEY=VALUE",
         help="Override a value, as train.steps=50. Repeatable.",
+    )(function)
+
+
+def site_option(function: _Function) -> _Function:
+    """Add `--site NAME`, as `site`: a launcher.sites.Site, or None."""
+
+    def found(_ctx: click.Context, _param: click.Parameter, name: str | None) -> Site | None:
+        from launcher.sites import find_site
+
+        return None if name is None else find_site(name)
+
+    return click.option(
+        "--site",
+        metavar="NAME",
+        callback=found,
+        help="The cluster, of sites.yaml: its defaults count where JOB says nothing.",
     )(function)
 
 

@@ -138,6 +138,24 @@ One YAML file describes a job: `name`, `model`, `cluster`, `train` and `data` mu
 else has defaults. `holdfast check JOB` reports every problem at once; `--set section.key=VALUE`
 overrides a value; `holdfast schema` is the same for editors. [examples/](../examples) has job
 files to start from.
+
+What belongs to a cluster can stand in `~/.config/holdfast/sites.yaml` or, for all users,
+`/etc/holdfast/sites.yaml` (`HOLDFAST_SITES` names another file):
+
+```yaml
+alps:
+  target: slurm
+  defaults:
+    cluster: {gpus_per_node: 4, gpu: GH200-96GB}
+    slurm: {account: a-llm, partition: normal}
+gke:
+  target: jobset
+  defaults:
+    kubernetes: {context: gke_train, namespace: train, image: registry.local/train:1.2}
+```
+
+`--site alps` (`check`, `plan`, `render`, `submit`) fills in what the job file does not say, as
+--set's that come before those of the command line. The job file that is kept with the run has them.
 """
 
 

@@ -13,11 +13,13 @@ from launcher.cli.common import (
     print_json,
     print_problems,
     set_option,
+    site_option,
 )
 from launcher.errors import UserError, Where
 
 if TYPE_CHECKING:
     from elastic_trainer.ladder import Ladder, Rung
+    from launcher.sites import Site
 
 
 @click.command(
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 )
 @job_argument
 @set_option
+@site_option
 @click.option("--nodes", type=click.IntRange(min=1), help="Plan for this many nodes left.")
 @click.option("--all", "show_all", is_flag=True, help="Show every fallback layout and every node.")
 @json_option
@@ -34,6 +37,7 @@ def plan(
     *,
     job: str,
     sets: tuple[str, ...],
+    site: Site | None,
     nodes: int | None,
     show_all: bool,
     as_json: bool,
@@ -53,7 +57,7 @@ def plan(
     )
 
     try:
-        spec = load_spec(job, sets)
+        spec = load_spec(job, sets, site=site)
         planned = make_plan(spec)
         left = spec.cluster.nodes if nodes is None else nodes
         rung = _rung(planned.ladder, left, job)

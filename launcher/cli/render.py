@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,8 +17,12 @@ from launcher.cli.common import (
     print_json,
     print_problems,
     set_option,
+    site_option,
 )
 from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.sites import Site
 
 
 @click.command(
@@ -32,9 +37,8 @@ Examples:
 @click.option(
     "--to",
     "target",
-    default="slurm",
-    show_default=True,
-    help="slurm, pytorchjob, jobset, trainjob or local.",
+    metavar="TARGET",
+    help="slurm, pytorchjob, jobset, trainjob or local  [default: the site's, or slurm]",
 )
 @path_option(
     "-o",
@@ -43,15 +47,17 @@ Examples:
     "printed, for ./runs/NAME.",
 )
 @set_option
+@site_option
 @json_option
 @click.pass_context
 def render(
     ctx: click.Context,
     *,
     job: str,
-    target: str,
+    target: str | None,
     output: Path | None,
     sets: tuple[str, ...],
+    site: Site | None,
     as_json: bool,
 ) -> None:
     """Show or write what would be submitted: the script, and job.json.
@@ -65,8 +71,9 @@ def render(
     from launcher.targets import target_named
 
     try:
-        renderer = target_named(target).load_renderer()
-        spec = load_spec(job, sets)
+        named = target or (None if site is None else site.target)
+        renderer = target_named(named or "slurm").load_renderer()
+        spec = load_spec(job, sets, site=site)
         planned = plan(spec)
         run_dir = Path(output or Path("runs") / spec.name).absolute()
         bundle = renderer(

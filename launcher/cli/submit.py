@@ -20,6 +20,7 @@ from launcher.cli.common import (
     print_json,
     print_problems,
     set_option,
+    site_option,
 )
 from launcher.errors import UserError
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from launcher.ops.runs import Run as Found
     from launcher.ops.submitting.submit import Prepared
     from launcher.record.excluded import ExcludedMachine
+    from launcher.sites import Site
 
 EPILOG = """\b
 Examples:
@@ -46,7 +48,7 @@ Examples:
     "--to",
     "target",
     metavar="TARGET",
-    help="slurm, pytorchjob, jobset, trainjob or local  [default: slurm]",
+    help="slurm, pytorchjob, jobset, trainjob or local  [default: the site's, or slurm]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted; contact nothing.")
 @click.option("--watch", is_flag=True, help="Follow the job until it ends.")
@@ -57,6 +59,7 @@ Examples:
     help="Run directory, on storage that all nodes share  [default: ./runs/<name>-<time>]",
 )
 @set_option
+@site_option
 @click.option(
     "--sweep",
     multiple=True,
@@ -86,6 +89,7 @@ def submit(  # noqa: PLR0917  click passes options by name
     watch: bool,
     run_dir: Path | None,
     sets: Sequence[str],
+    site: Site | None,
     sweep: Sequence[str],
     unseen: bool,
     resume: str | None,
@@ -106,6 +110,7 @@ def submit(  # noqa: PLR0917  click passes options by name
                 "--run-dir": run_dir,
                 "--sweep": sweep,
                 "--to": target,
+                "--site": site,
             }
             _refuse_with("--resume", given | {"--dry-run": dry_run})
             return _resume(
@@ -120,8 +125,9 @@ def submit(  # noqa: PLR0917  click passes options by name
         _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
         return _submit(
             _needed(job),
-            target=target or "slurm",
+            target=target or (None if site is None else site.target) or "slurm",
             sets=sets,
+            site=site,
             sweep=sweep,
             run_dir=run_dir,
             look=not unseen,
@@ -138,6 +144,7 @@ def _submit(
     *,
     target: str,
     sets: Sequence[str],
+    site: Site | None,
     sweep: Sequence[str],
     run_dir: Path | None,
     look: bool,
@@ -155,6 +162,7 @@ def _submit(
         stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
         python=sys.executable,
         sets=sets,
+        site=site,
         sweep=sweep,
         run_dir=run_dir,
         look=look,

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
@@ -25,6 +25,9 @@ from launcher.jobspec.errors import MODEL_TAGS, problems_of
 from launcher.jobspec.source import Source, read_source
 from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.jobspec.values import as_text
+
+if TYPE_CHECKING:
+    from launcher.sites import Site
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
@@ -105,6 +108,7 @@ def load_spec(
     job: str | Path | Mapping[str, Any] | JobSpec,
     sets: Sequence[str] = (),
     *,
+    site: Site | None = None,
     folder: Path | None = None,
 ) -> JobSpec:
     """Read a job.
@@ -112,6 +116,7 @@ def load_spec(
     Args:
         job: path of a job file, its values as plain data, or a job that was read before.
         sets: overrides as `train.steps=50`, later ones winning.
+        site: the cluster, whose defaults count where the job says nothing.
         folder: what relative paths in it are relative to; None: the folder of the job file, or
             the working directory where there is no file.
 
@@ -137,7 +142,8 @@ def load_spec(
             model_path /= "config.json"
         return model_path.read_text(encoding="utf-8")
 
-    spec = parse_spec(text, file, [*before, *sets], read=read)
+    defaults = [] if site is None else site.sets(read_source(text, file, before).data)
+    spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
     spec.lie_in(base_dir)
     return spec
 

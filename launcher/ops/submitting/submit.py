@@ -37,6 +37,7 @@ from launcher.planning.search import Plan, plan
 from launcher.render.bundle import Bundle
 from launcher.render.kubernetes_facts import pod_image
 from launcher.render.local import resolve
+from launcher.sites import Site
 from launcher.targets import Target, target_named
 
 MAX_TASKS = 1000
@@ -93,6 +94,7 @@ def prepare(
     stamp: str,
     python: str,
     sets: Sequence[str] = (),
+    site: Site | None = None,
     sweep: Sequence[str] = (),
     run_dir: Path | None = None,
     look: bool = True,
@@ -105,6 +107,7 @@ def prepare(
         stamp: local time as text, to name the run.
         python: interpreter with holdfast, for nodes where the job names none.
         sets: arguments of `--set`.
+        site: the cluster, whose defaults count.
         sweep: arguments of `--sweep`.
         run_dir: None: `./runs/<name>-<stamp>`.
         look: check that the job's paths are there; nodes may see others than this machine.
@@ -115,7 +118,7 @@ def prepare(
     platform = target_named(target)
     values = sweep_tasks(sweep) if sweep else [{}]
     specs = [
-        load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())])
+        load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
         for each in values
     ]
     base_dir = specs[0].folder

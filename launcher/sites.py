@@ -1,0 +1,108 @@
+"""Named clusters with their defaults: what a job file leaves out of the machines it runs on.
+
+A file of sites is YAML, in ~/.config/holdfast/sites.yaml or /etc/holdfast/sites.yaml:
+
+    alps:
+      target: slurm
+      defaults:
+        cluster: {gpus_per_node: 4, gpu: GH200-96GB}
+        slurm: {account: a-llm, partition: normal}
+
+Each default is a --set that comes before those of the command line, where the job file is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field, ValidationError
+
+from launcher.errors import UserError, Where
+from launcher.jobspec.source import read_source
+from launcher.jobspec.spec import JobSpec, keys_of
+from launcher.jobspec.values import Section
+from launcher.targets import target_named
+
+VARIABLE: Final = "HOLDFAST_SITES"
+"""Names a file of sites, which is then the only one."""
+SYSTEM: Final = Path("/etc/holdfast/sites.yaml")
+
+
+class Site(Section):
+    """A cluster."""
+
+    target: str | None = Field(None, description="slurm, pytorchjob, jobset, trainjob or local.")
+    defaults: dict[str, Any] = Field(
+        default_factory=dict, description="Sections and keys as in a job file."
+    )
+
+    def sets(self, job: Mapping[str, Any]) -> list[str]:
+        """Return what the job does not say itself, as --set takes it. Pure."""
+        return list(_missing(self.defaults, job, ""))
+
+
+def files(env: Mapping[str, str]) -> Sequence[Path]:
+    """Return where sites are looked for; a name counts where it comes first."""
+    if named := env.get(VARIABLE):
+        return (Path(named),)
+    config = Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return (config / "holdfast" / "sites.yaml", SYSTEM)
+
+
+def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
+    """Return the site called `name`.
+
+    Raises:
+        UserError: HF208 there is none; HF209 a file of sites is wrong; HF002 to HF008 it is no
+            YAML.
+    """
+    known: list[str] = []
+    for path in files(env):
+        sites = _read(path)
+        if name in sites:
+            return sites[name]
+        known += sites
+    listed = f"; known are {', '.join(known)}" if known else ""
+    places = " or ".join(map(str, files(env)))
+    raise UserError("HF208", f"{name} is no site of {places}{listed}")
+
+
+def _read(path: Path) -> dict[str, Site]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError("HF209", f"cannot be read: {reason}", where=Where(str(path))) from error
+    source = read_source(text, str(path))
+    if source.problems:
+        raise UserError.many(source.problems)
+    found = {}
+    for name, raw in source.data.items():
+        where = source.where_key(name)
+        try:
+            site = found[name] = Site.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            raise UserError("HF209", f"{key}: {first['msg']}", where=where) from error
+        if site.target is not None:
+            target_named(site.target)
+        if unknown := [key for key in site.defaults if key not in keys_of(JobSpec)]:
+            message = f"defaults: {unknown[0]} is no section of a job file"
+            raise UserError("HF209", message, where=where)
+    return found
+
+
+def _missing(defaults: Mapping[str, Any], job: Mapping[str, Any], above: str) -> Iterator[str]:
+    for key, value in defaults.items():
+        given = job.get(key)
+        if given is None:
+            yield f"{above}{key}={json.dumps(value, ensure_ascii=False)}"
+        elif isinstance(given, dict) and isinstance(value, dict):
+            yield from _missing(value, given, f"{above}{key}.")
