@@ -5,7 +5,7 @@ A file of sites is YAML, in ~/.config/holdfast/sites.yaml or /etc/holdfast/sites
     alps:
       target: slurm
       defaults:
-        cluster: {gpus_per_node: 4, gpu: GH200-96GB}
+        cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM}
         slurm: {account: a-llm, partition: normal}
 
 Each default is a --set that comes before those of the command line, where the job file is silent.

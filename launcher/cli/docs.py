@@ -146,7 +146,7 @@ What belongs to a cluster can stand in `~/.config/holdfast/sites.yaml` or, for a
 alps:
   target: slurm
   defaults:
-    cluster: {gpus_per_node: 4, gpu: GH200-96GB}
+    cluster: {gpus_per_node: 4, gpu: A100-80GB-SXM}
     slurm: {account: a-llm, partition: normal}
 gke:
   target: jobset
