@@ -153,6 +153,7 @@ def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> 
     """Yield those of `found` that are on one machine only, and where to copy them; collective.
 
     Until the new epoch has committed a snapshot, the loss of that machine would lose the state.
+    Of the ranks that found a shard the last one copies it: two would write one file at once.
     It also waits for all ranks to have dropped other snapshots, torn ones among them.
     """
     keepers = (*place.members, *place.spares)
@@ -163,14 +164,16 @@ def _singles(found: Found, num_shards: int, place: Place, group: Collective) -> 
         for i, (peer, where) in enumerate(zip(keepers, place.apart, strict=True))
     }
     held = [(h.header.shard, at[h.node]) for h, _ in found if h.node in at]
-    seen = group.maxima(sightings(held, num_shards, len(keepers)))
-    only = single_machine(seen, len(keepers))
+    mine = {holding.header.shard for holding, _ in found}
+    finder = [group.rank + 1 if shard in mine else 0 for shard in range(num_shards)]
+    seen = group.maxima([*sightings(held, num_shards, len(keepers)), *finder])
+    only, finder = single_machine(seen[:-num_shards], len(keepers)), seen[-num_shards:]
     me = group.rank // place.workers
     done: set[int] = set()
     for holding, parts in found:
         shard = holding.header.shard
         machine = only[shard]
-        if machine is None or shard in done:
+        if machine is None or shard in done or finder[shard] != group.rank + 1:
             continue
         done.add(shard)
         if holding.node not in at:

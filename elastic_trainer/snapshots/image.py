@@ -211,12 +211,17 @@ class Image:
     def __init__(self, path: Path, *, create_bytes: int | None = None) -> None:
         """Map the file at `path`; with `create_bytes` make it, that large and empty.
 
+        One that is there is replaced, not emptied: whoever has it mapped keeps what it had, where
+        a page that is gone would be a SIGBUS.
+
         Raises:
             OSError: no such file, or no memory is left for it.
             TornImageError: it is shorter than a header.
         """
         self.path = path
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create_bytes else 0)
+        if create_bytes:
+            path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create_bytes else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create_bytes:

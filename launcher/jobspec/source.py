@@ -375,16 +375,16 @@ def write_sets(text: str, sets: Sequence[str]) -> str | None:
         anchored value.
     """
     wanted = read_source(text, "", sets).data
-    for each in sets:
-        path = tuple(part.strip() for part in each.partition("=")[0].split("."))
-        here: Any = wanted
-        for part in path:
-            here = here.get(part, _GONE) if isinstance(here, dict) else _GONE
-        if here is not _GONE:  # a later one may have replaced what was around it
-            text = _written(text, path, here)
     try:
+        for each in sets:
+            path = tuple(part.strip() for part in each.partition("=")[0].split("."))
+            here: Any = wanted
+            for part in path:
+                here = here.get(part, _GONE) if isinstance(here, dict) else _GONE
+            if here is not _GONE:  # a later one may have replaced what was around it
+                text = _written(text, path, here)
         return text if read_source(text, "").data == wanted else None
-    except UserError:
+    except UserError:  # what was written is no YAML any more
         return None
 
 
@@ -400,9 +400,11 @@ def _written(text: str, path: tuple[str, ...], value: Any) -> str:
         value = {key: value}
     shown = json.dumps(value, ensure_ascii=False)
     if not rest or around.style == "scalar":
-        start = around.start
-        stop = start + len(text[start : around.end].rstrip())
-        return text[:start] + (" " if text[:start].endswith(":") else "") + shown + text[stop:]
+        stop = around.start + len(text[around.start : around.end].rstrip())
+        key = text[: around.start].rstrip()
+        if key.endswith(":"):  # a list may begin in the column of its key, JSON may not
+            return f"{key} {shown}{text[stop:]}"
+        return text[: around.start] + shown + text[stop:]
     entry = f"{rest[0] if _PLAIN_KEY.fullmatch(rest[0]) else json.dumps(rest[0])}: {shown}"
     if around.style == "flow":
         brace = text.index("{", around.start) + 1

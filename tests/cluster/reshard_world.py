@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -140,6 +142,10 @@ class World:
             dist.destroy_process_group(group)
         if found is None or found[:2] != (STEP, 1):
             return [f"found {found}"]
+        copying: list[list[int]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(copying, [each[0].header.shard for each in found.singles])
+        twice = Counter(itertools.chain(*copying)).most_common(1)
+        assert not twice or twice[0][1] == 1, f"two ranks copy one shard: {copying}"
         assert copy_again(found.singles, place) == len(found.singles)
         dist.barrier()  # until then another rank may be writing the same copy
         for holding, _, to in found.singles:

@@ -647,7 +647,7 @@ class Coordinator(Role):
             return False
         settings, ctx = self.ctx.settings, self.ctx
         if "strays" in ctx.timers:
-            return self.peers.num_ready < settings.ladder.max_nodes
+            return settings.ladder.max_nodes > 1  # else who led before was all of it
         if self._expected is not None:
             return bool(self._expected)
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes

@@ -133,6 +133,8 @@ class SimTraining:
         """When states were committed on storage."""
         self.given_up: set[State] = set()
         """Committed states that were lost with all who held a part of them."""
+        self.adopted: dict[State, list[set[str]]] = {}
+        """States that no epoch committed but one began from: for each shard who had it then."""
         self.copied_again: dict[State, list[tuple[int, str]]] = {}
         """(shard, agent) of copies made after the loss of others."""
 
@@ -205,6 +207,7 @@ class SimTraining:
         self._check_restore(group, (step, epoch))
         group.step, group.origin = step, Origin(group.epoch, epoch, step)
         if found is not None:
+            self._adopt(holdings, found)
             self._copy_again(group, holdings, found)
             for node in group.nodes:  # as `_keep_only`
                 images = node.images.items()
@@ -298,6 +301,18 @@ class SimTraining:
                     again.append((shard, target.me.agent_id))
 
         self._world.at(self._world.now + COPY_S, copy)
+
+    def _adopt(self, holdings: list[Holding], found: State) -> None:
+        """Count a state as committed from now on: what was before it is dropped."""
+        step, epoch = found
+        if step in self.committed.get(epoch, {}):
+            return
+        self.committed.setdefault(epoch, {})[step] = self._world.now
+        held: list[set[str]] = [set() for _ in range(self._groups[epoch].num_shards)]
+        for holding in holdings:
+            if holding.key == found:
+                held[holding.header.shard].add(holding.node)
+        self.adopted[found] = held
 
     def _begin(self, group: Group) -> None:
         """Put on the board where the epoch began: before that nothing of it counts."""
@@ -506,7 +521,7 @@ class SimTraining:
         step, epoch = newest
         assert newest not in self.stored, f"epoch {group.epoch} finds {found}, stored is {newest}"
         since = self.committed[epoch][step]
-        holders = self._groups[epoch].holders()
+        holders = self.adopted.get(newest) or self._groups[epoch].holders()
         for shard, agent_id in self.copied_again.get(newest, ()):
             holders[shard].add(agent_id)
         missing = [held for held in holders if all(self._excused(group, o, since) for o in held)]

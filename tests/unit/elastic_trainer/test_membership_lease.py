@@ -9,6 +9,7 @@ import pytest
 from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
+from elastic_trainer.agent.membership.coordinator import STRAYS_S
 from elastic_trainer.agent.membership.notices import StopAsked
 
 
@@ -163,7 +164,8 @@ def test_a_board_that_stalls_while_new_agents_seek_a_dead_coordinator_makes_one_
         cluster.add(f"node{i}")
     cluster.run(cluster.now + 4.0)
     cluster.board.stalled_until = cluster.now + cluster.settings.takeover_s
-    cluster.run_until(cluster.settled, within=cluster.settings.takeover_s + 1.0)
+    waits_s = cluster.settings.takeover_s + STRAYS_S
+    cluster.run_until(cluster.settled, within=waits_s + 1.0)
 
 
 @pytest.mark.parametrize("seed", range(8))

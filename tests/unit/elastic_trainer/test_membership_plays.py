@@ -15,6 +15,7 @@ from dataclasses import replace
 import membership_training
 import pytest
 from membership_plays import ALONE, SHARED, Fault, Play, fails, random_play, run, shrunk
+from membership_training import SimTraining
 
 from elastic_trainer.agent.membership.candidate import Candidate
 from elastic_trainer.agent.membership.coordinator import Coordinator
@@ -108,6 +109,37 @@ def test_many_random_plays(first):
                 faults=(Fault(3.87, "cut", 1, 19.17), Fault(10.08, "evict", 1, 15.6)),
             ),
             id="a coordinator is excluded while it is cut off",
+        ),
+        pytest.param(
+            Play(
+                nodes=10,
+                least=5,
+                layout="hsdp",
+                last_step=10,
+                step_s=2.5,
+                seed=21950,
+                faults=(
+                    Fault(8.54, "rack", 7, 1.73),
+                    Fault(9.73, "coordinator", 5, 0.0),
+                    Fault(11.28, "rack", 2, 0.86),
+                ),
+            ),
+            id="uncommitted state is restored, then all who hold a part of it die",
+        ),
+        pytest.param(
+            Play(
+                nodes=6,
+                spares=3,
+                least=3,
+                last_step=40,
+                seed=23409,
+                faults=(
+                    Fault(1.93, "join", 3, 0.99),
+                    Fault(3.44, "rack", 0, 11.71),
+                    Fault(22.41, "island", 1, 18.43),
+                ),
+            ),
+            id="members come back to a newcomer that leads as many as the largest layout has",
         ),
     ],
 )
@@ -264,6 +296,22 @@ def test_copies_that_are_not_made_are_noticed(monkeypatch):
     monkeypatch.setattr(membership_training, "copy_node", lambda *_: None)
     with pytest.raises(AssertionError, match="a committed part is on"):
         run(Play(nodes=3))
+
+
+def test_a_loss_of_what_an_epoch_began_from_is_noticed(monkeypatch):
+    """Also of a state that was whole, but that no epoch had committed."""
+    faults = Fault(2.0, "worker", 0, 0.0), Fault(3.5, "worker", 1, 0.0)
+    play = Play(nodes=3, step_s=2.5, faults=faults)
+    assert run(play).training.adopted.keys() == {(1, 1), (2, 2)}
+    whole, found = SimTraining._whole, []
+
+    def once(*args):
+        found.append(whole(*args))
+        return found[-1] if [state for state in found if state] == [(1, 1)] else None
+
+    monkeypatch.setattr(SimTraining, "_whole", staticmethod(once))
+    with pytest.raises(AssertionError, match=r"\(1, 1\) \(step, epoch\) was committed at"):
+        run(play)
 
 
 def test_a_line_that_is_not_followed_is_noticed(monkeypatch):

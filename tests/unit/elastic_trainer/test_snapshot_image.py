@@ -65,6 +65,18 @@ def write_image(path: Path, *, step: int = 7, payload: bytes = b"") -> Header:
     return whole
 
 
+@pytest.mark.parametrize("size", [PAGE, 3 * PAGE])
+def test_an_image_that_is_made_anew_leaves_the_one_before_to_whoever_has_it_mapped(tmp_path, size):
+    before = Image(tmp_path / "a", create_bytes=2 * PAGE)
+    before.map[-4:] = b"kept"
+    again = Image(tmp_path / "a", create_bytes=size)
+    assert before.map.size() == 2 * PAGE, "a read of the rest would be a SIGBUS"
+    assert bytes(before.map[-4:]) == b"kept"
+    assert (tmp_path / "a").stat().st_size == again.size_bytes == size
+    for image in (before, again):
+        image.close()
+
+
 def verify(path: Path) -> Header:
     image = Image(path)
     try:
