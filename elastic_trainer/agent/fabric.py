@@ -51,7 +51,7 @@ class Port(NamedTuple):
     def __str__(self) -> str:
         """Return it for people."""
         state = "active" if self.active else "down"
-        closed = "" if self.usable else ", not to be opened"
+        closed = "" if self.usable else ", cannot be opened"
         return f"{self.device}:{self.number} ({self.link_layer}, {state}{closed})"
 
 
@@ -75,8 +75,9 @@ def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VE
         named = f" among NCCL_IB_HCA={wanted}" if wanted and fabric in _LINK_LAYERS else ""
         is_down = any(serves(port._replace(active=True), fabric, wanted) for port in found)
         raise FabricError(
-            f"fabric: {fabric}, but this node has no active port of it{named} that can be opened, "
-            f"and NCCL would use TCP without a word; RDMA ports here: {there}",
+            f"fabric: {fabric}: this node has no active port of it{named} that the agent can open; "
+            f"RDMA ports: {there}; NCCL would fall back to TCP; repair or exclude the node, or "
+            "correct fabric and fabric_devices",
             EXIT_TOO_FEW_NODES if is_down else EXIT_DO_NOT_RESTART,
         )
     if fabric in _LINK_LAYERS:
@@ -84,7 +85,7 @@ def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VE
             ctypes.CDLL(verbs)
         except OSError as error:
             raise FabricError(
-                f"fabric: {fabric}, but NCCL's library for it cannot be loaded ({error}); install "
+                f"fabric: {fabric}: NCCL's library for it cannot be loaded ({error}); install "
                 "libibverbs where the workers run"
             ) from error
 
