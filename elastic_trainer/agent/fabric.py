@@ -3,24 +3,38 @@
 NCCL takes TCP without a word where it finds no adapter, and a job that should take days takes
 weeks. NCCL_NET would forbid it, but it is the name of one network: IB means NCCL's own and shuts
 out plug-ins (IBext of HPC-X, and SHARP with it; `ncclNetInit` in src/plugin/net.cc). So the agent
-looks, where NCCL will: in the container. For EFA there is one plug-in, whose name NCCL_NET has.
+looks, where NCCL will: in the container. Only where no plug-in is there it sets NCCL_NET=IB. For
+EFA there is one plug-in, whose name NCCL_NET has.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from elastic_trainer.agent.command.flags import OptionsError
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_TOO_FEW_NODES
 
 FABRIC_VARIABLE: Final = "HOLDFAST_FABRIC"
 """infiniband, roce or efa; set beside NCCL's variables."""
 VERBS: Final = "libibverbs.so.1"
 """What NCCL loads to speak to adapters."""
+PLUGIN: Final = "libnccl-net.so"
+"""The plug-in that NCCL loads if NCCL_NET_PLUGIN names no other."""
 _LINK_LAYERS: Final = {"infiniband": "InfiniBand", "roce": "Ethernet"}
+
+
+class FabricError(Exception):
+    """This node lacks the fabric (HF505)."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_DO_NOT_RESTART) -> None:
+        super().__init__(f"HF505 {message}")
+        self.exit_code = exit_code
+        """92 where only a link is down: other nodes, or this one later, may have it."""
 
 
 class Port(NamedTuple):
@@ -37,7 +51,7 @@ class Port(NamedTuple):
     def __str__(self) -> str:
         """Return it for people."""
         state = "active" if self.active else "down"
-        closed = "" if self.usable else ", not to be opened"
+        closed = "" if self.usable else ", cannot be opened"
         return f"{self.device}:{self.number} ({self.link_layer}, {state}{closed})"
 
 
@@ -50,7 +64,7 @@ def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VE
         verbs: the library that NCCL loads.
 
     Raises:
-        OptionsError: HF505, what is missing.
+        FabricError: HF505, what is missing.
     """
     fabric = env.get(FABRIC_VARIABLE, "none")
     if fabric == "none":
@@ -59,20 +73,36 @@ def check_fabric(env: Mapping[str, str], root: Path = Path("/"), verbs: str = VE
     if not any(serves(port, fabric, wanted) for port in found):
         there = ", ".join(map(str, found)) or "none"
         named = f" among NCCL_IB_HCA={wanted}" if wanted and fabric in _LINK_LAYERS else ""
-        raise OptionsError(
-            "HF505",
-            f"fabric: {fabric}, but this node has no active port of it{named} that can be opened; "
-            f"RDMA ports here: {there}; NCCL would use TCP without a word",
+        is_down = any(serves(port._replace(active=True), fabric, wanted) for port in found)
+        raise FabricError(
+            f"fabric: {fabric}: this node has no active port of it{named} that the agent can open; "
+            f"RDMA ports: {there}; NCCL would fall back to TCP; repair or exclude the node, or "
+            "correct fabric and fabric_devices",
+            EXIT_TOO_FEW_NODES if is_down else EXIT_DO_NOT_RESTART,
         )
     if fabric in _LINK_LAYERS:
         try:
             ctypes.CDLL(verbs)
         except OSError as error:
-            raise OptionsError(
-                "HF505",
-                f"fabric: {fabric}, but NCCL's library for it cannot be loaded ({error}); install "
-                "libibverbs where the workers run",
+            raise FabricError(
+                f"fabric: {fabric}: NCCL's library for it cannot be loaded ({error}); install "
+                "libibverbs where the workers run"
             ) from error
+
+
+def nccl_net(env: Mapping[str, str], plugin: str = PLUGIN) -> dict[str, str]:
+    """Return NCCL_NET where it shuts out nothing, so that a link lost later is an error, too.
+
+    Args:
+        env: of the agent; NCCL_NET and NCCL_NET_PLUGIN of the user stay as they are.
+        plugin: the library.
+    """
+    if env.get(FABRIC_VARIABLE) not in _LINK_LAYERS or {"NCCL_NET", "NCCL_NET_PLUGIN"} & env.keys():
+        return {}
+    # In a process of its own: plug-ins may start threads when they are loaded.
+    load = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", plugin]
+    done = subprocess.run(load, env=env, capture_output=True, check=False)
+    return {"NCCL_NET": "IB"} if done.returncode else {}
 
 
 def serves(port: Port, fabric: str, wanted: str) -> bool:

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _import_torch()
     from elastic_trainer.agent.command.flags import OptionsError
     from elastic_trainer.agent.command.options import parse
+    from elastic_trainer.agent.fabric import FabricError
     from elastic_trainer.agent.node import die_of_a_thread, run
     from elastic_trainer.agent.wire.secret import SecretError
     from elastic_trainer.board.open_board import BoardPlaceError
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.excepthook = die_of_a_thread
     try:
         code = run(parse(argv, os.environ))
+    except FabricError as error:
+        sys.stderr.write(f"holdfast agent: error: {error}\n")
+        code = error.exit_code
     except (OptionsError, SecretError, BoardPlaceError, StorageError) as error:
         sys.stderr.write(f"holdfast agent: error: {error}\n")
         code = EXIT_DO_NOT_RESTART

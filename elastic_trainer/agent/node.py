@@ -17,7 +17,7 @@ from elastic_trainer.agent.accelerators import Gpu, ask, healthy, local_cpus, se
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options
-from elastic_trainer.agent.fabric import check_fabric
+from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
@@ -54,7 +54,8 @@ def run(options: Options) -> int:
         The exit code: 0, 91, 92, 93, 94, or 1.
 
     Raises:
-        OptionsError: HF504, the network section does not fit this node; HF505, nor does the fabric.
+        OptionsError: HF504, the network section does not fit this node.
+        FabricError: HF505, this node lacks the job's fabric.
         StorageError: HF617, the run directory's file system lacks something.
     """
     address, ports = _network(options)
@@ -139,6 +140,7 @@ def _environment(options: Options, address: str) -> dict[str, str]:
     if options.code is not None:
         env |= {CODE: options.code.dir, SOURCE: options.code.source}
         env |= frozen_python_path(env)
+    env |= nccl_net(env)
     env["HOLDFAST_SINCE"] = str(time.monotonic())
     if options.board is not None:
         env[BOARD_VARIABLE] = options.board

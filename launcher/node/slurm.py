@@ -112,13 +112,13 @@ def carry_out(
         if job is None or job.state != "RUNNING" or job.restarts not in {attempt.restart, None}:
             say(f"job {attempt.job_id} is {job.state if job else 'gone'}: nothing to {act}")
             return False
-        off = []
+        listed = expand_nodes(fields.get("ExcNodeList", "").replace("(null)", ""))
+        off: Sequence[str] = ()
         if act in {"requeue", "keep-off"}:
-            left_out = fields.get("ExcNodeList", "").replace("(null)", "")
-            off = _to_leave_out(attempt, expand_nodes(left_out), commands)
+            off = (*listed, *_to_exclude(attempt, listed, commands))
         if act in argv:
             answer(act, argv[act])
-        if off:
+        if off and (act, off) != ("requeue", listed):
             whom = attempt.slurm_id if act == "requeue" else attempt.next_job()
             update = ["scontrol", "update", f"JobId={whom}", f"ExcNodeList={','.join(off)}"]
             try:
@@ -139,12 +139,12 @@ def carry_out(
     )
 
 
-def _to_leave_out(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
-    """Return the nodes that what continues this job leaves out.
+def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
+    """Return the nodes that what continues this job leaves out because the run has excluded them.
 
     Args:
         attempt: of the job.
-        listed: what the job leaves out itself.
+        listed: what the job leaves out already.
         commands: runs Slurm's.
     """
     begun = pasts(attempt.run_dir, lineage(attempt.run_dir, attempt.job_id))
@@ -152,17 +152,20 @@ def _to_leave_out(attempt: Attempt, listed: Sequence[str], commands: Commands) -
     try:
         events = events_named(attempt.run_dir, EXCLUSIONS, since_unix=since)
     except UserError as error:
-        say(f"nobody knows which nodes are excluded: {error}")
-        return list(listed)
+        say(f"the next start may be on excluded nodes: {error}")
+        return []
     hosts = [each.host for each in excluded_machines(events, since_unix=since)]
     new = [host for host in hosts if host not in listed]
     if not new:
-        return list(listed)
-    off = [*listed, *new]
+        return []
     folder = attempt.run_dir.parent if attempt.array_task else attempt.run_dir
-    asked = ["sbatch", "--test-only", f"--exclude={','.join(off)}", str(folder / SCRIPT)]
-    if NOT_AVAILABLE in commands.run(asked, timeout_s=TIMEOUT_S).complaint:
+    asked = ["sbatch", "--test-only", f"--exclude={','.join([*listed, *new])}"]
+    try:
+        said = commands.run([*asked, str(folder / SCRIPT)], timeout_s=TIMEOUT_S).complaint
+    except UserError:  # some sites have no sbatch on compute nodes
+        said = ""
+    if NOT_AVAILABLE in said:
         say(f"{a_few(new)}: excluded, but there are not enough other nodes for the next start")
-        return list(listed)
+        return []
     say(f"{a_few(new)}: excluded, and left out at the next start")
-    return off
+    return new

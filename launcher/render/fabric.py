@@ -5,7 +5,8 @@ RoCE v2 GID, and heartbeats, asynchronous error handling and dumps at a time-out
 defaults. `env.variables` come later and win.
 
 NCCL_NET, which keeps NCCL from falling back to TCP, is the name of one network. IB is NCCL's own,
-without plug-ins (IBext, SHARP): agents look for the adapters instead (HOLDFAST_FABRIC).
+without plug-ins (IBext, SHARP): agents look for the adapters (HOLDFAST_FABRIC), and set it where no
+plug-in is there.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ called from override the lines of the script: who submits it takes them out.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -53,6 +54,8 @@ KEPT: Final = (
 """Patterns of variables that a job keeps: who and where it is, where programs and modules are."""
 SET_BY_SCRIPT: Final = ("HOLDFAST_*", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Patterns of variables that the template itself exports, besides those it is filled with."""
+LINE: Final = 98
+"""Characters of a line that lists names."""
 CONTAINER_PYTHON: Final = "python3"
 
 
@@ -230,9 +233,11 @@ def _kept(spec: JobSpec) -> list[Quoted]:
 
 def _ours(spec: JobSpec, automatic: Sequence[Variable]) -> list[Quoted]:
     """Return patterns of bash, in lines, for the variables that win over an image's."""
-    names = (variable.name for variable in automatic)
-    found = (names, SET_BY_SCRIPT, spec.env.variables, spec.env.secrets, spec.env.inherit)
-    return [words(*patterns) for patterns in found]
+    env = spec.env
+    names = (*(variable.name for variable in automatic), *env.variables, *env.secrets, *env.inherit)
+    text = words(*dict.fromkeys((*SET_BY_SCRIPT, *names)))
+    lines = textwrap.wrap(text, LINE, break_long_words=False, break_on_hyphens=False)
+    return [Quoted(line) for line in lines]
 
 
 def step_log(run: str, *, array: bool) -> Quoted:

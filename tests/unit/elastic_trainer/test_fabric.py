@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from elastic_trainer.agent.command.flags import OptionsError
-from elastic_trainer.agent.fabric import Port, check_fabric, chosen
+from elastic_trainer.agent import main
+from elastic_trainer.agent.fabric import FabricError, Port, check_fabric, chosen, nccl_net
 
 VERBS = "libc.so.6"
 """A library that is there."""
@@ -42,9 +44,10 @@ def check(root, fabric, devices=None, verbs=VERBS):
     check_fabric({"HOLDFAST_FABRIC": fabric, **named}, root, verbs)
 
 
-def refused(root, fabric, *more, **options):
-    with pytest.raises(OptionsError, match="HF505") as caught:
+def refused(root, fabric, *more, code=93, **options):
+    with pytest.raises(FabricError, match="HF505") as caught:
         check(root, fabric, *more, **options)
+    assert caught.value.exit_code == code
     return str(caught.value)
 
 
@@ -69,12 +72,13 @@ def test_the_link_layer_decides(machine):
 
 def test_a_port_that_is_down_does_not_count(machine):
     root = machine("mlx5_0", "InfiniBand", state="1: DOWN")
-    assert "mlx5_0:1 (InfiniBand, down)" in refused(root, "infiniband")
+    assert "mlx5_0:1 (InfiniBand, down)" in refused(root, "infiniband", code=92)
+    refused(root, "roce")
 
 
 def test_an_adapter_that_a_container_was_not_given_does_not_count(machine):
     root = machine("mlx5_0", "InfiniBand", opens=False)
-    assert "not to be opened" in refused(root, "infiniband")
+    assert "cannot be opened" in refused(root, "infiniband")
 
 
 def test_an_image_without_libibverbs_is_told(machine):
@@ -108,3 +112,26 @@ def test_efa_is_known_by_its_driver(machine):
 def test_adapters_are_chosen_as_nccl_does(wanted, takes):
     port = Port("mlx5_1", 2, "mlx5_core", "InfiniBand", active=True, usable=True)
     assert chosen(port, wanted) == takes
+
+
+@pytest.mark.parametrize("fabric", ["infiniband", "roce"])
+def test_nccl_is_held_to_the_fabric_where_there_is_no_plugin_to_shut_out(fabric):
+    env = {**os.environ, "HOLDFAST_FABRIC": fabric}
+    assert nccl_net(env, "no-such-plugin.so") == {"NCCL_NET": "IB"}
+    assert nccl_net(env, VERBS) == {}
+    assert nccl_net({**env, "NCCL_NET": "IBext_v8"}, "no-such-plugin.so") == {}
+    assert nccl_net({**env, "NCCL_NET_PLUGIN": "hpcx"}, "no-such-plugin.so") == {}
+    assert nccl_net({**env, "HOLDFAST_FABRIC": "efa"}, "no-such-plugin.so") == {}
+    assert nccl_net(dict(os.environ), "no-such-plugin.so") == {}
+
+
+def test_the_agent_ends_before_it_does_anything(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(main, "_import_torch", lambda: None)
+    monkeypatch.setenv("HOLDFAST_FABRIC", "infiniband")
+    monkeypatch.setenv("NCCL_IB_HCA", "=no-such-adapter")
+    (tmp_path / "script.py").touch()
+    flags = ["--nnodes", "1", "--rdzv-endpoint", str(tmp_path / "shared"), "--rdzv-id", "x"]
+    argv = [*flags, "--local-addr", "127.0.0.1", str(tmp_path / "script.py")]
+    assert main.main(argv) == 93
+    assert "error: HF505 fabric: infiniband" in capsys.readouterr().err
+    assert not (tmp_path / "shared").exists()

@@ -262,6 +262,24 @@ def test_what_an_earlier_submission_excluded_is_used_again(excluding):
     assert controller.updates == [["JobId=18", "ExcNodeList=n8,n9"]]
 
 
+def test_a_requeue_that_changes_nothing_is_a_requeue_and_no_more(attempt):
+    controller = Controller(answer(LEAVES_OUT.format("RUNNING", 1)))
+    assert run_acts(attempt, controller, "requeue")
+    assert controller.asked[-1] == ["scontrol", "requeue", "17"]
+
+
+def test_a_node_without_sbatch_requeues_all_the_same(excluding):
+    class WithoutSbatch(Controller):
+        def run(self, command, *, timeout_s, stdin=""):
+            if command[0] == "sbatch":
+                raise UserError("HF650", "no sbatch")
+            return super().run(command, timeout_s=timeout_s, stdin=stdin)
+
+    controller = WithoutSbatch(answer(SHOWN.format("RUNNING", 1)))
+    assert run_acts(excluding, controller, "requeue")
+    assert controller.updates == [["JobId=17", "ExcNodeList=n2"]]
+
+
 def test_excluded_nodes_are_used_where_there_are_not_enough_others(excluding, capsys):
     few = answer(code=1, err="allocation failure: Requested node configuration is not available")
     controller = Controller(answer(SHOWN.format("RUNNING", 1)), sbatch=few)

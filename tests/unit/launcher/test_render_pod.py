@@ -144,7 +144,11 @@ def test_shared_memory_holds_the_snapshots():
 
 @pytest.mark.parametrize(
     ("fabric", "named", "lock"),
-    [("none", set(), False), ("infiniband", {"NCCL_NET"}, True), ("efa", {"FI_PROVIDER"}, True)],
+    [
+        ("none", set(), False),
+        ("infiniband", {"NCCL_IB_HCA", "HOLDFAST_FABRIC"}, True),
+        ("efa", {"FI_PROVIDER", "NCCL_NET"}, True),
+    ],
 )
 def test_rdma_may_lock_memory(fabric, named, lock):
     pod = pod_of({"kubernetes.fabric": fabric})
