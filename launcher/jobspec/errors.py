@@ -34,6 +34,9 @@ _BOUNDS: Final[dict[str, tuple[str, str]]] = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
+_MAX_ITEMS: Final = 50
+"""Of a list that a message writes out."""
+_NUMBER: Final = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,9})?([eE][-+]?[0-9]{1,2})?")
 _TOO_BIG: Final = ("int_parsing_size", "string_too_long")
 _REMOVED: Final[dict[str, str]] = {
     "env.stage": "environments are not copied to nodes; use an image (env.image), or let env.venv "
@@ -87,8 +90,8 @@ def _rewritten(code: str, kind: str, path: Path, value: str, source: Source) -> 
     """Yield what a text stands for that should have been something else, or no list with blanks."""
     key = dotted(path)
     number = value.replace("_", "").replace(",", "")
-    if kind in ("int_type", "float_type") and re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{1,9})?", number):
-        yield {key: float(number) if "." in number else int(number)}
+    if kind in ("int_type", "float_type") and _NUMBER.fullmatch(number):
+        yield {key: int(number) if number.lstrip("-").isdigit() else float(number)}
     if kind == "bool_type" and value.lower() in ("yes", "no", "on", "off"):
         yield {key: value.lower() in ("yes", "on")}
     parts = [part.strip() for part in value.split(",")]
@@ -96,8 +99,8 @@ def _rewritten(code: str, kind: str, path: Path, value: str, source: Source) -> 
         yield {key: ",".join(parts)}
     if kind in ("tuple_type", "list_type"):
         yield {key: parts}
-    if len(parts) > 1 and path and isinstance(path[-1], int):
-        whole = source.at(path[:-1])
+    whole = source.at(path[:-1]) if path and isinstance(path[-1], int) else ()
+    if len(parts) > 1 and 0 < len(whole) <= _MAX_ITEMS:
         texts = [text for each in whole for text in str(each).split(",")]
         yield {dotted(path[:-1]): [text.strip() for text in texts]}
 

@@ -7,7 +7,7 @@ job file, and the config.json that `model` may name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,8 +46,10 @@ _PLACEHOLDERS: Final[dict[str, Any]] = {
     **FOR_COMMANDS,
 }
 """In place of what is missing or wrong, so that the rest can be checked in the same go."""
-_MAX_TRIALS: Final = 200
-"""Offers that are tried: a text with thousands of wrong values must not take minutes."""
+_MAX_TRIALS: Final = 100
+"""Offers that are tried, each on the whole job; real mistakes are a few, of a few offers each."""
+_MAX_VALUES: Final = 1_000
+"""Of a job whose offers are tried: beyond, it is no page of text, and each trial takes long."""
 
 
 def parse_spec(
@@ -81,6 +83,8 @@ def parse_spec(
         return spec, problems
 
     spec, problems = check(source)
+    if len(source.lines) > _MAX_VALUES:
+        problems = [replace(problem, offers=()) for problem in problems]
     problems = _tried(problems, lambda offer: check(source.putting(offer))[1])
     errors = [problem for problem in problems if not problem.is_warning]
     warnings = [problem for problem in problems if problem.is_warning]
@@ -99,28 +103,25 @@ def _tried(problems: list[Problem], check: Callable[[Offer], list[Problem]]) -> 
     """Return the problems with those of their offers that help.
 
     An offer helps if with it in place the job has the problem no more, and no error that it did
-    not have before. What helps against several problems at once is left to their own offers.
+    not have before.
     """
-    before = {(problem.code, problem.where.key) for problem in problems}
-    trials = _MAX_TRIALS
-    out = []
+    before, trials, out = _places(problems), _MAX_TRIALS, []
     for problem in problems:
-        if not problem.offers:
-            out.append(problem)
-            continue
-        offers, trials = problem.offers[:trials], max(0, trials - len(problem.offers))
-        good = []
-        for offer in offers:
+        helping = []
+        for offer in problem.offers[:trials]:
+            trials -= 1
             after = check(offer)
-            new = {(each.code, each.where.key) for each in after if not each.is_warning} - before
-            same = any(
-                (each.code, each.where.key) == (problem.code, problem.where.key) for each in after
-            )
-            good += [] if new or same else [offer]
+            errors = _places(each for each in after if not each.is_warning)
+            if errors <= before and not _places([problem]) & _places(after):
+                helping.append(offer)
         # Messages of single values say what is expected, whether or not anything can be offered.
-        said = not good and problem.code in ("HF012", "HF013", "HF015")
-        out.append(replace(problem, offers=()) if said else problem.offering(good))
+        enough = not problem.offers or (not helping and problem.code in ("HF012", "HF013", "HF015"))
+        out.append(replace(problem, offers=()) if enough else problem.offering(helping))
     return out
+
+
+def _places(problems: Iterable[Problem]) -> set[tuple[str, str]]:
+    return {(problem.code, problem.where.key) for problem in problems}
 
 
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
@@ -236,7 +237,7 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     if "/" not in model and not model.endswith(".json"):
         import difflib
 
-        near = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(model.lower(), PRESETS, cutoff=0.4)
         message = f"{model} is no preset, no dimensions and no path of a config.json"
         offers = tuple({"model": name} for name in near or PRESETS)
         return stand_in, Problem("HF020", where, message, offers)

@@ -70,10 +70,7 @@ def _cluster(spec: JobSpec) -> Iterator[Finding]:
             "cluster.gpus_per_node",
             f"a node has at most {most} {cluster.gpu}, not {cluster.gpus_per_node}",
             "cluster.gpu",
-            offers=[
-                {"cluster.gpus_per_node": most, "cluster.nodes": nodes},
-                {"cluster.gpus_per_node": most},
-            ],
+            offers=[{"cluster.gpus_per_node": most, "cluster.nodes": nodes}],
         )
     if cluster.spares > cluster.nodes:
         yield finding(
@@ -87,32 +84,27 @@ def _cluster(spec: JobSpec) -> Iterator[Finding]:
 
 
 def _network(spec: JobSpec) -> Iterator[Finding]:
-    """Yield addresses that no other node reaches, and ranges without a port for each listener.
-
-    The nodes of the emulated cluster share one machine: its loopback will do, its ports are shared.
-    """
-    network, emulated = spec.network, spec.device == "cpu"
-    if not emulated and _num_machines(spec) > 1:
+    """Yield addresses that no other node reaches, and ranges without a port for each listener."""
+    network = spec.network
+    if spec.device != "cpu" and _num_machines(spec) > 1:  # emulated nodes share one machine
+        own = "is the loopback of each node: none would reach another"
         if network.interface == "lo":
-            message = "lo is the loopback interface: every node would only reach itself"
             auto = instead("network.interface", ["auto"])
-            yield finding("HF128", "network.interface", message, "cluster", offers=auto)
+            yield finding("HF128", "network.interface", f"lo {own}", "cluster", offers=auto)
         if network.cidr is not None and network.cidr.startswith(("127.", "::1")):
-            message = f"{network.cidr} is the loopback network: every node would only reach itself"
             unset = instead("network.cidr", [None])
+            message = f"{network.cidr} {own}"
             yield finding("HF128", "network.cidr", message, "cluster", offers=unset)
     if network.ports is not None:
         low, high = (int(port) for port in network.ports.split("-"))
-        least = (AGENT_PORTS - 1) * _num_machines(spec) + 1 if emulated else AGENT_PORTS
-        if high - low + 1 < least:
-            first = min(low, 65536 - max(100, least))
-            ample = f"{first}-{first + max(100, least) - 1}"
+        if high - low + 1 < AGENT_PORTS:
+            first = min(low, 65535 - 99)
             yield finding(
                 "HF129",
                 "network.ports",
-                f"{counted(high - low + 1, 'port')} for at least {least} listeners of a node",
-                "cluster",
-                offers=instead("network.ports", [ample]),
+                f"{counted(high - low + 1, 'port')} for the {AGENT_PORTS} listeners of a node: "
+                "agent, keeper of snapshots, an epoch's store",
+                offers=instead("network.ports", [f"{first}-{first + 99}"]),
             )
 
 
@@ -138,7 +130,10 @@ def _checkpoints(spec: JobSpec) -> Iterator[Finding]:
     needs = ("cluster", "kubernetes")
     unset = instead("checkpoint.dir", [None])
     if _num_machines(spec) > 1:
-        message = f"{here} is each node's own: no node can read what another one has saved"
+        message = (
+            f"{here} is each node's own: a checkpoint must be where all nodes can read it, as in "
+            "the run directory"
+        )
         yield finding("HF127", "checkpoint.dir", message, *needs, offers=unset)
     else:
         message = f"{here} is the node's own: lost with it, and where the job is started elsewhere"
@@ -172,7 +167,8 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
         gets = {"cpus": "one CPU", "mem": "the partition's DefMemPerCPU"}
         message = (
             f"without {' and '.join(left_out)} a job that shares its nodes gets "
-            f"{' and '.join(gets[key] for key in left_out)}, unless the partition says otherwise"
+            f"{' and '.join(gets[key] for key in left_out)}, unless the partition says otherwise: "
+            f"give {' and '.join(left_out)}, or take whole nodes"
         )
         whole = instead("slurm.exclusive", [True])
         yield finding("HF175", "slurm.exclusive", message, "slurm.cpus", "slurm.mem", offers=whole)
@@ -249,13 +245,19 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
 
     wish, cluster = spec.kubernetes, spec.cluster
     if wish.image is not None and _unfixed(wish.image):
-        message = f"{wish.image} has no version: a node that comes later may run another content"
+        message = (
+            f"{wish.image} may be another image for a node that comes later; name a version or a "
+            "digest, as :1.0 or @sha256:..."
+        )
         yield finding("HF177", "kubernetes.image", message)
     if spec.device == "cpu":
         return
     for key, what in (("cpus", "CPUs"), ("memory", "memory")):
         if getattr(wish, key) is None:
-            message = f"pods ask for no {what}: they get what others leave, and are evicted first"
+            message = (
+                f"pods ask for no {what}: they get what others leave, and are evicted first; "
+                "state what a node has, less what runs on it besides"
+            )
             yield finding("HF175", f"kubernetes.{key}", message)
     if wish.cpus is not None:
         ample = [str(8 * cluster.gpus_per_node)]
@@ -295,7 +297,8 @@ def _rdma(spec: JobSpec) -> Iterator[Finding]:
     elif not wish.rdma:
         message = (
             f"fabric: {wish.fabric}, but kubernetes.rdma asks for no adapters: unless the cluster "
-            "adds them, NCCL finds none in the pods and fails"
+            "adds them, NCCL finds none in the pods and fails; name the resource of its device "
+            "plugin, as {rdma/ib: 8}"
         )
         yield finding("HF174", key, message, "kubernetes.rdma")
     elif efa != (wish.fabric == "efa"):

@@ -185,3 +185,58 @@ def test_what_is_offered_against_one_wrong_value_helps(change):
 )
 def test_what_is_offered_against_several_wrong_values_helps(changes, target):
     every_offer_helps(JOB, [text for _, text in changes], target)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["slurm.gres=gpu:nvidia_h100_80gb_hbm3:8"],
+        ["slurm.gres='nvme:1,gpu:8'"],
+        ["slurm.gres=nvme:1"],  # an exclusive node's GPUs are the job's
+        ["slurm.gpu_type=hgx"],
+        ["cluster={nodes: 2, gpus_per_node: 16, gpu: A100-80GB-SXM}"],
+        [
+            "cluster={nodes: 2, gpus_per_node: 10, gpu: H100-80GB-PCIe}",
+            "layout.tp=2",
+            "train.global_batch=500",
+        ],
+        ["cluster.gpu=MI300X", "kubernetes.gpu_resource=amd.com/gpu"],
+        ["kubernetes.gpu_resource=example.com/gpu"],
+        ["slurm.fabric=none", "env.variables.NCCL_NET=Socket"],
+        [
+            "kubernetes={fabric: none, cpus: 8, memory: 900Gi}",
+            "env.variables.NCCL_NET=GPUDirectTCPX",
+        ],
+        ["slurm.fabric=none", "cluster.nodes=1", "kubernetes={cpus: 8, memory: 900Gi}"],
+        ["slurm.exclusive=false", "slurm.cpus=64", "slurm.mem=900G"],
+        ["slurm.mem=0"],
+        ["kubernetes.image=registry.local:5000/holdfast@sha256:" + 64 * "0"],
+        ["kubernetes.image=registry.local:5000/holdfast:1.0"],
+        ["kubernetes.mount=/tmp/runs", "checkpoint.dir=/tmp/runs/checkpoints"],
+        ["checkpoint={every_s: null, every_steps: 100, dir: /tmporary/x}"],
+        ["network.ports=29400-29402"],
+        ["network.interface=bond0.100"],
+        ["code.exclude=['a,b.txt', data]"],
+        ["env.variables.TITLE='first, second'"],
+        ["train.optimizer.lr=0.1"],
+        ["cluster.spares=4"],
+    ],
+)
+def test_what_is_right_is_left_alone(changes):
+    assert found(JOB, changes, "slurm") == ([], True)
+
+
+def test_emulated_nodes_share_a_machine():
+    changes = ["cluster.gpu=cpu", "network.interface=lo", "checkpoint.dir=/tmp/x", "slurm.cpus=1"]
+    assert found(JOB, [*changes, "kubernetes.mount=/runs"], "slurm") == ([], True)
+
+
+def test_thousands_of_wrong_values_are_not_tried_one_by_one():
+    many = ", ".join(["{effect: x}"] * 1500)
+    problems, _ = found(f"{JOB}elastic: {{straggler: x}}\n", [], "slurm")
+    assert [problem.offers for problem in problems] != [()]
+    text = JOB.replace("rdma/ib: 8}", f"rdma/ib: 8}}, tolerations: [{many}]")
+    problems, _ = found(f"{text}elastic: {{straggler: x}}\n", [], "slurm")
+    assert len(problems) == 1501
+    assert not any(problem.offers for problem in problems)
