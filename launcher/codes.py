@@ -35,7 +35,9 @@ CODES: Final[dict[str, Code]] = {
     "HF011": Code("A required key is missing.", "Add it."),
     "HF012": Code("A value of the wrong type.", "Use the type named."),
     "HF013": Code("A number out of range.", "Use one within the range."),
-    "HF014": Code("A value that is not one of the choices.", "Use one of those listed."),
+    "HF014": Code(
+        "A value that is not one of the choices.", "Use one of them; `holdfast schema` lists all."
+    ),
     "HF015": Code("A string of the wrong form.", "Use the form shown."),
     "HF016": Code("Two keys contradict each other.", "Keep one of them."),
     # The model.
@@ -46,7 +48,10 @@ CODES: Final[dict[str, Code]] = {
     "HF024": Code("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
     # The layout.
     "HF101": Code("dp x tp x pp x cp is not the number of GPUs.", "Use `dp: auto`."),
-    "HF102": Code("tp does not divide the attention heads.", "Use a tp that divides them."),
+    "HF102": Code(
+        "tp does not divide the attention heads (and what else the message names).",
+        "Use a tp that divides all.",
+    ),
     "HF103": Code("tp does not divide the KV heads.", "Use a tp that divides them."),
     "HF104": Code(
         "Tensor-parallel groups span nodes.",
@@ -74,6 +79,14 @@ CODES: Final[dict[str, Code]] = {
     "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
     "HF123": Code("Peers would be declared dead between two heartbeats.", "Raise dead_after_s."),
     "HF125": Code("Fewer nodes than the smallest layout needs.", "Ask for more nodes."),
+    "HF126": Code(
+        "More GPUs per node than machines with this GPU have.", "Use more nodes of fewer GPUs."
+    ),
+    "HF127": Code(
+        "Checkpoints in a folder of one node.", "Use a folder on storage that all nodes share."
+    ),
+    "HF128": Code("An address that other nodes cannot reach.", "Use another interface, or auto."),
+    "HF129": Code("Too few ports for an agent.", "Use a wider range, as 29400-29499."),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),
@@ -84,6 +97,27 @@ CODES: Final[dict[str, Code]] = {
     "HF156": Code("Snapshots take longer than steps: they are taken less often.", "Accept it."),
     "HF157": Code(
         "Replicas are to be compared, but there are too few.", "Use dp_replicate: 3 or more."
+    ),
+    "HF158": Code("No checkpoint before the end.", "Set checkpoint.every_s."),
+    "HF159": Code("Checkpoints come faster than they can be saved.", "Raise checkpoint.every_s."),
+    "HF170": Code("A learning rate far above what AdamW bears.", "Lower lr."),
+    "HF171": Code("A comma list with blanks, or in one text.", "Write it as the message shows."),
+    "HF172": Code("More spares than nodes that train.", "Lower cluster.spares."),
+    "HF173": Code(
+        "No fabric is named for several nodes: NCCL may fall back to TCP.",
+        "Set fabric, or NCCL_NET in env.variables.",
+    ),
+    "HF174": Code(
+        "kubernetes.fabric and kubernetes.rdma do not go together.",
+        "Give both, with the resource that the cluster's device plugin has, or none.",
+    ),
+    "HF175": Code(
+        "CPUs or memory are not asked for.", "State how many CPUs and how much memory a node gives."
+    ),
+    "HF176": Code("Fewer CPUs than GPUs.", "Ask for several CPUs a GPU."),
+    "HF177": Code("An image whose content may change.", "Name a version or a digest."),
+    "HF178": Code(
+        "Checkpoints are lost with the node.", "Use a folder on storage that outlives it."
     ),
     # Slurm.
     "HF160": Code(
@@ -97,6 +131,10 @@ CODES: Final[dict[str, Code]] = {
     "HF165": Code("An environment variable that cannot be set.", "Leave it out."),
     "HF166": Code("A path that scripts and manifests cannot carry.", "Use another place."),
     "HF167": Code("A failure domain that Slurm does not know.", "Count levels: 1, 2."),
+    "HF168": Code(
+        "slurm.gres or slurm.gpu_type asks for other GPUs than the cluster section.",
+        "Ask for the same GPUs in both.",
+    ),
     "HF169": Code("A batch script that cannot be wrapped.", "Change the line named."),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or fix the path."),
@@ -223,9 +261,12 @@ CODES: Final[dict[str, Code]] = {
     "HF725": Code("A pod's memory is no more than its /dev/shm.", "Raise kubernetes.memory."),
     "HF726": Code("job.json is too long for a ConfigMap.", "Raise elastic.min_nodes."),
     "HF727": Code("A failure domain that pods do not know.", "Name a label of nodes."),
+    "HF728": Code(
+        "kubernetes.gpu_resource is of another vendor than cluster.gpu.", "Use the GPU's own."
+    ),
     "HF736": Code("Fewer restarts than pods.", "Raise kubernetes.restart_limit."),
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""
 
-WARNINGS: Final = frozenset(code for code in CODES if code.startswith("HF15"))
-"""Codes that never stop a job."""
+WARNINGS: Final = frozenset(code for code in CODES if code.startswith(("HF15", "HF17")))
+"""Codes of what may be meant: they stop no job, unless `holdfast check --strict` is asked."""

@@ -12,12 +12,16 @@ Whether to retry is a type, never a flag or a text. Our own invariants are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher.codes import WARNINGS
+from launcher.codes import CODES, WARNINGS
+
+Offer = Mapping[str, Any]
+"""One way out of a problem: key of the job file -> value, all to be put in together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +38,33 @@ NOWHERE = Where()
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error in a job file or on a command line: code, place, message with values and fix."""
+    """What is wrong in a job file or on a command line: code, place, message with values and fix.
+
+    An error stops the job. A warning is of a job that can run, but may not be what was meant: it
+    is shown apart from errors, and only `holdfast check --strict` takes it for one. The code
+    decides which of the two a problem is.
+    """
 
     code: str
     where: Where
     message: str
+    offers: tuple[Offer, ...] = field(default=(), compare=False)
+    """What the message offers: each one, put in, removes the problem and brings no new error."""
 
     @property
     def is_warning(self) -> bool:
         """Whether the job may continue nevertheless."""
         return self.code in WARNINGS
+
+    def offering(self, offers: Sequence[Offer]) -> Problem:
+        """Return the problem with these ways out in its message; without any, the code's own."""
+        fix = CODES[self.code].how_to_fix
+        how_to_fix = (
+            f"use {_ways_out(self.where.key, offers)}"
+            if offers
+            else fix[0].lower() + fix.removesuffix(".")[1:]
+        )
+        return replace(self, message=f"{self.message}; {how_to_fix}", offers=tuple(offers))
 
     def __str__(self) -> str:
         """Return the line people read: `job.yaml:12: HF103 layout.tp: ...`."""
@@ -61,7 +82,32 @@ class Problem:
             "line": self.where.line,
             "key": self.where.key,
             "message": self.message,
+            "offers": [dict(offer) for offer in self.offers],
         }
+
+
+def choices(values: Sequence[object]) -> str:
+    """Return `8, 4, 2 or 1`."""
+    head, last = values[:-1], values[-1]
+    return f"{', '.join(map(str, head))} or {last}" if head else str(last)
+
+
+def _ways_out(key: str, offers: Sequence[Offer]) -> str:
+    """Return `4, 2 or 1, or train.seq_len: 8192`; values without a key are those of `key`."""
+    values: dict[tuple[str, str], list[str]] = {}
+    for offer in offers:
+        (first, value), *others = offer.items()
+        beside = " and ".join(f"{other}: {_shown(each)}" for other, each in others)
+        bare = first == key and isinstance(value, str | int | float) and not isinstance(value, bool)
+        values.setdefault(("" if bare else f"{first}: ", beside), []).append(_shown(value))
+    return ", or ".join(
+        f"{name}{choices(listed)}" + (f" with {beside}" if beside else "")
+        for (name, beside), listed in values.items()
+    )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def sort_problems(problems: Iterable[Problem]) -> list[Problem]:
@@ -83,14 +129,16 @@ class UserError(HoldfastError):
         """Make an error of one problem; `many` makes one of several."""
         super().__init__(code, message)
         self.problems = [Problem(code, where, message)]
+        self.warnings: list[Problem] = []
+        """What was found besides, and would not have stopped the job."""
 
     @classmethod
-    def many(cls, problems: Sequence[Problem]) -> UserError:
+    def many(cls, problems: Sequence[Problem], warnings: Sequence[Problem] = ()) -> UserError:
         """Return one error that carries all of `problems`, in the order of the file."""
         ordered = sort_problems(problems)
         assert ordered, "an error has at least one problem"
         error = cls(ordered[0].code, ordered[0].message)
-        error.problems = ordered
+        error.problems, error.warnings = ordered, sort_problems(warnings)
         return error
 
     @property

@@ -45,6 +45,16 @@ GPUS: Final[dict[str, Gpu]] = {
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""
 
+MAX_PER_NODE: Final[dict[str, int]] = {
+    **dict.fromkeys(("A100-40GB-SXM", "A100-80GB-SXM"), 16),
+    **dict.fromkeys(("A800-80GB-SXM", "H100-80GB-SXM", "H200-141GB-SXM", "B200", "B300"), 8),
+    **dict.fromkeys(("GB200", "GB300"), 4),
+    "MI250X": 16,
+    "MI300X": 8,
+}
+"""Devices of the largest machine: HGX boards of 8, of A100 two; a tray of an NVL72 rack; platforms
+of 8 OAM modules. Of cards there is no such limit."""
+
 CPU: Final = "cpu"
 """The emulated cluster: workers on processors, over gloo."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elastic_trainer.quantities import counted
 from launcher.cli.common import (
     exit_with_problems,
     folder_of,
@@ -18,7 +19,7 @@ from launcher.cli.common import (
     set_option,
     site_option,
 )
-from launcher.errors import UserError
+from launcher.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from launcher.jobspec.spec import JobSpec
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also ask the platform: sbatch --test-only, or a dry run on Kubernetes.",
 )
+@click.option("--strict", is_flag=True, help="Take warnings for errors.")
 @json_option
 @click.pass_context
 def check(
@@ -54,46 +56,53 @@ def check(
     site: Site | None,
     target: str | None,
     live: bool,
+    strict: bool,
     as_json: bool,
 ) -> None:
     """Check a job file; report every problem at once.
 
-    Exit codes: 0 the job can be planned, 2 it has problems.
+    Errors stop a job. Warnings, shown after them, are of what may not be meant. Exit codes: 0 the
+    job can run, 2 it has errors, or with --strict warnings.
     """
     from launcher.jobspec.reading import load_spec
     from launcher.planning.search import plan
     from launcher.planning.summary import plan_dict, summary_lines
     from launcher.targets import target_named
 
+    errors: list[Problem] = []
+    warnings: list[Problem] = []
     try:
         spec = load_spec(job, sets, site=site)
+        planned = plan(spec)
+        warnings += planned.warnings
         named = target or (None if site is None else site.target)
         name = named or ("local" if spec.device == "cpu" else None)
-        if name is not None:
-            target_named(name)
         sees = not target_named(name or "slurm").sees_other_paths
         if sees and (name == "local" or target is not None or live):
             from launcher.live import live_problems
 
-            found = live_problems(spec, folder_of(job))
-            if found:
-                raise UserError.many(found)
-        planned = plan(spec)
-        said = _ask(spec, planned, name or "slurm", folder_of(job)) if live else []
+            errors += live_problems(spec, folder_of(job))
         # What the job file alone does not show: times that do not fit, paths scripts cannot carry.
         shown = name or ("slurm" if spec.slurm_section is not None else "local")
         run_dir = folder_of(job) / "runs" / spec.name
         places = {"run_id": spec.name, "run_dir": run_dir, "base_dir": folder_of(job)}
         target_named(shown).check(spec, planned, **places)
+        said = _ask(spec, planned, name or "slurm", folder_of(job)) if live and not errors else []
     except UserError as error:
-        ctx.exit(exit_with_problems(error, as_json=as_json))
+        errors += error.problems
+        warnings += error.warnings
+    if strict:
+        errors, warnings = [*errors, *warnings], []
+    if errors:
+        ctx.exit(exit_with_problems(UserError.many(errors, warnings), as_json=as_json))
     if as_json:
         answer: dict[str, Any] = {"ok": True, "problems": []}
         asked = {"platform": said} if live else {}
         print_json({**answer, **plan_dict(spec, planned), **asked})
         return
-    print_problems(planned.warnings)
-    click.echo(f"{job}: " + click.style("ok", fg="green"))
+    print_problems(warnings)
+    found = f", {counted(len(warnings), 'warning')}" if warnings else ""
+    click.echo(f"{job}: " + click.style("ok", fg="green") + found)
     for line in [*summary_lines(spec, planned), *said]:
         click.echo(f"  {line}")
 

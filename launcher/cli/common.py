@@ -109,12 +109,24 @@ def print_problems(problems: Iterable[Problem]) -> None:
 
 
 def exit_with_problems(error: UserError, *, as_json: bool) -> int:
-    """Report a UserError the way `--json` or its absence asks for; return exit code 2."""
+    """Report a UserError the way `--json` or its absence asks for; return exit code 2.
+
+    Its warnings come apart from what stops the job, and after it.
+    """
     if as_json:
-        print_json({"ok": False, "problems": [problem.to_dict() for problem in error.problems]})
+        problems, warnings = dicts(error.problems), dicts(error.warnings)
+        print_json({"ok": False, "problems": problems, "warnings": warnings})
     else:
         print_problems(error.problems)
+        if error.warnings:
+            click.echo(err=True)
+        print_problems(error.warnings)
     return EXIT_USER
+
+
+def dicts(problems: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Return problems as plain JSON types."""
+    return [problem.to_dict() for problem in problems]
 
 
 def folder_of(job: str) -> Path:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.common import (
+    dicts,
     exit_with_problems,
     folder_of,
     job_argument,
@@ -88,8 +89,8 @@ def render(
             write_bundle(run_dir, bundle)
     except UserError as error:
         ctx.exit(exit_with_problems(error, as_json=as_json))
-    warnings = [warning.to_dict() for warning in planned.warnings]
     if as_json:
+        warnings = dicts(planned.warnings)
         answer = {"ok": True, "problems": [], "warnings": warnings, "run_dir": str(run_dir)}
         print_json({**answer, "written": output is not None, "files": bundle})
         return

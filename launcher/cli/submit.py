@@ -15,6 +15,7 @@ from elastic_trainer.quantities import counted
 from launcher.cli.common import (
     EXIT_DONE,
     EXIT_FAILED,
+    dicts,
     exit_with_problems,
     json_option,
     print_json,
@@ -177,7 +178,7 @@ def _submit(
     if as_json:
         runs = [{"run": str(run.path), "job_id": _id(run)} for run in done.runs]
         answer = {"ok": True, "target": target, "job_id": done.job.id}
-        warnings = [warning.to_dict() for warning in prepared.warnings]
+        warnings = dicts(prepared.warnings)
         print_json({**answer, "run_dir": str(done.run_dir), "runs": runs, "warnings": warnings})
     else:
         many = f", {len(done.runs)} tasks" if len(done.runs) > 1 else ""
@@ -289,6 +290,7 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
                 "run_dir": str(prepared.run_dir),
                 "files": prepared.files,
                 "code_files": None if prepared.code is None else len(prepared.code.names),
+                "warnings": dicts(prepared.warnings),
             }
         )
         return EXIT_DONE

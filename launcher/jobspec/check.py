@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Final
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
 from elastic_trainer.quantities import counted
-from launcher.errors import Problem
+from launcher.errors import Offer, Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
+from launcher.jobspec.requests import request_findings
 from launcher.jobspec.rules import (
     Finding,
     auto_finding,
-    choices,
     crosses_nodes,
     divisors,
     finding,
+    instead,
     layout_findings,
     replicate_finding,
     world_finding,
@@ -35,7 +36,7 @@ _TAKEN: Final = ("/dev/shm", "/etc/holdfast", "/etc/holdfast-secret")  # noqa: S
 
 
 def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
-    """Return every broken rule and every warning of `spec`.
+    """Return every broken rule and every warning of `spec`; their offers are yet to be tried.
 
     `bad` are keys whose value was wrong and has been replaced to get this far:
     what depends on them is left out, since it would name values nobody wrote.
@@ -45,6 +46,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
         *_sections(spec),
         *_numbers(spec),
         *_env(spec),
+        *request_findings(spec),
     ]
     if spec.slurm_section is not None:
         found += _slurm(spec)
@@ -53,7 +55,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
     if not _touches(bad, {"model"}):
         found += _model(spec)
     return [
-        Problem(each.code, spec.source.where_key(each.key), each.message)
+        Problem(each.code, spec.source.where_key(each.key), each.message, each.offers)
         for each in found
         if not _touches(bad, each.needs)
     ]
@@ -71,40 +73,54 @@ def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:
 def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
     facts, want = spec.facts, spec.layout
     dp = max(1, spec.dp)
-    if want.dp == "auto" and (unsolved := auto_finding(facts, want.tp, want.cp, want.pp)):
-        yield unsolved
-        bad = bad | {"layout.dp"}  # what follows from dp would only repeat it
     layout = ParallelLayout(dp=dp, tp=want.tp, pp=want.pp, cp=want.cp, order=want.order)
-    candidates = [replicate_finding(dp, want.dp_replicate), *layout_findings(facts, layout)]
-    if want.dp != "auto":
-        candidates.append(world_finding(facts, layout))
-    for each in candidates:
-        if each and not _touches(bad, each.needs):
+    if want.dp == "auto":
+        world = auto_finding(facts, want.tp, want.cp, want.pp)
+    else:
+        world = world_finding(facts, layout)
+    of_dp = [each for each in (world, replicate_finding(dp, want.dp_replicate)) if each]
+    # Single degrees, then dp, then the batch: what follows from a wrong one would only repeat it.
+    for each in sorted(
+        [*layout_findings(facts, layout), *of_dp],
+        key=lambda each: (each.key.startswith("train."), each in of_dp),
+    ):
+        if not _touches(bad, each.needs):
             yield each
+            follows = {"layout.dp"} if each.key in ("layout.tp", "layout.cp", "layout.pp") else ()
+            bad = bad | {each.key, *follows}
+    if _touches(bad, {"layout"}):
+        return
     if want.allow_tp_across_nodes and crosses_nodes(facts, layout):
         message = f"groups of {want.tp} reach beyond {facts.domain} GPUs, as allowed: slow"
         yield finding("HF150", "layout.tp", message, "layout", "cluster")
     batches = facts.num_micro_batches
-    if batches > dp and batches % dp:
+    if batches > dp and batches % dp and not _touches(bad, {"train"}):
         idle = -batches % dp
         message = (
             f"dp {dp} does not divide the {batches} micro-batches: {idle} of "
             f"{batches + idle} places of a step idle"
         )
-        yield finding("HF152", "train.global_batch", message, "layout", "train")
+        whole = (times * dp * facts.micro_batch for times in (batches // dp, batches // dp + 1))
+        yield finding(
+            "HF152",
+            "train.global_batch",
+            message,
+            "layout",
+            "train",
+            offers=instead("train.global_batch", whole),
+        )
 
 
 def _sections(spec: JobSpec) -> Iterator[Finding]:
     layout, cluster, elastic = spec.layout, spec.cluster, spec.elastic
     if layout.schedule == "interleaved" and layout.interleave < 2:
-        message = "interleaved needs interleave: 2 or more; for one stage per rank use 1f1b"
-        yield finding("HF118", "layout.schedule", message, "layout.interleave")
+        message = "interleaved is for two or more stages per rank"
+        offers: list[Offer] = [{"layout.schedule": "1f1b"}, {"layout.interleave": 2}]
+        yield finding("HF118", "layout.schedule", message, "layout.interleave", offers=offers)
     if layout.schedule == "1f1b" and layout.interleave > 1:
-        message = (
-            f"{layout.interleave} stages per rank need schedule: interleaved; set it, or use "
-            "interleave: 1"
-        )
-        yield finding("HF118", "layout.interleave", message, "layout.schedule")
+        message = f"{layout.interleave} stages per rank are for the interleaved schedule"
+        offers = [{"layout.interleave": 1}, {"layout.schedule": "interleaved"}]
+        yield finding("HF118", "layout.interleave", message, "layout.schedule", offers=offers)
     # Of a script nothing is predicted, so any other GPU is as good.
     of_script = spec.command is not None and cluster.gpu.lower() != CPU
     if not of_script and cluster.gpu not in (*GPUS, CPU):
@@ -113,20 +129,21 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         import difflib
 
         near = near or difflib.get_close_matches(gpu, GPUS, n=3, cutoff=0.5)
-        message = f"{cluster.gpu} is unknown; use {choices([*(near or GPUS), CPU])}"
-        yield finding("HF122", "cluster.gpu", message)
+        usable = instead("cluster.gpu", [*(near or GPUS), CPU])
+        yield finding("HF122", "cluster.gpu", f"{cluster.gpu} is unknown", offers=usable)
     if elastic.min_nodes is not None and elastic.min_nodes > cluster.nodes:
         message = (
-            f"{elastic.min_nodes} is more than the {counted(cluster.nodes, 'node')} of the "
-            f"cluster; use {cluster.nodes} or less"
+            f"{elastic.min_nodes} is more than the {counted(cluster.nodes, 'node')} of the cluster"
         )
-        yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes")
+        most = instead("elastic.min_nodes", [cluster.nodes])
+        yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes", offers=most)
     if elastic.dead_after_s <= elastic.heartbeat_s:
         message = (
             f"{elastic.dead_after_s:g} s of silence would be a death, but a heartbeat comes every "
-            f"{elastic.heartbeat_s:g} s; use {5 * elastic.heartbeat_s:g} or so"
+            f"{elastic.heartbeat_s:g} s"
         )
-        yield finding("HF123", "elastic.dead_after_s", message, "elastic.heartbeat_s")
+        ample = instead("elastic.dead_after_s", [5 * elastic.heartbeat_s])
+        yield finding("HF123", "elastic.dead_after_s", message, "elastic.heartbeat_s", offers=ample)
     if spec.env.venv and spec.env.image:
         yield finding("HF016", "env.image", "venv and image exclude each other; keep one")
     if spec.network.cidr and spec.network.interface != "auto":
@@ -135,20 +152,23 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
     warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps
     if warmup > steps:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
-        yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps")
+        tenth = instead("train.optimizer.warmup_steps", [steps // 10])
+        yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", offers=tenth)
 
 
 def _numbers(spec: JobSpec) -> Iterator[Finding]:
     key, replicas = "numbers.replica_check_steps", spec.layout.dp_replicate
     if spec.numbers.replica_check_steps is None or replicas >= 3:
         return
-    how_to_fix = "layout.dp_replicate: 3 or more lets a majority name the node that computes wrong"
+    majority = "with three a majority names the node that computes wrong"
     if replicas == 2:
-        message = f"of two replicas that differ nobody can say which is wrong; {how_to_fix}"
+        message = f"of two replicas that differ nobody can say which is wrong; {majority}"
     else:
         held = "only norms, over tp, have" if spec.layout.tp > 1 else "nothing has"
-        message = f"FSDP shards every parameter, so {held} replicas to compare; {how_to_fix}"
-    yield finding("HF157", key, message, "layout")
+        message = f"FSDP shards every parameter, so {held} replicas to compare; {majority}"
+    enough = [degree for degree in reversed(divisors(max(1, spec.dp))) if degree >= 3][:2]
+    offers = instead("layout.dp_replicate", enough)
+    yield finding("HF157", key, message, "layout", offers=offers)
 
 
 def _env(spec: JobSpec) -> Iterator[Finding]:
@@ -202,8 +222,9 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
 
 def _fabric(section: str, wish: Slurm | Kubernetes) -> Iterator[Finding]:
     if wish.fabric_devices is not None and wish.fabric not in ("infiniband", "roce"):
-        message = f"fabric: {wish.fabric} has no such devices; use infiniband or roce"
-        yield finding("HF016", f"{section}.fabric_devices", message, f"{section}.fabric")
+        key, message = f"{section}.fabric", f"fabric: {wish.fabric} has no such devices"
+        offers = instead(key, ["infiniband", "roce"])
+        yield finding("HF016", f"{section}.fabric_devices", message, key, offers=offers)
 
 
 def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
@@ -212,10 +233,11 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
     if wish.restart_limit is not None and wish.restart_limit < pods:
         message = (
             f"{wish.restart_limit} is less than the {pods} pods: one restart of each, as by an "
-            f"upgrade of the nodes, would end the job; use {pods} or more, or leave it out"
+            "upgrade of the nodes, would end the job"
         )
         needs = ("cluster.nodes", "cluster.spares")
-        yield finding("HF736", "kubernetes.restart_limit", message, *needs)
+        offers = instead("kubernetes.restart_limit", [pods, None])
+        yield finding("HF736", "kubernetes.restart_limit", message, *needs, offers=offers)
     if wish.gang and wish.queue is not None:
         message = "Kueue's queue starts all pods or none already; leave gang out"
         yield _pod_finding("gang", message, "queue")
@@ -249,35 +271,35 @@ def _pod_finding(key: str, message: str, *needs: str) -> Finding:
 
 def _model(spec: JobSpec) -> Iterator[Finding]:
     shape = spec.shape
-    for field, message in dimension_mistakes(shape):
-        yield finding("HF023", f"model.{field}", message)
+    for field, message, usable in dimension_mistakes(shape):
+        offers = instead(f"model.{field}", usable)
+        yield finding("HF023", f"model.{field}", message, offers=offers)
     if (
         spec.data.format == "text"
         and spec.data.tokenizer == "bytes"
         and shape.vocab_size < BYTES_VOCABULARY
     ):
-        message = f"{shape.vocab_size} is too small for bytes; use {BYTES_VOCABULARY} or more"
-        yield finding("HF024", "model.vocab_size", message, "data")
+        message = f"{shape.vocab_size} is too small for bytes"
+        offers = instead("model.vocab_size", [BYTES_VOCABULARY])
+        yield finding("HF024", "model.vocab_size", message, "data", offers=offers)
     context = PUBLISHED_CONTEXT.get(spec.model_name)
     if context and spec.train.seq_len > context:
         message = (
             f"{spec.train.seq_len} tokens exceed the {context} that {spec.model_name} was "
-            "published for; give the model by its dimensions with rope_scaling_factor"
+            "published for (a model by its dimensions may have a rope_scaling_factor)"
         )
-        yield finding("HF154", "train.seq_len", message)
+        offers = instead("train.seq_len", [context])
+        yield finding("HF154", "train.seq_len", message, offers=offers)
 
 
-def dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) for dimensions that contradict each other."""
+def dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield (key, message, values to use instead) for dimensions that contradict each other."""
     if shape.num_heads % shape.num_kv_heads:
-        usable = choices(divisors(shape.num_heads)[:6])
-        heads = f"the {shape.num_heads} heads"
-        yield "num_kv_heads", f"{shape.num_kv_heads} does not divide {heads}; use {usable}"
+        message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
+        yield "num_kv_heads", message, divisors(shape.num_heads)[:6]
     if not shape.head_dim and shape.dim % shape.num_heads:
-        usable = f"{choices(divisors(shape.dim)[:6])}, or give head_dim"
-        yield "num_heads", f"{shape.num_heads} does not divide dim {shape.dim}; use {usable}"
+        message = f"{shape.num_heads} does not divide dim {shape.dim}, and head_dim is not given"
+        yield "num_heads", message, divisors(shape.dim)
     elif shape.head_size % 2:
-        yield (
-            "head_dim",
-            f"heads of {shape.head_size} are odd; rotary embeddings turn pairs: use an even size",
-        )
+        message = f"heads of {shape.head_size} are odd; rotary embeddings turn pairs"
+        yield "head_dim", message, [shape.head_size + 1]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from launcher.errors import Problem
-from launcher.jobspec.source import Path, Source, describe
+from launcher.errors import Offer, Problem
+from launcher.jobspec.source import Path, Source, describe, dotted
 
 MODEL_TAGS: Final = ("by-name", "by-dimensions")
 """What the `model` union adds to the path of an error."""
@@ -24,8 +25,8 @@ _EXPECTED: Final[dict[str, str]] = {
     "model_type": "a section (a mapping of keys)",
     "model_attributes_type": "a section (a mapping of keys)",
     "dict_type": "a section (a mapping of keys)",
-    "tuple_type": "a list",
-    "list_type": "a list",
+    "tuple_type": "a list as [a, b]",
+    "list_type": "a list as [a, b]",
 }
 _BOUNDS: Final[dict[str, tuple[str, str]]] = {
     "greater_than": ("more than", "gt"),
@@ -33,6 +34,9 @@ _BOUNDS: Final[dict[str, tuple[str, str]]] = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
+_MAX_ITEMS: Final = 50
+"""Of a list that a message writes out."""
+_NUMBER: Final = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,9})?([eE][-+]?[0-9]{1,2})?")
 _TOO_BIG: Final = ("int_parsing_size", "string_too_long")
 _REMOVED: Final[dict[str, str]] = {
     "env.stage": "environments are not copied to nodes; use an image (env.image), or let env.venv "
@@ -65,7 +69,40 @@ def _problem(detail: ErrorDetails, source: Source, sections: Keys) -> Problem:
         place = type(where)(outer.file, outer.line, where.key)
         return Problem("HF011", place, _missing(path, sections))
     code, message = _value_message(kind, detail)
-    return Problem(code, where, message)
+    return Problem(code, where, message, tuple(_instead(code, path, detail, source)))
+
+
+def _instead(code: str, path: Path, detail: ErrorDetails, source: Source) -> Iterator[Offer]:
+    """Yield what was most likely meant, or all that there is; not all of it need be taken."""
+    value, kind, key = detail.get("input"), detail["type"], dotted(path)
+    if kind == "literal_error":  # the choices are in pydantic's own words only
+        for choice in re.findall(r"'([^']*)'", detail["ctx"]["expected"]):
+            yield {key: choice}
+    for choice in detail.get("ctx", {}).get("instead", ()):
+        yield {key: choice}
+    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        yield {key: int(value)}
+    if isinstance(value, str):
+        yield from _rewritten(code, kind, path, value, source)
+
+
+def _rewritten(code: str, kind: str, path: Path, value: str, source: Source) -> Iterator[Offer]:
+    """Yield what a text stands for that should have been something else, or no list with blanks."""
+    key = dotted(path)
+    number = value.replace("_", "").replace(",", "")
+    if kind in ("int_type", "float_type") and _NUMBER.fullmatch(number):
+        yield {key: int(number) if number.lstrip("-").isdigit() else float(number)}
+    if kind == "bool_type" and value.lower() in ("yes", "no", "on", "off"):
+        yield {key: value.lower() in ("yes", "on")}
+    parts = [part.strip() for part in value.split(",")]
+    if code == "HF015" and len(parts) > 1:
+        yield {key: ",".join(parts)}
+    if kind in ("tuple_type", "list_type"):
+        yield {key: parts}
+    whole = source.at(path[:-1]) if path and isinstance(path[-1], int) else ()
+    if len(parts) > 1 and 0 < len(whole) <= _MAX_ITEMS:
+        texts = [text for each in whole for text in str(each).split(",")]
+        yield {dotted(path[:-1]): [text.strip() for text in texts]}
 
 
 def _value_message(kind: str, detail: ErrorDetails) -> tuple[str, str]:  # noqa: PLR0911  a table of cases
@@ -74,32 +111,18 @@ def _value_message(kind: str, detail: ErrorDetails) -> tuple[str, str]:  # noqa:
     if kind.startswith("HF"):
         return kind, detail["msg"]
     if kind in _EXPECTED:
-        return "HF012", f"expected {_EXPECTED[kind]}, found {found}{_hint(kind, value)}"
+        hint = "" if kind != "bool_type" else "; YAML 1.2 knows only true and false"
+        return "HF012", f"expected {_EXPECTED[kind]}, found {found}{hint}"
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
         return "HF013", f"expected {words} {_number(context[key])}, found {found}"
     if kind == "finite_number":
         return "HF013", f"expected a finite number, found {found}"
     if kind == "literal_error":
-        return "HF014", f"expected {context['expected'].replace(chr(39), '')}, found {found}"
+        return "HF014", f"{found} is not one of its choices"
     if kind in _TOO_BIG:
         return "HF013", f"{found} is too long"
     return "HF012", f"{detail['msg']}, found {found}"
-
-
-def _hint(kind: str, value: Any) -> str:
-    """Return how to write what was most likely meant."""
-    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if kind in ("int_type", "float_type") and isinstance(value, str):
-        text = value.replace("_", "").replace(",", "")
-        if text.lstrip("+-").replace(".", "", 1).isdigit():
-            return f"; write {text} without quotes or commas"
-    if kind == "bool_type" and str(value).lower() in ("yes", "no", "on", "off"):
-        return "; YAML 1.2 knows only true and false"
-    if kind in ("tuple_type", "list_type"):
-        return "; write [a, b]"
-    return ""
 
 
 def _number(bound: Any) -> str:

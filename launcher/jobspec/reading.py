@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +21,7 @@ from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import PRESETS, ModelShape
 from elastic_trainer.templates import names_in, preset
-from launcher.errors import Problem, UserError, Where
+from launcher.errors import Offer, Problem, UserError, Where
 from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
 from launcher.jobspec.source import Source, read_source
@@ -31,16 +33,6 @@ if TYPE_CHECKING:
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
-
-_PLACEHOLDERS: Final[dict[str, Any]] = {
-    "name": "job",
-    "model": "tiny",
-    "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
-    "train": {"seq_len": 1, "global_batch": 1, "steps": 1},
-    "data": {"path": "."},
-}
-"""In place of what is missing or wrong, so that the rest can be checked in the same go."""
-
 
 _DIVISIBLE: Final = 2**15 * 3**3 * 5**2 * 7
 FOR_COMMANDS: Final[dict[str, Any]] = {
@@ -55,6 +47,16 @@ FOR_COMMANDS: Final[dict[str, Any]] = {
     "data": {"path": "."},
 }
 """What a command may leave out, since only it knows: values that allow any layout."""
+_PLACEHOLDERS: Final[dict[str, Any]] = {
+    "name": "job",
+    "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+    **FOR_COMMANDS,
+}
+"""In place of what is missing or wrong, so that the rest can be checked in the same go."""
+_MAX_TRIALS: Final = 100
+"""Offers that are tried, each on the whole job; real mistakes are a few, of a few offers each."""
+_MAX_VALUES: Final = 1_000
+"""Of a job whose offers are tried: beyond, it is no page of text, and each trial takes long."""
 
 
 def parse_spec(
@@ -77,21 +79,57 @@ def parse_spec(
         UserError: every problem found, in the order of the file.
     """
     source = read_source(text, file, sets)
-    problems = list(source.problems)
-    reported = {problem.where.key for problem in problems}
-    problems += _fill_values(source)
+    source.problems += _fill_values(source)
     left_out = _fill_for_command(source)
-    spec, found = _validate(source)
-    problems += [problem for problem in found if problem.where.key not in reported]
-    bad = {problem.where.key for problem in problems if problem.where.key}
-    if spec is not None:
-        spec.remember(source, text, sets)
-        problems += _complete(spec, bad | left_out, read)
+    read = None if read is None else cache(read)
+
+    def check(source: Source) -> tuple[JobSpec | None, list[Problem]]:
+        spec, problems = _validate(source)
+        if spec is not None:
+            spec.remember(source, text, sets)
+            problems += _complete(spec, left_out | _keys(problems), read)
+        return spec, problems
+
+    spec, problems = check(source)
+    if len(source.lines) > _MAX_VALUES:
+        problems = [replace(problem, offers=()) for problem in problems]
+    problems = _tried(problems, lambda offer: check(source.putting(offer))[1])
     errors = [problem for problem in problems if not problem.is_warning]
+    warnings = [problem for problem in problems if problem.is_warning]
     if errors:
-        raise UserError.many(errors)
+        raise UserError.many(errors, warnings)
     assert spec is not None, "a spec without problems is valid"
+    spec.warn(warnings)
     return spec
+
+
+def _keys(problems: Sequence[Problem]) -> set[str]:
+    return {problem.where.key for problem in problems if problem.where.key}
+
+
+def _tried(problems: list[Problem], check: Callable[[Offer], list[Problem]]) -> list[Problem]:
+    """Return the problems with those of their offers that help.
+
+    An offer helps if with it in place the job has the problem no more, and no error that it did
+    not have before.
+    """
+    before, trials, out = _places(problems), _MAX_TRIALS, []
+    for problem in problems:
+        helping = []
+        for offer in problem.offers[:trials]:
+            trials -= 1
+            after = check(offer)
+            errors = _places(each for each in after if not each.is_warning)
+            if errors <= before and not _places([problem]) & _places(after):
+                helping.append(offer)
+        # Messages of single values say what is expected, whether or not anything can be offered.
+        enough = not problem.offers or (not helping and problem.code in ("HF012", "HF013", "HF015"))
+        out.append(replace(problem, offers=()) if enough else problem.offering(helping))
+    return out
+
+
+def _places(problems: Iterable[Problem]) -> set[tuple[str, str]]:
+    return {(problem.code, problem.where.key) for problem in problems}
 
 
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
@@ -99,9 +137,7 @@ def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Probl
     shape, problem = _shape_of(spec, read)
     spec.complete(shape)
     found = [problem] if problem and "model" not in bad else []
-    found += cross_check(spec, bad | {problem.where.key for problem in found})
-    spec.warn(found)
-    return found
+    return [*found, *cross_check(spec, bad | _keys(found))]
 
 
 def load_spec(
@@ -215,16 +251,19 @@ def _fill_for_command(source: Source) -> set[str]:
 
 def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
     """Return the spec and its problems; with problems, wrong values are replaced."""
+    reported = list(source.problems)
     data = {
         key: value
         for key, value in source.data.items()
         if value is not None or key not in OPTIONAL  # an empty section is one with defaults
     }
     try:
-        return JobSpec.model_validate(data), []
+        return JobSpec.model_validate(data), reported
     except ValidationError as error:
         known = {path: keys_of(model) for path, model in all_sections().items()}
-        problems = problems_of(error, source, known)
+        seen = _keys(reported)
+        found = problems_of(error, source, known)
+        problems = reported + [problem for problem in found if problem.where.key not in seen]
         bad = [tuple(detail["loc"]) for detail in error.errors(include_url=False)]
     data = copy.deepcopy(data)
     for path in bad:
@@ -235,7 +274,7 @@ def _validate(source: Source) -> tuple[JobSpec | None, list[Problem]]:
         elif isinstance(data.setdefault(key, {}), dict):
             data[key] = {**stand_in, **data[key]}
     if isinstance(data["model"], dict) and any(path[0] == "model" for path in bad):
-        data["model"] = "tiny"
+        data["model"] = FOR_COMMANDS["model"]
     try:
         return JobSpec.model_validate(data), problems
     except ValidationError:
@@ -257,23 +296,18 @@ def _drop(data: Any, path: Sequence[str | int]) -> None:
 def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem | None]:
     """Return the model's dimensions, or a placeholder and the problem with `model`."""
     model, where = spec.model, spec.source.where_key("model")
-    stand_in = PRESETS["tiny"]
+    stand_in = _shape(FOR_COMMANDS["model"])
     if not isinstance(model, str):
-        raw = dict(model)
-        heads = raw["num_heads"] if raw["num_kv_heads"] is None else raw["num_kv_heads"]
-        return ModelShape(**{**raw, "num_kv_heads": heads, "head_dim": raw["head_dim"] or 0}), None
+        return _shape(dict(model)), None
     if model in PRESETS:
         return PRESETS[model], None
     if "/" not in model and not model.endswith(".json"):
         import difflib
 
-        near = difflib.get_close_matches(model.lower(), PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        message = (
-            f"{model} is unknown; {hint}Presets: {', '.join(PRESETS)}; or give dimensions, "
-            "or the path of a config.json"
-        )
-        return stand_in, Problem("HF020", where, message)
+        near = difflib.get_close_matches(model.lower(), PRESETS, cutoff=0.4)
+        message = f"{model} is no preset, no dimensions and no path of a config.json"
+        offers = tuple({"model": name} for name in near or PRESETS)
+        return stand_in, Problem("HF020", where, message, offers)
     try:
         return parse_hf_config((read or _read_nothing)(model)), None
     except ConfigError as error:
@@ -283,6 +317,12 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     except OSError as error:
         code, reason = "HF021", f"cannot be read: {error.strerror or error}"
     return stand_in, Problem(code, where, f"{model}: {reason}")
+
+
+def _shape(dimensions: dict[str, Any]) -> ModelShape:
+    heads = dimensions.get("num_kv_heads") or dimensions["num_heads"]
+    head_dim = dimensions.get("head_dim") or 0
+    return ModelShape(**{**dimensions, "num_kv_heads": heads, "head_dim": head_dim})
 
 
 def _read_nothing(name: str) -> str:

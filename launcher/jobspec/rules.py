@@ -1,20 +1,24 @@
 """What makes a layout legal for a model, a cluster and a batch. Pure.
 
-One small function per rule; each yields findings with the values and how to fix it.
+One small function per rule; each yields findings with the values and what may be put instead.
 The spec asks for all of them at once, the ladder for each rung it considers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
-from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
+from elastic_trainer.layout import AXES, ParallelLayout, micro_batches_per_rank
 from elastic_trainer.models import ModelShape
 from elastic_trainer.quantities import counted
+from launcher.errors import Offer
+
+MOST_OFFERS: Final = 4
+"""Values that a message lists of one key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +39,8 @@ class Facts:
     schedule: str = "1f1b"
     interleave: int = 1
     allow_tp_across_nodes: bool = False
+    auto_dp: bool = True
+    """dp follows from the other degrees."""
 
     @property
     def num_gpus(self) -> int:
@@ -49,20 +55,31 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken rule. `needs` are all the keys it was computed from."""
+    """One broken rule."""
 
     code: str
     key: str
     message: str
+    """What is wrong, with the values; how to fix it is in `offers`."""
     needs: frozenset[str]
+    """All the keys it was computed from."""
+    offers: tuple[Offer, ...] = ()
+    """What may be put instead. Each is tried on the whole job before a message offers it."""
 
 
 Rule = Callable[[Facts, ParallelLayout], Iterator[Finding]]
 
 
-def finding(code: str, key: str, message: str, *needs: str) -> Finding:
+def finding(
+    code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] = ()
+) -> Finding:
     """Return a finding at `key`, which was computed from the keys `needs` too."""
-    return Finding(code, key, message, frozenset({key, *needs}))
+    return Finding(code, key, message, frozenset({key, *needs}), tuple(offers))
+
+
+def instead(key: str, values: Iterable[Any]) -> list[Offer]:
+    """Return an offer of each of `values` for `key`."""
+    return [{key: value} for value in values]
 
 
 def divisors(number: int) -> list[int]:
@@ -71,27 +88,56 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)}, reverse=True)
 
 
-def choices(values: Sequence[object]) -> str:
-    """Return `8, 4, 2 or 1`."""
-    head, last = values[:-1], values[-1]
-    return f"{', '.join(map(str, head))} or {last}" if head else str(last)
+def _degrees(
+    facts: Facts, layout: ParallelLayout, axis: str, degrees: Iterable[int]
+) -> list[Offer]:
+    """Return offers of those degrees of an axis that leave whole replicas, a few of them."""
+    others = layout.world_size // layout.dp // getattr(layout, axis)
+    whole = (degree for degree in degrees if facts.num_gpus % (degree * others) == 0)
+    dp = {} if facts.auto_dp else {"layout.dp": "auto"}
+    return [{f"layout.{axis}": degree, **dp} for degree in islice(whole, MOST_OFFERS)]
 
 
-def tp_divides_heads(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
-    """Every tp rank holds whole query heads and whole KV heads."""
-    shape, tp = facts.shape, layout.tp
-    for code, count, kind in (
-        ("HF102", shape.num_heads, "attention heads"),
-        ("HF103", shape.num_kv_heads, "KV heads"),
-    ):
-        if count % tp:
-            usable = choices(divisors(math.gcd(shape.num_heads, shape.num_kv_heads))[:6])
-            yield finding(
-                code,
-                "layout.tp",
-                f"{tp} does not divide the {count} {kind} of {facts.model_name}; use {usable}",
-                "model",
-            )
+def tp_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every tp rank holds whole heads and KV heads, and equal parts of tables and sequence.
+
+    One finding names all that does not divide, by the code of the first.
+    """
+    shape, tp, cp = facts.shape, layout.tp, layout.cp
+    share, even = facts.seq_len // cp, facts.seq_len % _halves(cp) == 0
+    tokens = f"{share} tokens of each cp rank" if cp > 1 else f"{share} tokens of a sequence"
+    parts = [
+        ("HF102", shape.num_heads, f"{shape.num_heads} attention heads"),
+        ("HF103", shape.num_kv_heads, f"{shape.num_kv_heads} KV heads"),
+        ("HF107", shape.vocab_size, f"vocabulary of {shape.vocab_size}"),
+        ("HF108", shape.ffn_dim, f"SwiGLU width (ffn_dim) of {shape.ffn_dim}"),
+        *([("HF106", share, tokens)] if even else []),
+    ]
+    broken = [part for part in parts if part[1] % tp]
+    if not broken:
+        return
+    codes, sizes, names = zip(*broken, strict=True)
+    usable = divisors(math.gcd(*(size for _, size, _ in parts), facts.domain))
+    offers = _degrees(facts, layout, "tp", usable)
+    offers += _padded(facts, layout, codes, sizes)
+    needs = {"model"} if codes != ("HF106",) else set()
+    needs |= {"train.seq_len", "layout.cp"} if "HF106" in codes else set()
+    model = f" of {facts.model_name}" if codes[0] != "HF106" else ""
+    *others, last = (f"the {name}" for name in (f"{names[0]}{model}", *names[1:]))
+    listed = f"{', '.join(others)} and {last}" if others else last
+    yield finding(codes[0], "layout.tp", f"{tp} does not divide {listed}", *needs, offers=offers)
+
+
+def _padded(
+    facts: Facts, layout: ParallelLayout, codes: tuple[str, ...], sizes: tuple[int, ...]
+) -> list[Offer]:
+    """Return what else may be changed so that tp divides it, where one thing is in its way."""
+    key = {"HF106": "train.seq_len", "HF107": "model.vocab_size", "HF108": "model.ffn_dim"}
+    if len(codes) > 1 or codes[0] not in key:
+        return []
+    if codes[0] == "HF106":
+        return [{"train.seq_len": _near_seq_len(facts, layout)}]
+    return [{key[codes[0]]: math.ceil(sizes[0] / layout.tp) * layout.tp}]
 
 
 def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
@@ -103,11 +149,15 @@ def tp_stays_inside(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
         "HF104",
         "layout.tp",
         f"tensor-parallel groups of {layout.tp} reach beyond {facts.domain} GPUs that share a "
-        f"node or NVLink domain; use {choices(inside[:6])} with tp innermost in layout.order, "
-        "or allow it with layout.allow_tp_across_nodes: true (slow)",
+        f"node or NVLink domain, where they are slow",
         "cluster.gpus_per_node",
         "layout.order",
         "cluster.gpu",
+        offers=[
+            *([{"layout.order": list(AXES)}] if layout.order != AXES else []),
+            *_degrees(facts, layout, "tp", inside),
+            {"layout.allow_tp_across_nodes": True},
+        ],
     )
 
 
@@ -120,52 +170,33 @@ def crosses_nodes(facts: Facts, layout: ParallelLayout) -> bool:
     return span > facts.domain or (layout.world_size > facts.domain and facts.domain % span != 0)
 
 
+def _halves(cp: int) -> int:
+    """Return in how many zigzag halves the sequence is split."""
+    return 2 * cp if cp > 1 else 1
+
+
+def _near_seq_len(facts: Facts, layout: ParallelLayout) -> int:
+    """Return the length nearest to the job's that divides as the layout wants it."""
+    unit = math.lcm(layout.tp * layout.cp, _halves(layout.cp))
+    return max(unit, round(facts.seq_len / unit) * unit)
+
+
 def sequence_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
-    """The sequence splits into 2*cp zigzag halves, and each rank's share by tp."""
-    seq_len, tp, cp = facts.seq_len, layout.tp, layout.cp
-    unit = math.lcm(tp * cp, 2 * cp if cp > 1 else 1)
-    near = max(unit, round(seq_len / unit) * unit)
-    if cp > 1 and seq_len % (2 * cp):
-        yield finding(
-            "HF105",
-            "layout.cp",
-            f"seq_len {seq_len} does not divide into 2*cp = {2 * cp} zigzag halves; "
-            f"use seq_len {near}, or cp {choices(_fitting_cp(seq_len, cp))}",
-            "train.seq_len",
-        )
-    elif tp > 1 and (seq_len // cp) % tp:
-        share = f"the {seq_len // cp} tokens of each cp rank" if cp > 1 else f"seq_len {seq_len}"
-        yield finding(
-            "HF106",
-            "layout.tp",
-            f"{tp} does not divide {share} (sequence parallel); "
-            f"use seq_len {near}, or a tp that divides it",
-            "train.seq_len",
-            "layout.cp",
-        )
-
-
-def _fitting_cp(seq_len: int, cp: int) -> list[int]:
-    fitting = (d for d in range(cp, 0, -1) if d == 1 or seq_len % (2 * d) == 0)
-    return list(islice(fitting, 4))
-
-
-def tables_divide(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
-    """Vocabulary and SwiGLU width split by tp."""
-    shape, tp = facts.shape, layout.tp
-    for code, size, what in (
-        ("HF107", shape.vocab_size, "vocabulary"),
-        ("HF108", shape.ffn_dim, "SwiGLU width (ffn_dim)"),
-    ):
-        if size % tp:
-            smaller = [d for d in divisors(size) if d < tp and shape.num_kv_heads % d == 0] or [1]
-            yield finding(
-                code,
-                "layout.tp",
-                f"{tp} does not divide the {what} {size} of {facts.model_name}; "
-                f"use {choices(smaller[:6])}, or pad it to {math.ceil(size / tp) * tp}",
-                "model",
-            )
+    """The sequence splits into 2*cp zigzag halves."""
+    seq_len, cp = facts.seq_len, layout.cp
+    if seq_len % _halves(cp) == 0:
+        return
+    fitting = (d for d in range(cp, 0, -1) if seq_len % _halves(d) == 0)
+    yield finding(
+        "HF105",
+        "layout.cp",
+        f"seq_len {seq_len} does not divide into 2*cp = {2 * cp} zigzag halves",
+        "train.seq_len",
+        offers=[
+            *_degrees(facts, layout, "cp", fitting),
+            {"train.seq_len": _near_seq_len(facts, layout)},
+        ],
+    )
 
 
 def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
@@ -173,13 +204,14 @@ def stages_have_layers(facts: Facts, layout: ParallelLayout) -> Iterator[Finding
     stages, layers = layout.pp * facts.interleave, facts.shape.num_layers
     if layout.pp > 1 and stages > layers:
         times = f" x interleave {facts.interleave} = {stages} stages" if stages > layout.pp else ""
+        most = max(1, layers // facts.interleave)
         yield finding(
             "HF109",
             "layout.pp",
-            f"{layout.pp}{times} is more than the {layers} layers of {facts.model_name}; "
-            f"use pp {max(1, layers // facts.interleave)} or less",
+            f"{layout.pp}{times} is more than the {layers} layers of {facts.model_name}",
             "model",
             "layout.interleave",
+            offers=_degrees(facts, layout, "pp", range(most, 0, -1)),
         )
 
 
@@ -190,33 +222,48 @@ def tied_tables_share_a_stage(facts: Facts, layout: ParallelLayout) -> Iterator[
             "HF119",
             "layout.pp",
             f"{layout.pp} stages would part the embedding and the head of {facts.model_name}, "
-            "which share their weights; use pp 1, or a model with tie_embeddings: false",
+            "which share their weights",
             "model",
+            offers=[*_degrees(facts, layout, "pp", [1]), {"model.tie_embeddings": False}],
         )
 
 
 def batch_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
     """The step is a whole number of micro-batches, at least one for every dp rank."""
-    batch, micro = facts.global_batch, facts.micro_batch
+    batch, micro, fed = facts.global_batch, facts.micro_batch, layout.dp * layout.pp
     if batch % micro:
-        near = max(micro, round(batch / micro) * micro)
+        whole = round(batch / micro) * micro, math.ceil(batch / (micro * fed)) * micro * fed
+        smaller = [d for d in divisors(batch) if d <= micro][:MOST_OFFERS]
         yield finding(
             "HF112",
             "train.global_batch",
-            f"{batch} sequences are not a whole number of micro-batches of {micro}; "
-            f"use {near}, or micro_batch {choices([d for d in divisors(batch) if d <= micro][:4])}",
+            f"{batch} sequences are not a whole number of micro-batches of {micro}",
             "train.micro_batch",
+            offers=[
+                *instead("train.global_batch", dict.fromkeys(each for each in whole if each)),
+                *instead("train.micro_batch", smaller),
+            ],
         )
     elif batch // micro < layout.dp:
         yield finding(
             "HF113",
             "train.global_batch",
             f"{batch} sequences are {batch // micro} micro-batches of {micro}, fewer than dp "
-            f"{layout.dp}; use at least {layout.dp * micro}, or a layout with dp "
-            f"{batch // micro} or less (more tp, cp or pp)",
+            f"{layout.dp} (more tp, cp or pp make it smaller)",
             "train.micro_batch",
             "layout.dp",
+            offers=_feeding(facts, layout),
         )
+
+
+def _feeding(facts: Facts, layout: ParallelLayout) -> list[Offer]:
+    """Return batches of which every dp rank has a micro-batch for each stage."""
+    batch, fed = facts.global_batch, layout.dp * layout.pp
+    smaller = [d for d in divisors(batch) if d < facts.micro_batch and batch // d >= fed]
+    return [
+        {"train.global_batch": fed * facts.micro_batch},
+        *instead("train.micro_batch", smaller[:MOST_OFFERS]),
+    ]
 
 
 def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
@@ -233,8 +280,12 @@ def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
             "HF110",
             "train.global_batch",
             f"{facts.global_batch} sequences are {rounds} micro-batches per dp rank, fewer than "
-            f"the {pp} pipeline stages; use at least {dp * micro * pp}, or pp {rounds} or less",
+            f"the {pp} pipeline stages",
             *needs,
+            offers=[
+                *_feeding(facts, layout),
+                *_degrees(facts, layout, "pp", range(pp - 1, 0, -1)),
+            ],
         )
     elif not schedule_runs(facts.schedule, pp, rounds):
         below, above = rounds // pp * pp, math.ceil(rounds / pp) * pp
@@ -242,9 +293,10 @@ def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
             "HF111",
             "train.global_batch",
             f"the interleaved schedule runs a multiple of pp {pp} micro-batches per dp rank, "
-            f"not {rounds}; use {below * dp * micro} or {above * dp * micro} sequences",
+            f"not {rounds}",
             *needs,
             "layout.schedule",
+            offers=instead("train.global_batch", [below * dp * micro, above * dp * micro]),
         )
 
 
@@ -258,10 +310,9 @@ def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    tp_divides_heads,
+    tp_divides,
     tp_stays_inside,
     sequence_divides,
-    tables_divide,
     stages_have_layers,
     tied_tables_share_a_stage,
     batch_divides,
@@ -269,9 +320,9 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 
-def layout_findings(facts: Facts, layout: ParallelLayout) -> list[Finding]:
-    """Return every rule that `layout` breaks, the number of GPUs aside."""
-    return [found for rule in RULES for found in rule(facts, layout)]
+def layout_findings(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Yield every rule that `layout` breaks, the number of GPUs aside."""
+    return (found for rule in RULES for found in rule(facts, layout))
 
 
 def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
@@ -280,24 +331,25 @@ def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
     if product == gpus:
         return None
     replica = product // layout.dp
-    outs = []
+    offers: list[Offer] = []
     if gpus % replica == 0:
-        outs.append(f"dp: {gpus // replica} (or dp: auto)")
+        offers += instead("layout.dp", [gpus // replica, "auto"])
     if product % per_node == 0:
-        outs.append(f"cluster.nodes: {product // per_node}")
-    if not outs:
-        outs = [f"cluster.nodes: {choices(nearest_nodes(facts, replica))} with dp: auto"]
+        offers += instead("cluster.nodes", [product // per_node])
+    if not offers:
+        nodes = nearest_nodes(facts, replica)
+        offers = [{"cluster.nodes": count, "layout.dp": "auto"} for count in nodes]
     return finding(
         "HF101",
         "layout.dp",
         f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {product:,} ranks, "
-        f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}; "
-        f"use {' or '.join(outs)}",
+        f"but {counted(facts.nodes, 'node')} x {per_node} are {counted(gpus, 'GPU')}",
         "layout.tp",
         "layout.cp",
         "layout.pp",
         "cluster.nodes",
         "cluster.gpus_per_node",
+        offers=offers,
     )
 
 
@@ -310,13 +362,13 @@ def auto_finding(facts: Facts, tp: int, cp: int, pp: int) -> Finding | None:
         "HF116",
         "layout.dp",
         f"auto has no solution: one replica of tp {tp} x cp {cp} x pp {pp} = {replica:,} ranks "
-        f"does not divide the {counted(facts.num_gpus, 'GPU')} of {counted(facts.nodes, 'node')}; "
-        f"use cluster.nodes: {choices(nearest_nodes(facts, replica))}",
+        f"does not divide the {counted(facts.num_gpus, 'GPU')} of {counted(facts.nodes, 'node')}",
         "layout.tp",
         "layout.cp",
         "layout.pp",
         "cluster.nodes",
         "cluster.gpus_per_node",
+        offers=instead("cluster.nodes", nearest_nodes(facts, replica)),
     )
 
 
@@ -334,12 +386,14 @@ def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:
     return finding(
         "HF114",
         "layout.dp_replicate",
-        f"{dp_replicate} does not divide dp {dp}; use "
-        f"{choices([d for d in divisors(dp) if d <= dp_replicate][:4])}",
+        f"{dp_replicate} does not divide dp {dp}",
         "layout.dp",
         "layout.tp",
         "layout.cp",
         "layout.pp",
         "cluster.nodes",
         "cluster.gpus_per_node",
+        offers=instead(
+            "layout.dp_replicate", [d for d in divisors(dp) if d <= dp_replicate][:MOST_OFFERS]
+        ),
     )

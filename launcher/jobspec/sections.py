@@ -32,6 +32,7 @@ from launcher.jobspec.values import (
     Degree,
     DpDegree,
     FailureDomain,
+    Interface,
     NotNegative,
     Order,
     Pattern,
@@ -209,7 +210,7 @@ class Code(Section):
 class Network(Section):
     """Which addresses and ports agents and workers use."""
 
-    interface: Text = _network("interface")
+    interface: Interface = _network("interface")
     cidr: Cidr | None = _network("cidr")
     ports: Ports | None = _network("ports")
 

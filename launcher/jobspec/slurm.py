@@ -76,6 +76,14 @@ def _word(value: str) -> str:
     return value
 
 
+def _without_blanks(value: str) -> str:
+    if re.search(r",\s|\s,", value):
+        raise refuse(
+            "HF015", f"expected features without blanks at commas, found {describe(value)}"
+        )
+    return value
+
+
 def _form(pattern: str, example: str) -> AfterValidator:
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
@@ -179,6 +187,7 @@ Array = Annotated[
 Word = Annotated[Text, AfterValidator(_word), AfterValidator(_not_a_separator)]
 Line = Annotated[OpenText, AfterValidator(_not_a_separator)]
 """Any one line that sbatch can be given."""
+Features = Annotated[Line, AfterValidator(_without_blanks)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 Commands = Annotated[tuple[OpenText, ...], Field(strict=False)]
 Host = Annotated[Text, _form(_HOST, "a node name or list as node[07,19-21]")]
@@ -192,7 +201,7 @@ class Slurm(Section):
     account: Word | None = Field(None, description="--account")
     qos: Word | None = Field(None, description="--qos")
     time: Time = Field(None, description="--time, as 2-00:00:00; a bare number is minutes.")
-    constraint: Line | None = Field(None, description="--constraint")
+    constraint: Features | None = Field(None, description="--constraint")
     reservation: Word | None = Field(None, description="--reservation")
     version: Version = Field(
         None, description="The cluster's Slurm, as '23.11'; needed for what older ones lack."

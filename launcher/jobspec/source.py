@@ -8,17 +8,18 @@ text that is nested deeply enough.)
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 import yaml
 from yaml.error import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
-from launcher.errors import Problem, UserError, Where
+from launcher.errors import Offer, Problem, UserError, Where
 
 Path = tuple[str | int, ...]
 """Keys (and list indices) from the top of the file to a value."""
@@ -81,6 +82,26 @@ class Source:
             if prefix in self.lines:
                 return Where(self.file, self.lines[prefix], key)
         return Where(self.file, 1, key)
+
+    def at(self, path: Sequence[str | int]) -> Any:
+        """Return the value at `path`, which is there."""
+        here: Any = self.data
+        for part in path:
+            here = here[part]
+        return here
+
+    def putting(self, offer: Offer) -> Source:
+        """Return what was read with other values at some keys, all else as it was."""
+        data = copy.deepcopy(self.data)
+        for key, value in offer.items():
+            *outer, last = key.split(".")
+            here = data
+            for part in outer:
+                if not isinstance(here.get(part), dict):
+                    here[part] = {}
+                here = here[part]
+            here[last] = value
+        return replace(self, data=data)
 
     def where_key(self, key: str) -> Where:
         """Return the place of a dotted key such as `layout.tp`."""

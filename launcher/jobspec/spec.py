@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from elastic_trainer import config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
-from launcher.errors import Problem
+from launcher.errors import Offer, Problem
 from launcher.hardware import tight_domain
 from launcher.jobspec import sections, values
 from launcher.jobspec.env import Env
@@ -171,6 +171,7 @@ class JobSpec(values.Section):
             schedule=self.layout.schedule,
             interleave=self.layout.interleave,
             allow_tp_across_nodes=self.layout.allow_tp_across_nodes,
+            auto_dp=self.layout.dp == "auto",
         )
 
     @property
@@ -210,9 +211,10 @@ class JobSpec(values.Section):
         replica = self.layout.tp * self.layout.cp * self.layout.pp
         return min(self.cluster.nodes, -(-replica // self.cluster.gpus_per_node))
 
-    def problem(self, code: str, key: str, message: str) -> Problem:
+    def problem(self, code: str, key: str, message: str, *offers: Offer) -> Problem:
         """Return a Problem at the line where `key` (as `data.path`) was written."""
-        return Problem(code, self._source.where_key(key), message)
+        found = Problem(code, self._source.where_key(key), message)
+        return found.offering(offers) if offers else found
 
 
 OPTIONAL: Final = frozenset({

@@ -29,10 +29,10 @@ from elastic_trainer.templates import NAMES, explain, unknown_names
 from launcher.jobspec.source import describe
 
 
-def refuse(code: str, message: str) -> PydanticCustomError:
-    """Return the error that `errors.py` turns into a Problem with this code."""
+def refuse(code: str, message: str, *instead: Any) -> PydanticCustomError:
+    """Return the error that `errors.py` turns into a Problem with this code, offering `instead`."""
     # The detour over the context keeps braces in values from being read as a template.
-    return PydanticCustomError(code, "{message}", {"message": message})
+    return PydanticCustomError(code, "{message}", {"message": message, "instead": instead})
 
 
 def plain_text(value: str) -> str:
@@ -96,7 +96,8 @@ def _job_name(value: str) -> str:
     raise refuse(
         "HF015",
         f"{describe(value)} is not a name that every platform takes: at most 50 lower-case "
-        f"letters, digits and inner hyphens, as {near}",
+        "letters, digits and inner hyphens",
+        near,
     )
 
 
@@ -117,6 +118,9 @@ def _order(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+_SCHEDULES: Final = ("1f1b", "interleaved")
+
+
 def _schedule(value: Any) -> Any:
     if not isinstance(value, str):
         raise refuse("HF012", f"expected 1f1b or interleaved, found {describe(value)}")
@@ -125,11 +129,12 @@ def _schedule(value: Any) -> Any:
         raise refuse(
             "HF115",
             f"{value}: with FSDP2 the zero-bubble schedules compute wrong gradients without "
-            "an error; use 1f1b, or interleaved with interleave: 2",
+            "an error",
+            *_SCHEDULES,
         )
     known = {"1f1b": "1f1b", "interleaved": "interleaved", "interleaved1f1b": "interleaved"}
     if name not in known:
-        raise refuse("HF014", f"expected 1f1b or interleaved, found {describe(value)}")
+        raise refuse("HF014", f"{describe(value)} is not one of its choices", *_SCHEDULES)
     return known[name]
 
 
@@ -144,6 +149,12 @@ def _ports(value: str) -> str:
             "HF015",
             f"expected low-high within 1024-65535, as 29400-29499, found {describe(value)}",
         )
+    return value
+
+
+def _interface(value: str) -> str:
+    if not re.fullmatch(r"[^\s,/]{1,15}", value):  # the kernel's limit, IFNAMSIZ
+        raise refuse("HF015", f"expected one name as ib0, or auto, found {describe(value)}")
     return value
 
 
@@ -230,6 +241,7 @@ DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
 Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
+Interface = Annotated[Text, AfterValidator(_interface)]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]

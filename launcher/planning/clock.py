@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
-from launcher.errors import UserError
+from launcher.errors import Offer, Problem, UserError
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.snapshots import BYTES_PER_PARAM, shortest_step_s
 
@@ -99,11 +99,14 @@ def predicted_save_s(spec: JobSpec, ladder: Ladder) -> float:
     """
     if spec.command is not None:
         return spec.elastic.stop_grace_s
-    size = spec.shape.num_params() * BYTES_PER_PARAM
     nodes = max(ladder.min_nodes, ladder.max_nodes // 2)
-    write_s = size / min(nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
     step_s = (shortest_step_s(spec) or 0.0) * SLOW_STEP * ladder.max_nodes / nodes
-    return SETTLE_S + step_s + write_s
+    return step_s + _write_s(spec, nodes)
+
+
+def _write_s(spec: JobSpec, nodes: int) -> float:
+    size = spec.shape.num_params() * BYTES_PER_PARAM
+    return SETTLE_S + size / min(nodes * NODE_WRITE_BYTES_S, STORAGE_BYTES_S)
 
 
 def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
@@ -127,13 +130,27 @@ def clock_chain(spec: JobSpec, ladder: Ladder) -> Clock:
         *_misfits(spec, clock),
     ]
     if misfits:
+        offers = _fitting(spec, clock) if clock.lead_s <= MAX_LEAD_S else []
         raise UserError.many(
             [
-                spec.problem("HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})")
+                spec.problem(
+                    "HF160", f"slurm.{key}", f"{message} ({_origin(spec, clock)})", *offers
+                )
                 for key, message in misfits
             ]
         )
     return clock
+
+
+def save_warnings(spec: JobSpec, ladder: Ladder) -> list[Problem]:
+    """Return a warning where a checkpoint falls due before the one before it can be saved."""
+    every_s = spec.checkpoint.every_s
+    save_s = _write_s(spec, ladder.max_nodes)
+    if every_s is None or every_s >= save_s or spec.device == "cpu" or spec.command is not None:
+        return []
+    message = f"every {every_s:g} s, but writing one is predicted to take {math.ceil(save_s)} s"
+    ample = {"checkpoint.every_s": _rounded_up(5 * save_s)}
+    return [spec.problem("HF159", "checkpoint.every_s", message, ample)]
 
 
 def _rounded_up(seconds: float) -> int:
@@ -154,29 +171,47 @@ def _save_misfits(spec: JobSpec, *, save_s: int, shutdown_s: int) -> Iterator[tu
     """Yield (key, message) where a save does not fit: what holds of every platform."""
     if save_s >= shutdown_s:
         message = f"a save takes {save_s} s, workers are killed after {shutdown_s} s"
-        yield "shutdown_s", f"{message}: use shutdown_s {_ample_shutdown_s(save_s)} or so"
+        yield "shutdown_s", message
     grace_s = spec.elastic.stop_grace_s
     if spec.command is not None and save_s > math.ceil(grace_s):
         message = f"a save takes {save_s} s, a script that takes no requests is killed after"
-        yield "save_s", f"{message} {grace_s:g} s: raise elastic.stop_grace_s to {save_s}"
+        yield "save_s", f"{message} {grace_s:g} s (elastic.stop_grace_s)"
 
 
 def _misfits(spec: JobSpec, clock: Clock) -> Iterator[tuple[str, str]]:
     """Yield (key, message) for the links of the chain that Slurm adds and that do not hold."""
     if clock.shutdown_s >= clock.lead_s:
         message = f"the signal comes {clock.lead_s} s before the limit, a shut-down may take"
-        how_to_fix = f"use signal_lead_s {_ample_lead_s(clock.shutdown_s)} or so"
-        yield "signal_lead_s", f"{message} {clock.shutdown_s} s: {how_to_fix}"
+        yield "signal_lead_s", f"{message} {clock.shutdown_s} s"
     if clock.lead_s > MAX_LEAD_S:
         message = f"sbatch takes at most {MAX_LEAD_S} s, {clock.lead_s} s are needed"
         yield "signal_lead_s", f"{message}: lower save_s, if storage is faster than predicted"
     if clock.limit_s is not None and clock.lead_s >= clock.limit_s:
         message = f"the limit is {clock.limit_s} s, but {clock.lead_s} s before it the job must"
-        least = math.ceil((clock.lead_s + 60) / 60)
-        how_to_fix = f"use {least} minutes or more"
-        if spec.slurm.save_s is None:
-            how_to_fix += ", or say in slurm.save_s how long a save really takes"
-        yield "time", f"{message} save already: {how_to_fix}"
+        stated = "; slurm.save_s can say how long a save really takes"
+        yield "time", f"{message} save already{stated if spec.slurm.save_s is None else ''}"
+
+
+def _stopped_in_time(spec: JobSpec, save_s: int) -> Offer:
+    """Return the grace that a script without requests needs for its save, where it has less."""
+    late = spec.command is not None and save_s > math.ceil(spec.elastic.stop_grace_s)
+    return {"elastic.stop_grace_s": save_s} if late else {}
+
+
+def _fitting(spec: JobSpec, clock: Clock) -> list[Offer]:
+    """Return the times that would make the chain hold, all of them in one offer."""
+    shutdown_s, lead_s, limit_s = clock.shutdown_s, clock.lead_s, clock.limit_s
+    offer = {**_stopped_in_time(spec, clock.save_s)}
+    if clock.save_s >= shutdown_s:
+        offer["slurm.shutdown_s"] = shutdown_s = _ample_shutdown_s(clock.save_s)
+    if shutdown_s >= lead_s:
+        lead_s = _ample_lead_s(shutdown_s)
+        if spec.slurm.signal_lead_s is not None:
+            offer["slurm.signal_lead_s"] = lead_s
+    if limit_s is not None and lead_s >= limit_s:
+        hours, minutes = divmod(math.ceil((lead_s + 60) / 60), 60)
+        offer["slurm.time"] = f"{hours:02}:{minutes:02}:00"
+    return [offer] if lead_s <= MAX_LEAD_S else []
 
 
 def _origin(spec: JobSpec, clock: Clock) -> str:
@@ -222,13 +257,19 @@ def pod_clock(spec: JobSpec, ladder: Ladder) -> PodClock:
     )
     misfits = list(_save_misfits(spec, save_s=clock.save_s, shutdown_s=clock.shutdown_s))
     if clock.shutdown_s >= clock.grace_s:
-        least = _rounded_up(clock.save_s + clock.shutdown_s + END_S)
         message = f"the pod is killed after {clock.grace_s} s, a shut-down may take"
-        misfits.append(("grace_s", f"{message} {clock.shutdown_s} s: use grace_s {least} or so"))
+        misfits.append(("grace_s", f"{message} {clock.shutdown_s} s"))
     if misfits:
+        offer = {**_stopped_in_time(spec, clock.save_s)}
+        if clock.save_s >= clock.shutdown_s:
+            shutdown_s = offer["kubernetes.shutdown_s"] = _ample_shutdown_s(clock.save_s)
+        else:
+            shutdown_s = clock.shutdown_s
+        if shutdown_s >= clock.grace_s and wish.grace_s is not None:
+            offer["kubernetes.grace_s"] = _rounded_up(clock.save_s + shutdown_s + END_S)
         raise UserError.many(
             [
-                spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})")
+                spec.problem("HF160", f"kubernetes.{key}", f"{message} ({clock})", offer)
                 for key, message in misfits
             ]
         )

@@ -16,6 +16,7 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.jobspec.rules import Facts, layout_findings, schedule_runs
 from launcher.jobspec.spec import JobSpec
+from launcher.planning.clock import save_warnings
 from launcher.planning.snapshots import Snapshots, snapshots
 
 
@@ -42,10 +43,11 @@ def plan(spec: JobSpec) -> Plan:
                 "elastic.min_nodes",
                 f"fewer than {counted(ladder.min_nodes, 'node')} cannot be used, though "
                 f"min_nodes is {spec.min_nodes}: the job waits for nodes there",
+                {"elastic.min_nodes": ladder.min_nodes},
             )
         )
     cost, problems = snapshots(spec, ladder)
-    return Plan(ladder, cost, (*warnings, *problems))
+    return Plan(ladder, cost, (*warnings, *problems, *save_warnings(spec, ladder)))
 
 
 def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:

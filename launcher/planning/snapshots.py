@@ -21,6 +21,8 @@ from launcher.jobspec.spec import JobSpec
 BYTES_PER_PARAM: Final = 12
 SHM_SHARE: Final = 0.5
 """Part of a node's memory that /dev/shm may take: the kernel's default for tmpfs."""
+CGROUP_SHARE: Final = 0.9
+"""Part of a job's memory that snapshots may take (elastic_trainer/snapshots/room.py)."""
 SECONDS_PER_BYTE: Final = 1.55e-9
 """Of one core: copy, CRC-32, send and verify, measured (benchmarks/snapshot.py)."""
 NIC_SHARE: Final = 0.25
@@ -73,6 +75,13 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
             "(checkpoint.every_s), or use more nodes"
         )
         problems.append(spec.problem("HF155", "checkpoint.memory_every_steps", text))
+    if every and (granted := memory_bytes(spec.slurm.mem)) and node_bytes > granted * CGROUP_SHARE:
+        text = (
+            f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {spec.slurm.mem} "
+            "is left alone: none are taken, and a failure costs the steps since the last checkpoint"
+        )
+        ample = {"slurm.mem": f"{math.ceil(node_bytes / CGROUP_SHARE / 2**30)}G"}
+        problems.append(spec.problem("HF155", "slurm.mem", text, ample))
     step_s = shortest_step_s(spec)
     if every and step_s is not None and copy_s > every * step_s:
         every = math.ceil(copy_s / step_s)
@@ -80,9 +89,18 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
             f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s, a step may take "
             f"{step_s:.2f} s only: one every {every} steps instead of {asked}"
         )
-        problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text))
+        asked_for = {"checkpoint.memory_every_steps": every}
+        problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text, asked_for))
     cost = Snapshots(every_steps=every, worker_bytes=image, node_bytes=node_bytes, copy_s=copy_s)
     return cost, problems
+
+
+def memory_bytes(text: str | None) -> int | None:
+    """Return what a checked --mem comes to; None where it means all of the node's."""
+    if text is None or text.rstrip("KMGTkmgt") == "0":
+        return None
+    number = text.rstrip("KMGTkmgt")
+    return int(number) << 10 * ("KMGT".index(text[len(number) :].upper() or "M") + 1)
 
 
 def snapshot_line(cost: Snapshots) -> str:

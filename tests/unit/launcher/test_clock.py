@@ -72,7 +72,7 @@ def test_large_jobs_are_bound_by_storage(make_spec):
 @pytest.mark.parametrize(
     ("sets", "key", "numbers"),
     [
-        (["slurm.time=3", "slurm.save_s=60"], "slurm.time", ["180 s", "210 s", "5 minutes"]),
+        (["slurm.time=3", "slurm.save_s=60"], "slurm.time", ["180 s", "210 s", "use 00:05:00"]),
         (["slurm.save_s=60", "slurm.shutdown_s=60"], "slurm.shutdown_s", ["60 s", "120"]),
         (
             ["slurm.save_s=6", "slurm.shutdown_s=60", "slurm.signal_lead_s=60"],
@@ -83,7 +83,7 @@ def test_large_jobs_are_bound_by_storage(make_spec):
         (
             ["command=train.py", "slurm.save_s=60"],
             "slurm.save_s",
-            ["60 s", "30 s", "stop_grace_s to 60"],
+            ["60 s", "30 s", "use elastic.stop_grace_s: 60"],
         ),
     ],
 )

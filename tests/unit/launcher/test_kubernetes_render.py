@@ -180,6 +180,7 @@ def test_every_key_of_the_section_at_once(kind):
             "save_s": 7, "shutdown_s": 40, "grace_s": 90, "python": "/opt/python",
             "context": "here",
         },
+        "cluster.gpu": "MI300X",
     }  # fmt: skip
     documents = documents_of(values, kind)
     labels = [each["metadata"]["labels"]["team"] for each in documents]

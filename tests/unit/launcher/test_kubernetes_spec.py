@@ -62,7 +62,7 @@ from launcher.render.fabric import Fabric, fabric_variables
         ("kubernetes.security={non_root: true, run_as_user: 0}", "contradict each other"),
         ("kubernetes.security={run_as_user: root}", "HF012 kubernetes.security.run_as_user"),
         ("kubernetes.security={run_as_usr: 5}", "did you mean kubernetes.security.run_as_user?"),
-        ("kubernetes.board=etcd", "HF014 kubernetes.board: expected file or kubernetes"),
+        ("kubernetes.board=etcd", "is not one of its choices; use file or kubernetes"),
         ("kubernetes.deadline_s=0", "HF013 kubernetes.deadline_s: expected at least 1"),
         ("kubernetes.annotations={a: 'ghp_a1B2a1B2a1B2a1B2a1B2a1B2a1B2a1B2'}", "HF163"),
         ("env.secrets={A: {}}", "HF163 env.secrets.A: expected {file: PATH}, {env: NAME} or"),
