@@ -316,8 +316,8 @@ class Kubernetes(Section):
     )
     restart_limit: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = Field(
         None,
-        description="Pods the controller may replace, at least as many as there are; null: "
-        "elastic.max_restarts per node.",
+        description="Failed pods the controller may replace, at least as many as there are; null: "
+        "20 per node. Pods of lost or drained nodes, and those that end with 143, do not count.",
     )
     deadline_s: WholeSeconds | None = Field(
         None, description="Seconds the job may be active; starts anew after a suspension."

@@ -31,6 +31,9 @@ _SHM_SPARE_GIB: Final = 8
 """For NCCL's and the data loaders' own segments."""
 _SHM_UNKNOWN_GIB: Final = 64
 """Of a script, whose state is not known, on nodes whose memory is not."""
+RESTARTS_PER_NODE: Final = 20
+"""Failures of a pod that nobody asked for, as a kernel's kill, in the life of a job. A Job waits up
+to 6 min before each replacement: one that never runs has failed so often after 1.6 h."""
 _FILE_SUFFIXES: Final = (".sif", ".sqsh", ".img")
 
 
@@ -58,6 +61,11 @@ class PodJob:
     def num_pods(self) -> int:
         """Nodes that train, and spares."""
         return self.plan.ladder.max_nodes + self.spec.cluster.spares
+
+    @property
+    def restart_limit(self) -> int:
+        """Pods that the controller may replace at its own charge."""
+        return self.spec.kubernetes.restart_limit or RESTARTS_PER_NODE * self.num_pods
 
     @cached_property
     def labels(self) -> dict[str, str]:

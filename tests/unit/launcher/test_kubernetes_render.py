@@ -44,19 +44,25 @@ def test_a_pytorchjob_has_workers_alone_and_replaces_each_by_itself():
     worker = job["pytorchReplicaSpecs"]["Worker"]
     assert (worker["replicas"], worker["restartPolicy"]) == (5, "ExitCode")
     assert job["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 5}
-    assert job["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 35}
+    assert job["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 100}
     assert job["nprocPerNode"] == "1"
 
 
 def test_a_jobset_lives_through_lost_pods():
     job = job_of(documents_of({}, "jobset"))
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (5, 5, "Indexed")
-    assert job["backoffLimit"] == job["backoffLimitPerIndex"] == 2147483647
+    assert (job["backoffLimit"], job["backoffLimitPerIndex"]) == (100, 20)
     assert job["template"]["spec"]["restartPolicy"] == "Never"
-    final, lost = job["podFailurePolicy"]["rules"]
-    assert final["action"] == "FailJob"
-    assert final["onExitCodes"]["values"] == [93, 94]
-    assert lost["action"] == "Ignore"
+    rules = [
+        (rule["action"], rule["onExitCodes"]["values"] if "onExitCodes" in rule else "lost")
+        for rule in job["podFailurePolicy"]["rules"]
+    ]
+    assert rules == [
+        ("FailJob", [93, 94]),
+        ("Ignore", "lost"),
+        ("Ignore", [143]),
+        ("FailIndex", [1, 2, 126, 127]),
+    ]
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
     failing = documents_of({}, "jobset")[-1]["spec"]["failurePolicy"]
     assert failing["maxRestarts"] == 0
@@ -161,7 +167,7 @@ def test_limits_in_time_are_the_controllers(kind):
     spec = documents[-1]["spec"] if kind == "jobset" else documents[-2]["spec"]["template"]["spec"]
     job = job_of(documents)
     assert (job["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, 0)
-    assert job["backoffLimit"] == 9
+    assert (job["backoffLimit"], job["backoffLimitPerIndex"]) == (9, 2), "of five pods"
 
 
 def test_every_key_of_the_section_at_once(kind):
@@ -222,6 +228,8 @@ def test_what_a_server_takes_wrongly_cannot_be_said(values, kind, run_id):
         restarts = policy["backoffLimit"]
     else:
         pods, restarts = job_of(documents)["completions"], job_of(documents)["backoffLimit"]
+        each = job_of(documents)["backoffLimitPerIndex"]
+        assert 0 <= pods * each - restarts < pods, "shared evenly"
         assert job["spec"].get("suspend", False) == ("kubernetes.queue" in values)
     assert restarts >= pods, "one restart of each pod ends nothing"
     budgets = [each["spec"] for each in documents if each["kind"] == "PodDisruptionBudget"]
