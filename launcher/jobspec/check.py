@@ -228,15 +228,13 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
 def _mounts(wish: Kubernetes) -> Iterator[Finding]:
     """Yield two things at one place of the pods, and names that are taken."""
     mounts = {wish.mount: "mount", **dict.fromkeys(_TAKEN, "holdfast's own")}
-    if wish.security.read_only_root:
-        mounts["/tmp"] = "holdfast's own"  # noqa: S108  of the pods
     for name, volume in wish.volumes.items():
         key = f"volumes.{name}"
         if name.startswith("holdfast-"):
             yield _pod_finding(key, "names with holdfast- are holdfast's own; use another")
         if volume.mount in mounts:
             message = f"{volume.mount} is {mounts[volume.mount]} already; mount it elsewhere"
-            yield _pod_finding(f"{key}.mount", message, "mount", "security")
+            yield _pod_finding(f"{key}.mount", message, "mount")
         mounts[volume.mount] = f"volume {name}'s"
     if wish.mount in _TAKEN:
         yield _pod_finding("mount", f"{wish.mount} is holdfast's own; mount the claim elsewhere")

@@ -211,7 +211,7 @@ class Volume(Section):
 
 
 class Security(Section):
-    """User and capabilities of pods; what is null is left to the image and the namespace."""
+    """User and rights of pods: by default all that Pod Security's level restricted asks for."""
 
     run_as_user: Id | None = Field(None, description="Numeric user id.")
     run_as_group: Id | None = Field(None, description="Numeric group id.")
@@ -222,9 +222,13 @@ class Security(Section):
     fs_group_change_policy: Literal["OnRootMismatch", "Always"] = Field(
         "OnRootMismatch", description="With Always, mounting a large claim takes hours."
     )
-    non_root: bool = Field(False, description="Refuse to run as root; drop all capabilities.")
+    non_root: bool | None = Field(
+        None,
+        description="Refuse to run as root, and drop all capabilities; null: unless run_as_user "
+        "is 0. false for an image that must run as root.",
+    )
     read_only_root: bool = Field(
-        False, description="The image's file system cannot be written; /tmp is an empty folder."
+        True, description="The image's file system cannot be written; /tmp is an empty folder."
     )
 
     @model_validator(mode="after")
@@ -232,6 +236,11 @@ class Security(Section):
         if self.non_root and self.run_as_user == 0:
             raise refuse("HF016", "non_root and run_as_user: 0 contradict each other")
         return self
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether pods refuse to run as root, as Pod Security's level restricted wants it."""
+        return self.run_as_user != 0 if self.non_root is None else self.non_root
 
 
 _Names = Annotated[tuple[ObjectName, ...], Field(strict=False)]
@@ -305,9 +314,7 @@ class Kubernetes(Section):
         description="Membership and the agents' secret: files on the claim, or a ConfigMap and a "
         "Secret (needs rights; storage then needs no hard links).",
     )
-    security: Security = Field(
-        default_factory=Security, description="User and capabilities of pods."
-    )
+    security: Security = Field(default_factory=Security, description="User and rights of pods.")
     labels: dict[OwnKey, LabelValue] = Field(
         default_factory=dict, description="Further labels of all objects and pods."
     )

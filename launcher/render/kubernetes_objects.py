@@ -129,8 +129,8 @@ def config_map(job: PodJob, job_json: str) -> Object:
 def board_objects(job: PodJob) -> list[Object]:
     """Return the ConfigMap that is the board, and the right to write it, where it is asked for.
 
-    The board is made here, empty, so that agents need no right to create any. A service account
-    that the job file names has its rights from the admin (manifests/base).
+    The board is made here, empty, so that agents need no right to create any: a right to create
+    cannot name what is created.
     """
     wish = job.spec.kubernetes
     if wish.board == "file":
@@ -141,13 +141,20 @@ def board_objects(job: PodJob) -> list[Object]:
         "kind": "ConfigMap",
         "metadata": metadata(job, board_name(job.name), **kept),
     }
-    if wish.service_account is not None:
-        return [board]
-    name = own_account(job.name)
-    group = "rbac.authorization.k8s.io"
+    name, group = own_account(job.name), "rbac.authorization.k8s.io"
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(job, name, **kept),
+    }
+    subject = {
+        "kind": "ServiceAccount",
+        "name": wish.service_account or name,
+        "namespace": wish.namespace,
+    }
     return [
         board,
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name, **kept)},
+        *([account] if wish.service_account is None else ()),
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
@@ -166,7 +173,7 @@ def board_objects(job: PodJob) -> list[Object]:
             "kind": "RoleBinding",
             "metadata": metadata(job, name, **kept),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": wish.namespace}],
+            "subjects": [subject],
         },
     ]
 

@@ -51,6 +51,7 @@ from launcher.render.kubernetes_names import (
 
 Object = dict[str, Any]
 HOSTNAME: Final = "kubernetes.io/hostname"
+TMP: Final = "/tmp"  # noqa: S108  the pod's own
 _NODE: Final = ("-P", "-m", "launcher.node")
 
 
@@ -165,7 +166,7 @@ def _environment(job: PodJob) -> list[Object]:
     ]
     values = {"PYTHONUNBUFFERED": "1"}
     if wish.security.run_as_user is not None or wish.security.read_only_root:
-        values["HOME"] = "/tmp"  # noqa: S108  the pod's own: a bare user id has no home
+        values["HOME"] = TMP  # a bare user id has no home
     if job.venv is not None:
         values["VIRTUAL_ENV"] = job.venv
     cpus = None if wish.cpus is None else int(cpu_count(wish.cpus))
@@ -257,19 +258,16 @@ def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
     return {**affinity, required: {"nodeSelectorTerms": wanted}}
 
 
-def _pod_security(wish: Kubernetes) -> Object | None:
+def _pod_security(wish: Kubernetes) -> Object:
     asked = wish.security
-    return (
-        _given(
-            runAsUser=asked.run_as_user,
-            runAsGroup=asked.run_as_group,
-            runAsNonRoot=True if asked.non_root else None,
-            supplementalGroups=list(asked.supplemental_groups) or None,
-            fsGroup=asked.fs_group,
-            fsGroupChangePolicy=None if asked.fs_group is None else asked.fs_group_change_policy,
-            seccompProfile={"type": "RuntimeDefault"} if asked.non_root else None,
-        )
-        or None
+    return _given(
+        runAsNonRoot=True if asked.is_restricted else None,
+        runAsUser=asked.run_as_user,
+        runAsGroup=asked.run_as_group,
+        supplementalGroups=list(asked.supplemental_groups) or None,
+        fsGroup=asked.fs_group,
+        fsGroupChangePolicy=None if asked.fs_group is None else asked.fs_group_change_policy,
+        seccompProfile={"type": "RuntimeDefault"},
     )
 
 
@@ -278,13 +276,19 @@ def _container_security(wish: Kubernetes) -> Object:
     asked = wish.security
     locks = wish.fabric != "none" or bool(wish.rdma)
     capabilities = _given(
-        add=["IPC_LOCK"] if locks else None, drop=["ALL"] if asked.non_root else None
+        drop=["ALL"] if asked.is_restricted else None, add=["IPC_LOCK"] if locks else None
     )
     return _given(
         allowPrivilegeEscalation=False,
         readOnlyRootFilesystem=True if asked.read_only_root else None,
         capabilities=capabilities or None,
     )
+
+
+def _own_tmp(wish: Kubernetes) -> bool:
+    """Whether /tmp is an empty folder of ours: of a read-only root, and no volume's."""
+    taken = any(volume.mount == TMP for volume in wish.volumes.values())
+    return wish.security.read_only_root and not taken
 
 
 def _volumes(job: PodJob) -> list[Object]:
@@ -297,7 +301,7 @@ def _volumes(job: PodJob) -> list[Object]:
     if wish.board == "kubernetes":
         source = {"secretName": secret_name(job.name), "defaultMode": _secret_mode(wish)}
         found.append({"name": SECRET_VOLUME, "secret": source})
-    if wish.security.read_only_root:
+    if _own_tmp(wish):
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
         if volume.claim is not None:
@@ -327,8 +331,8 @@ def _mounts(job: PodJob) -> list[Object]:
     ]
     if wish.board == "kubernetes":
         found.append({"name": SECRET_VOLUME, "mountPath": SECRET_DIR, "readOnly": True})
-    if wish.security.read_only_root:
-        found.append({"name": TMP_VOLUME, "mountPath": "/tmp"})  # noqa: S108  the pod's own
+    if _own_tmp(wish):
+        found.append({"name": TMP_VOLUME, "mountPath": TMP})
     for name, volume in wish.volumes.items():
         mount = {"name": name, "mountPath": volume.mount}
         found.append({**mount, "readOnly": True} if volume.read_only else mount)

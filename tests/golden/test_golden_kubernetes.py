@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.config import TrainConfig
+from launcher.backends.kubernetes.documents import template_of
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.kubernetes_names import job_name
@@ -27,6 +28,16 @@ FOLDERS = {
 EXAMPLES = ("llama3-405b", "llama3-70b", "llama3-8b", "finetune", "tiny-cpu")
 KINDS = ("pytorchjob", "jobset", "trainjob")
 KIB = 1024
+RESTRICTED_VOLUMES = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
+    "projected", "secret",
+}  # fmt: skip
+DECLARED = {
+    "llama3-405b": {"IPC_LOCK"},  # RDMA
+    "llama3-70b": {"IPC_LOCK", "hostPath"},
+    "llama3-8b": {"IPC_LOCK"},
+    "finetune": {"IPC_LOCK"},
+}
 
 
 def bundle_of(name, kind):
@@ -68,6 +79,38 @@ def test_the_job_comes_last_and_everything_has_the_labels_of_its_run(name, kind)
         assert labels["holdfast.dev/run"] == f"{name}-1"
         assert labels["holdfast.dev/attempt"] == "0"
         assert labels["app.kubernetes.io/managed-by"] == "holdfast"
+
+
+def beyond_restricted(pod):
+    """Return what of a pod the level restricted of Pod Security refuses.
+
+    After https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted.
+    """
+    found = {key for key in ("hostNetwork", "hostPID", "hostIPC") if pod.get(key)}
+    found |= {key for each in pod["volumes"] for key in each.keys() - {"name"} - RESTRICTED_VOLUMES}
+    of_pod = pod.get("securityContext", {})
+    found |= {key for key in ("sysctls", "seLinuxOptions", "windowsOptions") if key in of_pod}
+    for container in [*pod["containers"], *pod.get("initContainers", ())]:
+        context = {**of_pod, **container.get("securityContext", {})}
+        rights = context.get("capabilities", {})
+        found |= set(rights.get("add", ())) - {"NET_BIND_SERVICE"}
+        found |= {key for key in ("privileged", "procMount", "seLinuxOptions") if key in context}
+        found |= {"hostPort" for port in container.get("ports", ()) if "hostPort" in port}
+        wanted = {
+            "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is False,
+            "drop ALL": "ALL" in rights.get("drop", ()),
+            "runAsNonRoot": context.get("runAsNonRoot") is True and context.get("runAsUser") != 0,
+            "seccompProfile": context.get("seccompProfile", {}).get("type") == "RuntimeDefault",
+        }
+        found |= {name for name, is_there in wanted.items() if not is_there}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_pods_ask_for_no_more_than_restricted_allows_but_what_their_job_file_declares(name, kind):
+    documents = list(yaml.safe_load_all(bundle_of(name, kind)["manifests.yaml"]))
+    assert beyond_restricted(template_of(documents)["spec"]) == DECLARED.get(name, set())
 
 
 @pytest.mark.parametrize("kind", KINDS)
