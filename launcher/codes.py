@@ -221,6 +221,7 @@ CODES: Final[dict[str, Code]] = {
     "HF726": Code("job.json is too long for a ConfigMap.", "Raise elastic.min_nodes."),
     "HF727": Code("A failure domain that pods do not know.", "Name a label of nodes."),
     "HF736": Code("Fewer restarts than pods.", "Raise kubernetes.restart_limit."),
+    "HF737": Code("A field of pods that pod_patch cannot set.", "Use its own key."),
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""
 

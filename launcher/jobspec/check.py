@@ -11,6 +11,7 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
+from launcher.jobspec.pod_patch import RESERVED, own_fields
 from launcher.jobspec.rules import (
     Finding,
     auto_finding,
@@ -223,6 +224,12 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
     if wish.gpu_resource in wish.rdma:
         yield _pod_finding("rdma", f"{wish.gpu_resource} is gpu_resource already", "gpu_resource")
     yield from _mounts(wish)
+    given = dict.fromkeys(wish.rdma, "kubernetes.rdma")
+    given |= {"cpu": "kubernetes.cpus", "memory": "kubernetes.memory"}
+    given[wish.gpu_resource] = "cluster.gpus_per_node"
+    for field, why in own_fields(wish.pod_patch, resources=given, mounts={*_TAKEN, wish.mount}):
+        message = f"{field} is set by holdfast: {why}"
+        yield finding("HF737", "kubernetes.pod_patch", message, "kubernetes")
 
 
 def _mounts(wish: Kubernetes) -> Iterator[Finding]:
@@ -230,8 +237,8 @@ def _mounts(wish: Kubernetes) -> Iterator[Finding]:
     mounts = {wish.mount: "mount", **dict.fromkeys(_TAKEN, "holdfast's own")}
     for name, volume in wish.volumes.items():
         key = f"volumes.{name}"
-        if name.startswith("holdfast-"):
-            yield _pod_finding(key, "names with holdfast- are holdfast's own; use another")
+        if name.startswith(RESERVED):
+            yield _pod_finding(key, f"names with {RESERVED} are holdfast's own; use another")
         if volume.mount in mounts:
             message = f"{volume.mount} is {mounts[volume.mount]} already; mount it elsewhere"
             yield _pod_finding(f"{key}.mount", message, "mount")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from launcher.jobspec.env import OpenText
+from launcher.jobspec.pod_patch import check_patch
 from launcher.jobspec.source import describe
 from launcher.jobspec.values import (
     DNS_LABEL,
@@ -243,6 +244,7 @@ class Security(Section):
         return self.run_as_user != 0 if self.non_root is None else self.non_root
 
 
+PodPatch = Annotated[dict[str, Any], BeforeValidator(check_patch)]
 _Names = Annotated[tuple[ObjectName, ...], Field(strict=False)]
 
 
@@ -320,6 +322,11 @@ class Kubernetes(Section):
     )
     annotations: dict[OwnKey, OpenText] = Field(
         default_factory=dict, description="Further annotations of the job and its pods."
+    )
+    pod_patch: PodPatch = Field(
+        default_factory=dict,
+        description="Fields of the pods' spec that have no key here, merged into it as by `kubectl "
+        "patch --type strategic`: runtimeClassName, hostNetwork, initContainers, …",
     )
     restart_limit: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = Field(
         None,

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from elastic_trainer.config import NO_DOMAIN
 from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
+from launcher.jobspec.pod_patch import patched
 from launcher.render.fabric import Fabric, fabric_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
@@ -95,6 +96,16 @@ def _metadata(job: PodJob) -> Object:
 
 
 def _spec(job: PodJob) -> Object:
+    wish = job.spec.kubernetes
+    found = patched(_rendered_spec(job), wish.pod_patch, container=CONTAINERS[job.kind])
+    if wish.exclude:
+        affinity = found.get("affinity", {})
+        kept_off = without_nodes(affinity.get("nodeAffinity"), wish.exclude)
+        found["affinity"] = {**affinity, "nodeAffinity": kept_off}
+    return found
+
+
+def _rendered_spec(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     own_board = wish.board == "kubernetes"
     account = wish.service_account or (own_account(job.name) if own_board else None)
@@ -221,8 +232,6 @@ def _toleration(wish: Toleration) -> Object:
 def _affinity(job: PodJob) -> Object | None:
     wish = job.spec.kubernetes
     found: Object = {}
-    if wish.exclude:
-        found["nodeAffinity"] = without_nodes(None, wish.exclude)
     if wish.topology is not None and wish.queue is None:
         term = {
             "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},

@@ -18,6 +18,7 @@ from launcher.backends.kubernetes.documents import template_of
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.kubernetes_names import job_name
+from launcher.render.kubernetes_yaml import to_yaml
 from launcher.targets import target_named
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,16 @@ def test_the_manifests_are_those_reviewed(name, kind):
     assert bundle["manifests.yaml"] == path.read_text(), (
         f"if it is meant: HOLDFAST_UPDATE_GOLDEN=1 pytest {Path(__file__).relative_to(ROOT)}"
     )
+
+
+def test_the_patched_pod_is_the_one_reviewed():
+    spec, path = load_spec(FOLDERS["finetune"] / "tcpx.yaml"), FOLDERS["finetune"] / "tcpx-pod.yaml"
+    places = {"run_id": "tcpx-1", "run_dir": "/jobs/runs/tcpx-1", "base_dir": "/jobs"}
+    bundle = target_named("jobset").load_renderer()(spec, plan(spec), **places)
+    text = to_yaml([template_of(list(yaml.safe_load_all(bundle["manifests.yaml"])))])
+    if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
