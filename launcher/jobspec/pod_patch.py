@@ -142,7 +142,7 @@ def _check_field(name: Any, value: Any, where: str) -> None:
     key = _MERGE_KEYS.get(name)
     if key is None and name != _ADDED:
         return
-    rows = value if isinstance(value, list) else [None]
+    rows: list[Any] = value if isinstance(value, list) else [None]
     if not all(isinstance(row, dict) and (key is None or row.get(key)) for row in rows):
         named = f"mappings, each with {key}" if key else "mappings"
         raise refuse("HF015", f"{where}.{name}: expected a list of {named}")

@@ -57,22 +57,12 @@ def jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> dict[st
     """
     wish = job.spec.kubernetes
     body: dict[str, Any] = {
-        "failurePolicy": {
-            "maxRestarts": 0,
-            "rules": [
-                {
-                    "name": "agentsSaidNeverAgain",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
+        "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [
             {
                 "name": REPLICATED_JOB,
-                "replicas": 1,
                 "template": {
-                    "metadata": {"labels": {**job.labels, **(labels or {})}},
+                    "metadata": {"labels": {**job.child_labels, **(labels or {})}},
                     "spec": _indexed_job(job),
                 },
             }

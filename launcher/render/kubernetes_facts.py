@@ -20,6 +20,7 @@ from launcher.planning.search import Plan
 from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
     RUN_ID_ANNOTATION,
+    RUN_LABEL,
     job_name,
     labels_of,
     pod_run_dir,
@@ -73,8 +74,13 @@ class PodJob:
         return {**self.spec.kubernetes.labels, **labels_of(self.name)}
 
     @cached_property
+    def child_labels(self) -> dict[str, str]:
+        """Of what controllers make for the job between it and its pods."""
+        return {**self.spec.kubernetes.labels, RUN_LABEL: self.name}
+
+    @cached_property
     def annotations(self) -> dict[str, str]:
-        """Of the job and its pods."""
+        """Of the job."""
         own = {RUN_ID_ANNOTATION: self.run_id, RUN_DIR_ANNOTATION: self.run_dir}
         return {**self.spec.kubernetes.annotations, **own}
 

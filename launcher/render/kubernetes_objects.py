@@ -48,10 +48,11 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         job.spec, job.plan, run_id=job.run_id, run_dir=job.run_dir, base_dir=job.base_dir
     )
     before = [config_map(job, files["job.json"]), *board_objects(job), *disruption_budget(job)]
+    spares = job.spec.cluster.spares
+    besides = f" and {counted(spares, 'spare')}" if spares else ""
     head = (
-        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')} and "
-        f"{counted(job.spec.cluster.spares, 'spare')}.\n"
-        "Rendered from the job file: change that and render again, not this.\n"
+        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')}{besides}.\n"
+        "To change it, change the job file and render again.\n"
         f"When a pod must go: {job.clock}."
     )
     if job.spec.kubernetes.board == "kubernetes":
@@ -78,12 +79,8 @@ def check_pods(
 
 def metadata(job: PodJob, name: str, **annotations: str) -> Object:
     """Return the metadata of one object."""
-    return {
-        "name": name,
-        "namespace": job.spec.kubernetes.namespace,
-        "labels": job.labels,
-        "annotations": {**job.annotations, **annotations},
-    }
+    head = {"name": name, "namespace": job.spec.kubernetes.namespace, "labels": job.labels}
+    return {**head, "annotations": annotations} if annotations else head
 
 
 def job_document(job: PodJob, body: Object) -> Object:
@@ -93,7 +90,7 @@ def job_document(job: PodJob, body: Object) -> Object:
         job: the job.
         body: its spec; a kind says in its own place that a queue starts it.
     """
-    head, queue = metadata(job, job.name), job.spec.kubernetes.queue
+    head, queue = metadata(job, job.name, **job.annotations), job.spec.kubernetes.queue
     if queue is not None:
         head["labels"] = {**head["labels"], QUEUE_LABEL: queue}
     return {

@@ -30,7 +30,7 @@ from typing import Any, Final
 from elastic_trainer.config import NO_DOMAIN
 from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
 from launcher.jobspec.pod_patch import patched
-from launcher.render.fabric import Fabric, fabric_variables
+from launcher.render.fabric import Fabric, job_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
@@ -85,7 +85,7 @@ def _metadata(job: PodJob) -> Object:
     return {
         "labels": job.labels,
         "annotations": {
-            **job.annotations,
+            **job.spec.kubernetes.annotations,
             "kubectl.kubernetes.io/default-container": CONTAINERS[job.kind],
             # A pod that is moved costs the others a recovery.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -137,8 +137,8 @@ def _container(job: PodJob) -> Object:
         command=[escape(word) for word in node_command(job, "pod")],
         env=_environment(job),
         resources={"requests": resources, "limits": resources} if resources else None,
-        securityContext=_container_security(wish),
         volumeMounts=_mounts(job),
+        securityContext=_container_security(wish),
         lifecycle={"preStop": {"exec": {"command": node_command(job, "save")}}},
         # What the agent said last, for `kubectl describe`.
         terminationMessagePolicy="FallbackToLogsOnError",
@@ -153,7 +153,7 @@ def _environment(job: PodJob) -> list[Object]:
     of_node = () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", _label(domain)),)
     found: list[Object] = [
         *(
-            {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in (
                 ("POD_NAME", "metadata.name"),
                 ("POD_IP", "status.podIP"),
@@ -182,8 +182,7 @@ def _environment(job: PodJob) -> list[Object]:
         values["VIRTUAL_ENV"] = job.venv
     cpus = None if wish.cpus is None else int(cpu_count(wish.cpus))
     fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=cpus)
-    values |= {each.name: each.value for each in fabric_variables(spec, fabric)}
-    values |= spec.env.variables
+    values |= job_variables(spec, fabric)
     found += [{"name": name, "value": escape(value)} for name, value in values.items()]
     for name, secret in spec.env.secrets.items():
         assert secret.kubernetes is not None, "pod_job has checked it"

@@ -5,6 +5,8 @@ Those of llama3-8b are what manifests/examples shows. HOLDFAST_UPDATE_GOLDEN=1 w
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -14,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.config import TrainConfig
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
 from launcher.backends.kubernetes.documents import template_of
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.kubernetes_names import job_name
-from launcher.render.kubernetes_yaml import to_yaml
 from launcher.targets import target_named
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +29,7 @@ FOLDERS = {
     "finetune": Path(__file__).parent / "kubernetes",
     "llama3-8b": ROOT / "manifests" / "examples",
 }
+TCPX = Path(__file__).parent / "jobs" / "tcpx.yaml"
 EXAMPLES = ("llama3-405b", "llama3-70b", "llama3-8b", "finetune", "tiny-cpu")
 KINDS = ("pytorchjob", "jobset", "trainjob")
 KIB = 1024
@@ -65,11 +69,10 @@ def test_the_manifests_are_those_reviewed(name, kind):
     )
 
 
-def test_the_patched_pod_is_the_one_reviewed():
-    spec, path = load_spec(FOLDERS["finetune"] / "tcpx.yaml"), FOLDERS["finetune"] / "tcpx-pod.yaml"
+def test_the_patched_job_is_the_one_reviewed():
+    spec, path = load_spec(TCPX), FOLDERS["finetune"] / "tcpx-jobset.yaml"
     places = {"run_id": "tcpx-1", "run_dir": "/jobs/runs/tcpx-1", "base_dir": "/jobs"}
-    bundle = target_named("jobset").load_renderer()(spec, plan(spec), **places)
-    text = to_yaml([template_of(list(yaml.safe_load_all(bundle["manifests.yaml"])))])
+    text = target_named("jobset").load_renderer()(spec, plan(spec), **places)["manifests.yaml"]
     if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
@@ -128,8 +131,43 @@ def test_pods_ask_for_no_more_than_restricted_allows_but_what_their_job_file_dec
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_2048_nodes_are_as_short_as_two(name, kind):
     text = bundle_of(name, kind)["manifests.yaml"]
-    assert len(text.encode()) < 48 * KIB
-    assert len(text.splitlines()) < 1_300
+    assert len(text.encode()) < 12 * KIB
+    assert len(text.splitlines()) < 250
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [("pytorchjob", 5.5 * KIB), ("jobset", 6 * KIB), ("trainjob", 7 * KIB)]
+)
+def test_a_tiny_job_is_read_at_a_glance(kind, most):
+    assert len(bundle_of("tiny-cpu", kind)["manifests.yaml"].encode()) < most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kubectl_applies_2048_fallback_layouts_no_two_of_which_are_alike(kind):
+    """It keeps what it applied in an annotation: 262,144 bytes for all of an object."""
+    spec = load_spec(ROOT / "examples" / "tiny-cpu.yaml", ["data.path=/holdfast/corpus"])
+    rungs = (
+        Rung(num_nodes=n, layout=ParallelLayout(dp=n, tp=1 + n % 2), micro_batches=10**6 // n)
+        for n in range(2048, 0, -1)
+    )
+    made = dataclasses.replace(plan(spec), ladder=Ladder(tuple(rungs)))
+    places = {"run_id": "a", "run_dir": "/jobs/runs/a", "base_dir": "/jobs"}
+    bundle = target_named(kind).load_renderer()(spec, made, **places)
+    assert len(TrainConfig.from_json(bundle["job.json"]).ladder.rungs) == 2048
+    for document in yaml.safe_load_all(bundle["manifests.yaml"]):
+        assert len(json.dumps(document)) < 200_000
+
+
+def test_containers_have_their_fields_in_the_order_people_write_them():
+    wanted = ["name", "image", "command", "env", "resources", "volumeMounts", "securityContext"]
+    for kind in KINDS:
+        documents = list(yaml.safe_load_all(bundle_of("llama3-8b", kind)["manifests.yaml"]))
+        (container,) = template_of(documents)["spec"]["containers"]
+        assert list(container)[: len(wanted)] == wanted
+        for document in documents:
+            head = ["apiVersion", "kind", "metadata"]
+            assert list(document)[:3] == head
+            assert list(document["metadata"])[:3] == ["name", "namespace", "labels"]
 
 
 @given(st.text(max_size=120))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,7 @@ def test_a_jobset_lives_through_lost_pods():
         ("FailIndex", [1, 2, 126, 127]),
     ]
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
-    failing = documents_of({}, "jobset")[-1]["spec"]["failurePolicy"]
-    assert failing["maxRestarts"] == 0
+    assert documents_of({}, "jobset")[-1]["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 def test_a_trainjob_brings_its_runtime():
@@ -73,7 +73,15 @@ def test_a_trainjob_brings_its_runtime():
     assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 5}
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert job["spec"]["trainer"] == {"numNodes": 5}
+    assert job["spec"].keys() == {"runtimeRef"}
+    *_, jobset = documents_of({}, "jobset")
+    of_kind = (
+        json.dumps(jobset["spec"]).replace('"pytorch"', '"node"').replace("jobset", "trainjob")
+    )
+    wrapped = runtime["spec"]["template"]["spec"]
+    labels = wrapped["replicatedJobs"][0]["template"]["metadata"]["labels"]
+    assert labels.pop("trainer.kubeflow.org/trainjob-ancestor-step") == "trainer"
+    assert wrapped == json.loads(of_kind), "a wrapper and nothing else"
     assert (
         job_of([runtime])["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == "node"
     )
@@ -190,6 +198,10 @@ def test_every_key_of_the_section_at_once(kind):
     documents = documents_of(values, kind)
     labels = [each["metadata"]["labels"]["team"] for each in documents]
     assert set(labels) == {"a"}
+    noted = [
+        each["kind"] for each in documents if "note" in each["metadata"].get("annotations", ())
+    ]
+    assert noted == [documents[-1]["kind"]], "the job and its pods"
     assert template_of(documents)["metadata"]["annotations"]["note"] == "b: c"
 
 

@@ -58,7 +58,7 @@ def test_the_failure_domain_is_a_label_of_the_pod_read_without_any_right(kind):
     asked = documents_of({"elastic.failure_domain": key}, kind)
     pod = template_of(asked)["spec"]
     field = variables_of(pod).pop("HOLDFAST_FAILURE_DOMAIN")
-    assert field == {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.labels['{key}']"}}
+    assert field == {"fieldRef": {"fieldPath": f"metadata.labels['{key}']"}}
     assert pod["automountServiceAccountToken"] is False
     assert "Role" not in [document["kind"] for document in asked]
     for values in ({}, {"elastic.failure_domain": "none"}):
