@@ -53,6 +53,8 @@ from launcher.render.kubernetes_names import (
 Object = dict[str, Any]
 HOSTNAME: Final = "kubernetes.io/hostname"
 TMP: Final = "/tmp"  # noqa: S108  the pod's own
+_LAST: Final = ("initContainers", "containers", "volumes")
+"""Fields of a pod that people write last."""
 _NODE: Final = ("-P", "-m", "launcher.node")
 
 
@@ -102,7 +104,8 @@ def _spec(job: PodJob) -> Object:
         affinity = found.get("affinity", {})
         kept_off = without_nodes(affinity.get("nodeAffinity"), wish.exclude)
         found["affinity"] = {**affinity, "nodeAffinity": kept_off}
-    return found
+    last = {name: found.pop(name) for name in _LAST if name in found}
+    return {**found, **last}
 
 
 def _rendered_spec(job: PodJob) -> Object:
