@@ -104,7 +104,7 @@ def _spec(job: PodJob) -> Object:
         affinity = found.get("affinity", {})
         kept_off = without_nodes(affinity.get("nodeAffinity"), wish.exclude)
         found["affinity"] = {**affinity, "nodeAffinity": kept_off}
-    last = {name: found.pop(name) for name in _LAST if name in found}
+    last: Object = {name: found.pop(name) for name in _LAST if name in found}
     return {**found, **last}
 
 
