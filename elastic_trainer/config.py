@@ -286,12 +286,15 @@ class TrainConfig:
     version: int = JOB_JSON_VERSION
 
     def to_json(self) -> str:
-        """Return the text of job.json, stable under a round trip."""
-        raw = dataclasses.asdict(self)
-        raw["ladder"] = self.ladder.to_ranges()
-        if self.elastic.failure_domain is None:
-            del raw["elastic"]["failure_domain"]  # agents of a former version do not know it
-        return json.dumps(raw, separators=(",", ":")) + "\n"
+        """Return the text of job.json, stable under a round trip.
+
+        Of `elastic`, `network` and `numbers`, which say how the job is operated, defaults are left
+        out; what is computed is all there.
+        """
+        raw = dataclasses.asdict(self) | {"ladder": self.ladder.to_ranges()}
+        raw |= {name: _changed(getattr(self, name)) for name in ("elastic", "network", "numbers")}
+        given = {name: value for name, value in raw.items() if value is not None}
+        return json.dumps(given, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
@@ -325,3 +328,9 @@ class TrainConfig:
                 "code": CodeSection(**code) if (code := raw.get("code")) else None,
             }
         )
+
+
+def _changed(section: ElasticSection | NetworkSection | NumbersSection) -> dict[str, Any]:
+    """Return the fields that do not have their default."""
+    given = ((each, getattr(section, each.name)) for each in dataclasses.fields(section))
+    return {each.name: value for each, value in given if value != each.default}

@@ -237,6 +237,7 @@ CODES: Final[dict[str, Code]] = {
     "HF673": Code("Not inside a Slurm job.", "Only the batch script calls this."),
     "HF674": Code("Not inside a pod of a job.", "Only the pods of a rendered job call this."),
     "HF675": Code("The run directory is another run's.", "Give each run a directory of its own."),
+    "HF676": Code("All pods fail again and again.", "Fix the error in their logs."),
     "HF653": Code("The run was never submitted.", "Use what the message names."),
     "HF654": Code("The --sweep cannot be submitted.", "Fix what the message names."),
     "HF655": Code(
@@ -265,6 +266,7 @@ CODES: Final[dict[str, Code]] = {
         "kubernetes.gpu_resource is of another vendor than cluster.gpu.", "Use the GPU's own."
     ),
     "HF736": Code("Fewer restarts than pods.", "Raise kubernetes.restart_limit."),
+    "HF737": Code("A field of pods that pod_patch cannot set.", "Use its own key."),
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""
 

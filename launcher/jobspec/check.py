@@ -11,6 +11,7 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Offer, Problem
 from launcher.hardware import CPU, GPUS
 from launcher.jobspec.env import SECRET_NAME
+from launcher.jobspec.pod_patch import RESERVED, own_fields
 from launcher.jobspec.requests import request_findings
 from launcher.jobspec.rules import (
     Finding,
@@ -245,20 +246,24 @@ def _kubernetes(spec: JobSpec) -> Iterator[Finding]:
     if wish.gpu_resource in wish.rdma:
         yield _pod_finding("rdma", f"{wish.gpu_resource} is gpu_resource already", "gpu_resource")
     yield from _mounts(wish)
+    given = dict.fromkeys(wish.rdma, "kubernetes.rdma")
+    given |= {"cpu": "kubernetes.cpus", "memory": "kubernetes.memory"}
+    given[wish.gpu_resource] = "cluster.gpus_per_node"
+    for field, why in own_fields(wish.pod_patch, resources=given, mounts={*_TAKEN, wish.mount}):
+        message = f"{field} is set by holdfast: {why}"
+        yield finding("HF737", "kubernetes.pod_patch", message, "kubernetes")
 
 
 def _mounts(wish: Kubernetes) -> Iterator[Finding]:
     """Yield two things at one place of the pods, and names that are taken."""
     mounts = {wish.mount: "mount", **dict.fromkeys(_TAKEN, "holdfast's own")}
-    if wish.security.read_only_root:
-        mounts["/tmp"] = "holdfast's own"  # noqa: S108  of the pods
     for name, volume in wish.volumes.items():
         key = f"volumes.{name}"
-        if name.startswith("holdfast-"):
-            yield _pod_finding(key, "names with holdfast- are holdfast's own; use another")
+        if name.startswith(RESERVED):
+            yield _pod_finding(key, f"names with {RESERVED} are holdfast's own; use another")
         if volume.mount in mounts:
             message = f"{volume.mount} is {mounts[volume.mount]} already; mount it elsewhere"
-            yield _pod_finding(f"{key}.mount", message, "mount", "security")
+            yield _pod_finding(f"{key}.mount", message, "mount")
         mounts[volume.mount] = f"volume {name}'s"
     if wish.mount in _TAKEN:
         yield _pod_finding("mount", f"{wish.mount} is holdfast's own; mount the claim elsewhere")

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from launcher.jobspec.env import OpenText
+from launcher.jobspec.pod_patch import check_patch
 from launcher.jobspec.source import describe
 from launcher.jobspec.values import (
     DNS_LABEL,
@@ -211,7 +212,7 @@ class Volume(Section):
 
 
 class Security(Section):
-    """User and capabilities of pods; what is null is left to the image and the namespace."""
+    """User and rights of pods: by default all that Pod Security's level restricted asks for."""
 
     run_as_user: Id | None = Field(None, description="Numeric user id.")
     run_as_group: Id | None = Field(None, description="Numeric group id.")
@@ -222,9 +223,13 @@ class Security(Section):
     fs_group_change_policy: Literal["OnRootMismatch", "Always"] = Field(
         "OnRootMismatch", description="With Always, mounting a large claim takes hours."
     )
-    non_root: bool = Field(False, description="Refuse to run as root; drop all capabilities.")
+    non_root: bool | None = Field(
+        None,
+        description="Refuse to run as root, and drop all capabilities; null: unless run_as_user "
+        "is 0. false for an image that must run as root.",
+    )
     read_only_root: bool = Field(
-        False, description="The image's file system cannot be written; /tmp is an empty folder."
+        True, description="The image's file system cannot be written; /tmp is an empty folder."
     )
 
     @model_validator(mode="after")
@@ -233,7 +238,13 @@ class Security(Section):
             raise refuse("HF016", "non_root and run_as_user: 0 contradict each other")
         return self
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether pods refuse to run as root, as Pod Security's level restricted wants it."""
+        return self.run_as_user != 0 if self.non_root is None else self.non_root
 
+
+PodPatch = Annotated[dict[str, Any], BeforeValidator(check_patch)]
 _Names = Annotated[tuple[ObjectName, ...], Field(strict=False)]
 
 
@@ -305,19 +316,22 @@ class Kubernetes(Section):
         description="Membership and the agents' secret: files on the claim, or a ConfigMap and a "
         "Secret (needs rights; storage then needs no hard links).",
     )
-    security: Security = Field(
-        default_factory=Security, description="User and capabilities of pods."
-    )
+    security: Security = Field(default_factory=Security, description="User and rights of pods.")
     labels: dict[OwnKey, LabelValue] = Field(
         default_factory=dict, description="Further labels of all objects and pods."
     )
     annotations: dict[OwnKey, OpenText] = Field(
         default_factory=dict, description="Further annotations of the job and its pods."
     )
+    pod_patch: PodPatch = Field(
+        default_factory=dict,
+        description="Fields of the pods' spec that have no key here, merged into it as by `kubectl "
+        "patch --type strategic`: runtimeClassName, hostNetwork, initContainers, …",
+    )
     restart_limit: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = Field(
         None,
-        description="Pods the controller may replace, at least as many as there are; null: "
-        "elastic.max_restarts per node.",
+        description="Failed pods the controller may replace, at least as many as there are; null: "
+        "20 per node. Pods of lost or drained nodes, and those that end with 143, do not count.",
     )
     deadline_s: WholeSeconds | None = Field(
         None, description="Seconds the job may be active; starts anew after a suspension."

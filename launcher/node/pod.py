@@ -33,7 +33,16 @@ from launcher.node.attempt import Attempt
 from launcher.node.begin import decide, note_begin, read_config
 from launcher.node.decide import NOTHING_TO_DO, attempt_result, end_of, pause_s
 from launcher.node.end import note_end
-from launcher.node.pod_decide import AGAIN, all_refuse, exit_code, generation, place
+from launcher.node.pod_decide import (
+    AGAIN,
+    AGAIN_CHARGED,
+    MOST_IN_A_ROW,
+    all_fail,
+    all_refuse,
+    exit_code,
+    generation,
+    place,
+)
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
 from launcher.node.taken_signals import Wait, taken_signals
@@ -59,14 +68,16 @@ class Pod:
     def __init__(self, run_dir: Path, who: PodEnv, env: Mapping[str, str], wait: Wait) -> None:
         self._run_dir, self._who, self._env = run_dir.absolute(), who, env
         self._began, self._wait_for_signal = time.monotonic(), wait
-        self._stop_asked = False
+        self._stop_asked = self._failed = False
+        self._nodes = 0  # until job.json has told
 
     def run(self) -> int:
         """Serve until the agent has ended; return the code of the container."""
         try:
             if made := prepare(self._run_dir, self._who.config_dir):
                 say(f"{self._run_dir}: made {', '.join(made)} from {self._who.config_dir}")
-            config, state = read_config(self._run_dir), self._board()
+            config = read_config(self._run_dir)
+            self._nodes, state = config.ladder.max_nodes, self._board()
             number = generation(
                 self._who.job,
                 lease_job=None if state.lease is None else state.lease.job,
@@ -78,12 +89,12 @@ class Pod:
                 code = self._agent(attempt, config)
         except UserError as error:
             say(f"error: {error}")
-            code = AGAIN
+            code, self._failed = AGAIN, True
         except (OSError, ValueError) as error:
             say(f"error: {type(error).__name__}: {error}")
-            code = AGAIN
-        if code == AGAIN:
-            self._pause()
+            code, self._failed = AGAIN, True
+        if code == AGAIN and not self._stop_asked:
+            code = self._again()
         say(f"{self._who.pod} ends with {code}")
         return code
 
@@ -150,26 +161,50 @@ class Pod:
                 f"kubectl cordon {host} keeps all pods off it"
             )
         if code is None and agent_code == EXIT_DO_NOT_RESTART:
-            nodes = config.ladder.rungs[0].num_nodes
             live = state.lease is not None and state.lease.job == attempt.name
-            if all_refuse(attempt.exits(), nodes, live):
-                say(f"the agents of all {nodes} pods report that it would fail again")
+            if all_refuse(who.kind, attempt.exits(), self._nodes, live):
+                say(f"the agents of all {self._nodes} pods report that it would fail again")
                 code = EXIT_DO_NOT_RESTART
+        orderly = (EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES)
+        self._failed = code is None and agent_code not in orderly
         return exit_code(who.kind, code, stop_asked=stop_request.asked(self._run_dir))
 
-    def _pause(self) -> None:
-        """Wait before the controller starts the pod again; longer with each failure in a row."""
-        if self._stop_asked:
-            return
+    def _again(self) -> int:
+        """Count, and wait before the controller starts the pod again; return the container's code.
+
+        It waits longer with each failure in a row, and not at all where the job ends.
+        """
         lived = time.monotonic() - self._began >= LIVED_S
-        count = 1
-        with contextlib.suppress(OSError):
-            name = f"{self._who.job}.{place(self._who.kind, self._who.pod)}"
-            count = failures(self._run_dir / "pods" / name, lived=lived)
+        folder, job = self._run_dir / "pods", self._who.job
+        count, code = 1, AGAIN_CHARGED
+        try:
+            count = failures(folder / f"{job}.{place(self._who.kind, self._who.pod)}", lived=lived)
+            code = AGAIN if self._nodes else AGAIN_CHARGED
+            if self._failed and count >= MOST_IN_A_ROW and self._none_can_start(folder, job):
+                return EXIT_DO_NOT_RESTART
+        except (OSError, ValueError) as error:
+            say(f"cannot count this failure: {type(error).__name__}: {error}")
         pause = pause_s(count, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
         until = time.monotonic() + pause
         while not self._stop_asked and (left := until - time.monotonic()) > 0:
             self._wait(left)
+        return code
+
+    def _none_can_start(self, folder: Path, job: str) -> bool:
+        """Return whether no pod of the job gets anywhere, and none coordinates the others.
+
+        Raises:
+            OSError: the claim or the board cannot be read.
+            ValueError: the board is another version's.
+        """
+        counts = {path.name: counted(path) for path in folder.glob(f"{job}.*")}
+        if not all_fail(counts, self._nodes) or board.live_lease(self._run_dir, lambda _: False):
+            return False
+        say(
+            f"HF676 all {self._nodes} pods have failed {MOST_IN_A_ROW} times in a row; fix the "
+            "error above, then holdfast submit --resume"
+        )
+        return True
 
 
 def pod(run_dir: Path, env: Mapping[str, str]) -> int:
@@ -243,10 +278,14 @@ def failures(path: Path, *, lived: bool) -> int:
     Raises:
         OSError: the folder cannot be written.
     """
-    count = 0
-    with contextlib.suppress(OSError, ValueError):
-        count = int(path.read_text(encoding="ascii"))
-    count = 1 if lived else max(count, 0) + 1
+    count = 1 if lived else counted(path) + 1
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{count}\n", encoding="ascii")
     return count
+
+
+def counted(path: Path) -> int:
+    """Return what `failures` has counted; 0: nothing that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return max(int(path.read_text(encoding="ascii")), 0)
+    return 0

@@ -21,7 +21,13 @@ from elastic_trainer.failures import (
 
 KINDS: Final = ("pytorchjob", "jobset", "trainjob")
 AGAIN: Final = 143
-"""As if SIGTERM had ended it: PyTorchJob starts a pod again after codes from 128 on only."""
+"""As if SIGTERM had ended it: PyTorchJob starts a pod again after codes from 128 on only. The Job
+of a JobSet does not charge it: `all_fail` ends what does not get anywhere."""
+AGAIN_CHARGED: Final = 144
+"""The same of a pod that cannot count its failures on the claim, so that the Job must."""
+MOST_IN_A_ROW: Final = 10
+"""Failures of each pod, none of which lived long. With the pauses between them the first and the
+last are half an hour apart (PyTorchJob) or an hour: storage that is away for less ends no job."""
 _JOB = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MADE_UP = re.compile(r"-[a-z0-9]{5}\Z")
 
@@ -78,16 +84,28 @@ def exit_code(kind: str, code: int | None, *, stop_asked: bool) -> int:
     return AGAIN
 
 
-def all_refuse(exits: Mapping[str, int], num_nodes: int, live: bool) -> bool:
+def all_refuse(kind: str, exits: Mapping[str, int], num_nodes: int, live: bool) -> bool:
     """Return whether the job cannot start anywhere: every pod's agent says so, and none leads.
 
     Args:
+        kind: of the job: one of KINDS.
         exits: pod -> code of its agent, of this generation.
         num_nodes: pods of the job.
         live: an agent coordinates, or has done.
     """
+    places = {place(kind, pod) for pod in exits}
     refused = set(exits.values()) == {EXIT_DO_NOT_RESTART}
-    return not live and len(exits) >= num_nodes > 0 and refused
+    return not live and len(places) >= num_nodes > 0 and refused
+
+
+def all_fail(counts: Mapping[str, int], num_nodes: int) -> bool:
+    """Return whether as many pods as the job needs fail again and again.
+
+    Args:
+        counts: place -> failures in a row, of this submission.
+        num_nodes: pods of the job.
+    """
+    return sum(count >= MOST_IN_A_ROW for count in counts.values()) >= num_nodes > 0
 
 
 def place(kind: str, pod: str) -> str:

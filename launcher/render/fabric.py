@@ -91,3 +91,8 @@ def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
         chosen = variable.name == "NCCL_IB_HCA" and fabric.devices is not None
         found.append(variable._replace(value=str(fabric.devices)) if chosen else variable)
     return found
+
+
+def job_variables(spec: JobSpec, fabric: Fabric) -> dict[str, str]:
+    """Return all that is set for agents and workers, name -> value; the job file's own win."""
+    return {each.name: each.value for each in fabric_variables(spec, fabric)} | spec.env.variables

@@ -1,17 +1,19 @@
 """(spec, plan) -> the bundle of a JobSet: one Indexed Job, an index for each node. Pure.
 
 JobSet by itself answers one failed pod by deleting all of them, and with them every snapshot in
-memory. Here the Job lives through failed pods: it replaces each alone, without an end, and only
-an agent that says "never again" (93, 94) fails it. Its successPolicy ends it with the first
+memory. Here the Job replaces each failed pod alone, and an agent that says "never again" (93, 94)
+fails it. A pod whose node goes, or that keeps count of its failures itself (143), is not charged;
+one that never ran our code gives its index up at once, any other after `restart_limit`. A Job
+without an index left has failed, and its JobSet with it. Its successPolicy ends it with the first
 agent that says "done", so pods still waiting for a node hold nothing up.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
-from launcher.jobspec.kubernetes import MAX_INT32
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
@@ -22,6 +24,10 @@ from launcher.render.pod import pod_template
 
 FINAL_CODES: Final = (93, 94)
 """Of an agent whose job has ended for good."""
+AGAIN: Final = 143
+"""Of a pod that asks to be replaced: `launcher/node/pod_decide.py:AGAIN`."""
+NEVER_RAN_CODES: Final = (1, 2, 126, 127)
+"""Of Python or a shell that finds no program to run; our pods end with none of them."""
 
 
 def render_jobset(
@@ -51,22 +57,12 @@ def jobset_spec(job: PodJob, *, labels: dict[str, str] | None = None) -> dict[st
     """
     wish = job.spec.kubernetes
     body: dict[str, Any] = {
-        "failurePolicy": {
-            "maxRestarts": 0,
-            "rules": [
-                {
-                    "name": "agentsSaidNeverAgain",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
+        "failurePolicy": {"maxRestarts": 0},
         "replicatedJobs": [
             {
                 "name": REPLICATED_JOB,
-                "replicas": 1,
                 "template": {
-                    "metadata": {"labels": {**job.labels, **(labels or {})}},
+                    "metadata": {"labels": {**job.child_labels, **(labels or {})}},
                     "spec": _indexed_job(job),
                 },
             }
@@ -84,24 +80,19 @@ def _indexed_job(job: PodJob) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": job.num_pods,
         "parallelism": job.num_pods,
-        "backoffLimit": wish.restart_limit or MAX_INT32,
+        "backoffLimit": job.restart_limit,
         # By index, or the delay before a pod is replaced would grow with every other's failures.
-        "backoffLimitPerIndex": MAX_INT32,
+        "backoffLimitPerIndex": math.ceil(job.restart_limit / job.num_pods),
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {
-                        "containerName": CONTAINERS[job.kind],
-                        "operator": "In",
-                        "values": list(FINAL_CODES),
-                    },
-                },
+                _on_codes(job, "FailJob", *FINAL_CODES),
                 {
                     "action": "Ignore",
                     "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                 },
+                _on_codes(job, "Ignore", AGAIN),
+                _on_codes(job, "FailIndex", *NEVER_RAN_CODES),
             ]
         },
         "successPolicy": {"rules": [{"succeededCount": 1}]},
@@ -113,3 +104,14 @@ def _indexed_job(job: PodJob) -> dict[str, Any]:
     if wish.deadline_s is not None:
         body["activeDeadlineSeconds"] = wish.deadline_s
     return body
+
+
+def _on_codes(job: PodJob, action: str, *codes: int) -> dict[str, Any]:
+    return {
+        "action": action,
+        "onExitCodes": {
+            "containerName": CONTAINERS[job.kind],
+            "operator": "In",
+            "values": list(codes),
+        },
+    }

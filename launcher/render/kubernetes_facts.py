@@ -20,6 +20,7 @@ from launcher.planning.search import Plan
 from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
     RUN_ID_ANNOTATION,
+    RUN_LABEL,
     job_name,
     labels_of,
     pod_run_dir,
@@ -31,6 +32,9 @@ _SHM_SPARE_GIB: Final = 8
 """For NCCL's and the data loaders' own segments."""
 _SHM_UNKNOWN_GIB: Final = 64
 """Of a script, whose state is not known, on nodes whose memory is not."""
+RESTARTS_PER_NODE: Final = 20
+"""Failures of a pod that nobody asked for, as a kernel's kill, in the life of a job. A Job waits up
+to 6 min before each replacement: one that never runs has failed so often after 1.6 h."""
 _FILE_SUFFIXES: Final = (".sif", ".sqsh", ".img")
 
 
@@ -59,14 +63,24 @@ class PodJob:
         """Nodes that train, and spares."""
         return self.plan.ladder.max_nodes + self.spec.cluster.spares
 
+    @property
+    def restart_limit(self) -> int:
+        """Pods that the controller may replace at its own charge."""
+        return self.spec.kubernetes.restart_limit or RESTARTS_PER_NODE * self.num_pods
+
     @cached_property
     def labels(self) -> dict[str, str]:
         """Of every object and pod."""
         return {**self.spec.kubernetes.labels, **labels_of(self.name)}
 
     @cached_property
+    def child_labels(self) -> dict[str, str]:
+        """Of what controllers make for the job between it and its pods."""
+        return {**self.spec.kubernetes.labels, RUN_LABEL: self.name}
+
+    @cached_property
     def annotations(self) -> dict[str, str]:
-        """Of the job and its pods."""
+        """Of the job."""
         own = {RUN_ID_ANNOTATION: self.run_id, RUN_DIR_ANNOTATION: self.run_dir}
         return {**self.spec.kubernetes.annotations, **own}
 

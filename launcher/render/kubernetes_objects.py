@@ -48,10 +48,11 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
         job.spec, job.plan, run_id=job.run_id, run_dir=job.run_dir, base_dir=job.base_dir
     )
     before = [config_map(job, files["job.json"]), *board_objects(job), *disruption_budget(job)]
+    spares = job.spec.cluster.spares
+    besides = f" and {counted(spares, 'spare')}" if spares else ""
     head = (
-        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')} and "
-        f"{counted(job.spec.cluster.spares, 'spare')}.\n"
-        "Rendered from the job file: change that and render again, not this.\n"
+        f"Holdfast run of {job.spec.name}: {counted(job.plan.ladder.max_nodes, 'node')}{besides}.\n"
+        "To change it, change the job file and render again.\n"
         f"When a pod must go: {job.clock}."
     )
     if job.spec.kubernetes.board == "kubernetes":
@@ -78,12 +79,8 @@ def check_pods(
 
 def metadata(job: PodJob, name: str, **annotations: str) -> Object:
     """Return the metadata of one object."""
-    return {
-        "name": name,
-        "namespace": job.spec.kubernetes.namespace,
-        "labels": job.labels,
-        "annotations": {**job.annotations, **annotations},
-    }
+    head = {"name": name, "namespace": job.spec.kubernetes.namespace, "labels": job.labels}
+    return {**head, "annotations": annotations} if annotations else head
 
 
 def job_document(job: PodJob, body: Object) -> Object:
@@ -93,7 +90,7 @@ def job_document(job: PodJob, body: Object) -> Object:
         job: the job.
         body: its spec; a kind says in its own place that a queue starts it.
     """
-    head, queue = metadata(job, job.name), job.spec.kubernetes.queue
+    head, queue = metadata(job, job.name, **job.annotations), job.spec.kubernetes.queue
     if queue is not None:
         head["labels"] = {**head["labels"], QUEUE_LABEL: queue}
     return {
@@ -129,8 +126,8 @@ def config_map(job: PodJob, job_json: str) -> Object:
 def board_objects(job: PodJob) -> list[Object]:
     """Return the ConfigMap that is the board, and the right to write it, where it is asked for.
 
-    The board is made here, empty, so that agents need no right to create any. A service account
-    that the job file names has its rights from the admin (manifests/base).
+    The board is made here, empty, so that agents need no right to create any: a right to create
+    cannot name what is created.
     """
     wish = job.spec.kubernetes
     if wish.board == "file":
@@ -141,13 +138,20 @@ def board_objects(job: PodJob) -> list[Object]:
         "kind": "ConfigMap",
         "metadata": metadata(job, board_name(job.name), **kept),
     }
-    if wish.service_account is not None:
-        return [board]
-    name = own_account(job.name)
-    group = "rbac.authorization.k8s.io"
+    name, group = own_account(job.name), "rbac.authorization.k8s.io"
+    account = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": metadata(job, name, **kept),
+    }
+    subject = {
+        "kind": "ServiceAccount",
+        "name": wish.service_account or name,
+        "namespace": wish.namespace,
+    }
     return [
         board,
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata(job, name, **kept)},
+        *([account] if wish.service_account is None else ()),
         {
             "apiVersion": f"{group}/v1",
             "kind": "Role",
@@ -166,7 +170,7 @@ def board_objects(job: PodJob) -> list[Object]:
             "kind": "RoleBinding",
             "metadata": metadata(job, name, **kept),
             "roleRef": {"apiGroup": group, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": wish.namespace}],
+            "subjects": [subject],
         },
     ]
 

@@ -12,22 +12,46 @@ from typing import Any, Final
 
 import yaml
 
-_PLAIN: Final = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*[A-Za-z0-9_/]|[A-Za-z]")
+_PLAIN: Final = re.compile(
+    r"[A-Za-z/][A-Za-z0-9_./-]*[A-Za-z0-9_/]|[A-Za-z]|[0-9]+[KMGTP]i|--?[A-Za-z][A-Za-z0-9_-]*"
+)
 _WORDS: Final = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
+_FLOW: Final = 88
+"""Longest list or mapping that is written on one line, in characters."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every value out, lists indented, texts in a style that keeps them texts."""
+    """Writes every value out, texts in a style that keeps them texts.
+
+    Lists and mappings that fit are on one line, as people write `env` and `volumeMounts`.
+    """
+
+    def serialize(self, node: yaml.Node) -> None:
+        """Write one document, never as a whole on one line."""
+        if isinstance(node, yaml.CollectionNode):
+            node.flow_style = False
+        super().serialize(node)
+
+    def represent_sequence(
+        self, tag: str, sequence: Iterable[Any], flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        """Return the node of a list."""
+        node = super().represent_sequence(tag, sequence, flow_style)
+        node.flow_style = _width(node) <= _FLOW
+        return node
+
+    def represent_mapping(
+        self, tag: str, mapping: Any, flow_style: bool | None = None
+    ) -> yaml.MappingNode:
+        """Return the node of a mapping."""
+        node = super().represent_mapping(tag, mapping, flow_style)
+        node.flow_style = _width(node) <= _FLOW
+        return node
 
     def ignore_aliases(self, data: Any) -> bool:
         """Return that nothing is written as an alias of what was written before."""
         del data
         return True
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        """Indent lists below their key, too."""
-        del indentless
-        super().increase_indent(flow, indentless=False)
 
     def represent_text(self, text: str) -> yaml.Node:
         """Return the node of a text."""
@@ -58,6 +82,17 @@ def to_yaml(documents: Iterable[dict[str, Any]], *, head: str = "") -> str:
         width=1 << 20,
     )
     return "".join(f"# {line}\n" for line in head.splitlines()) + text
+
+
+def _width(node: yaml.Node) -> int:
+    """Return how many characters a node takes on one line, but for what is escaped in it."""
+    match node:
+        case yaml.SequenceNode():
+            return sum(_width(each) + 2 for each in node.value)
+        case yaml.MappingNode():
+            return sum(_width(key) + _width(value) + 4 for key, value in node.value)
+        case _:
+            return _FLOW + 1 if node.style == "|" else len(node.value) + 2 * bool(node.style)
 
 
 def _is_block(text: str) -> bool:

@@ -29,7 +29,8 @@ from typing import Any, Final
 
 from elastic_trainer.config import NO_DOMAIN
 from launcher.jobspec.kubernetes import Kubernetes, Toleration, cpu_count
-from launcher.render.fabric import Fabric, fabric_variables
+from launcher.jobspec.pod_patch import patched
+from launcher.render.fabric import Fabric, job_variables
 from launcher.render.kubernetes_facts import PodJob
 from launcher.render.kubernetes_names import (
     ATTEMPT_LABEL,
@@ -51,6 +52,9 @@ from launcher.render.kubernetes_names import (
 
 Object = dict[str, Any]
 HOSTNAME: Final = "kubernetes.io/hostname"
+TMP: Final = "/tmp"  # noqa: S108  the pod's own
+_LAST: Final = ("initContainers", "containers", "volumes")
+"""Fields of a pod that people write last."""
 _NODE: Final = ("-P", "-m", "launcher.node")
 
 
@@ -83,7 +87,7 @@ def _metadata(job: PodJob) -> Object:
     return {
         "labels": job.labels,
         "annotations": {
-            **job.annotations,
+            **job.spec.kubernetes.annotations,
             "kubectl.kubernetes.io/default-container": CONTAINERS[job.kind],
             # A pod that is moved costs the others a recovery.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -94,6 +98,17 @@ def _metadata(job: PodJob) -> Object:
 
 
 def _spec(job: PodJob) -> Object:
+    wish = job.spec.kubernetes
+    found = patched(_rendered_spec(job), wish.pod_patch, container=CONTAINERS[job.kind])
+    if wish.exclude:
+        affinity = found.get("affinity", {})
+        kept_off = without_nodes(affinity.get("nodeAffinity"), wish.exclude)
+        found["affinity"] = {**affinity, "nodeAffinity": kept_off}
+    last: Object = {name: found.pop(name) for name in _LAST if name in found}
+    return {**found, **last}
+
+
+def _rendered_spec(job: PodJob) -> Object:
     wish = job.spec.kubernetes
     own_board = wish.board == "kubernetes"
     account = wish.service_account or (own_account(job.name) if own_board else None)
@@ -125,8 +140,8 @@ def _container(job: PodJob) -> Object:
         command=[escape(word) for word in node_command(job, "pod")],
         env=_environment(job),
         resources={"requests": resources, "limits": resources} if resources else None,
-        securityContext=_container_security(wish),
         volumeMounts=_mounts(job),
+        securityContext=_container_security(wish),
         lifecycle={"preStop": {"exec": {"command": node_command(job, "save")}}},
         # What the agent said last, for `kubectl describe`.
         terminationMessagePolicy="FallbackToLogsOnError",
@@ -141,7 +156,7 @@ def _environment(job: PodJob) -> list[Object]:
     of_node = () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", _label(domain)),)
     found: list[Object] = [
         *(
-            {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in (
                 ("POD_NAME", "metadata.name"),
                 ("POD_IP", "status.podIP"),
@@ -165,13 +180,12 @@ def _environment(job: PodJob) -> list[Object]:
     ]
     values = {"PYTHONUNBUFFERED": "1"}
     if wish.security.run_as_user is not None or wish.security.read_only_root:
-        values["HOME"] = "/tmp"  # noqa: S108  the pod's own: a bare user id has no home
+        values["HOME"] = TMP  # a bare user id has no home
     if job.venv is not None:
         values["VIRTUAL_ENV"] = job.venv
     cpus = None if wish.cpus is None else int(cpu_count(wish.cpus))
     fabric = Fabric(name=wish.fabric, devices=wish.fabric_devices, cpus=cpus)
-    values |= {each.name: each.value for each in fabric_variables(spec, fabric)}
-    values |= spec.env.variables
+    values |= job_variables(spec, fabric)
     found += [{"name": name, "value": escape(value)} for name, value in values.items()]
     for name, secret in spec.env.secrets.items():
         assert secret.kubernetes is not None, "pod_job has checked it"
@@ -220,8 +234,6 @@ def _toleration(wish: Toleration) -> Object:
 def _affinity(job: PodJob) -> Object | None:
     wish = job.spec.kubernetes
     found: Object = {}
-    if wish.exclude:
-        found["nodeAffinity"] = without_nodes(None, wish.exclude)
     if wish.topology is not None and wish.queue is None:
         term = {
             "labelSelector": {"matchLabels": {RUN_LABEL: job.name}},
@@ -257,19 +269,16 @@ def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
     return {**affinity, required: {"nodeSelectorTerms": wanted}}
 
 
-def _pod_security(wish: Kubernetes) -> Object | None:
+def _pod_security(wish: Kubernetes) -> Object:
     asked = wish.security
-    return (
-        _given(
-            runAsUser=asked.run_as_user,
-            runAsGroup=asked.run_as_group,
-            runAsNonRoot=True if asked.non_root else None,
-            supplementalGroups=list(asked.supplemental_groups) or None,
-            fsGroup=asked.fs_group,
-            fsGroupChangePolicy=None if asked.fs_group is None else asked.fs_group_change_policy,
-            seccompProfile={"type": "RuntimeDefault"} if asked.non_root else None,
-        )
-        or None
+    return _given(
+        runAsNonRoot=True if asked.is_restricted else None,
+        runAsUser=asked.run_as_user,
+        runAsGroup=asked.run_as_group,
+        supplementalGroups=list(asked.supplemental_groups) or None,
+        fsGroup=asked.fs_group,
+        fsGroupChangePolicy=None if asked.fs_group is None else asked.fs_group_change_policy,
+        seccompProfile={"type": "RuntimeDefault"},
     )
 
 
@@ -278,13 +287,19 @@ def _container_security(wish: Kubernetes) -> Object:
     asked = wish.security
     locks = wish.fabric != "none" or bool(wish.rdma)
     capabilities = _given(
-        add=["IPC_LOCK"] if locks else None, drop=["ALL"] if asked.non_root else None
+        drop=["ALL"] if asked.is_restricted else None, add=["IPC_LOCK"] if locks else None
     )
     return _given(
         allowPrivilegeEscalation=False,
         readOnlyRootFilesystem=True if asked.read_only_root else None,
         capabilities=capabilities or None,
     )
+
+
+def _own_tmp(wish: Kubernetes) -> bool:
+    """Whether /tmp is an empty folder of ours: of a read-only root, and no volume's."""
+    taken = any(volume.mount == TMP for volume in wish.volumes.values())
+    return wish.security.read_only_root and not taken
 
 
 def _volumes(job: PodJob) -> list[Object]:
@@ -297,7 +312,7 @@ def _volumes(job: PodJob) -> list[Object]:
     if wish.board == "kubernetes":
         source = {"secretName": secret_name(job.name), "defaultMode": _secret_mode(wish)}
         found.append({"name": SECRET_VOLUME, "secret": source})
-    if wish.security.read_only_root:
+    if _own_tmp(wish):
         found.append({"name": TMP_VOLUME, "emptyDir": {}})
     for name, volume in wish.volumes.items():
         if volume.claim is not None:
@@ -327,8 +342,8 @@ def _mounts(job: PodJob) -> list[Object]:
     ]
     if wish.board == "kubernetes":
         found.append({"name": SECRET_VOLUME, "mountPath": SECRET_DIR, "readOnly": True})
-    if wish.security.read_only_root:
-        found.append({"name": TMP_VOLUME, "mountPath": "/tmp"})  # noqa: S108  the pod's own
+    if _own_tmp(wish):
+        found.append({"name": TMP_VOLUME, "mountPath": TMP})
     for name, volume in wish.volumes.items():
         mount = {"name": name, "mountPath": volume.mount}
         found.append({**mount, "readOnly": True} if volume.read_only else mount)

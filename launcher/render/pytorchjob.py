@@ -15,7 +15,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launcher.jobspec.kubernetes import MAX_INT32
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan
 from launcher.render.bundle import Bundle
@@ -68,13 +67,12 @@ def render_pytorchjob(
 
 
 def _run_policy(job: PodJob) -> dict[str, Any]:
-    wish, spec = job.spec.kubernetes, job.spec
-    # The operator adds up the restarts of all pods.
-    limit = wish.restart_limit or job.num_pods * max(1, spec.elastic.max_restarts)
+    wish = job.spec.kubernetes
     policy: dict[str, Any] = {
         # With None, workers that outlive the job keep their GPUs.
         "cleanPodPolicy": "Running",
-        "backoffLimit": min(limit, MAX_INT32),
+        # The operator adds up the restarts of all pods.
+        "backoffLimit": job.restart_limit,
     }
     if wish.queue is not None:
         policy["suspend"] = True

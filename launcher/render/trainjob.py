@@ -44,8 +44,7 @@ def _runtime(job: PodJob) -> dict[str, Any]:
     body: dict[str, Any] = {
         "mlPolicy": {"numNodes": job.num_pods},
         "template": {
-            # The JobSet's own.
-            "metadata": {"labels": job.labels, "annotations": job.annotations},
+            "metadata": {"labels": job.child_labels},  # the JobSet's own
             "spec": jobset_spec(job, labels=ANCESTOR),
         },
     }
@@ -66,8 +65,7 @@ def _job(job: PodJob) -> dict[str, Any]:
             "apiGroup": "trainer.kubeflow.org",
             "kind": "TrainingRuntime",
             "name": job.name,
-        },
-        "trainer": {"numNodes": job.num_pods},
+        }
     }
     if job.spec.kubernetes.queue is not None:
         body["suspend"] = True

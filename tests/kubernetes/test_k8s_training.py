@@ -9,6 +9,8 @@ import pytest
 from k8s_cluster import Cluster
 from k8s_runs import K8sRun
 
+from launcher.render.kubernetes_names import RUN_LABEL
+
 KINDS = ("pytorchjob", "jobset", "trainjob")
 ONE_KIND = tuple(
     kind if kind == "pytorchjob" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS
@@ -67,6 +69,16 @@ def test_a_lost_pod_that_coordinates_is_succeeded(cluster: Cluster, kind: str) -
     assert kept in second["members"], "and the new pod where it was in time"
     run.until_steps(2, after=first["epoch"])
     _lost_nothing(run, first, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_that_never_runs_our_code_ends_at_once(cluster: Cluster, kind: str) -> None:
+    run = K8sRun(cluster, kind, sets=("kubernetes.python=/bin/false",))
+    begun = time.monotonic()
+    run.ended("Failed")
+    assert time.monotonic() - begun < 60
+    pods = cluster.pods(f"{RUN_LABEL}={run.name}")
+    assert len(pods) <= run.nodes, "none was made anew"
 
 
 def _lost_nothing(run: K8sRun, first: dict[str, Any], before: dict[str, str]) -> None:

@@ -27,10 +27,10 @@ _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
 _OF_NODES: Final = ("pods/log", "pods/exec")
 """What the server hands on to the node of a pod."""
 POD_SECURITY: Final = (
-    "set kubernetes.security.non_root to true, and security.run_as_user where the image's user is "
-    "root"
+    "leave kubernetes.security.non_root at its default; RDMA (kubernetes.fabric, rdma) needs a "
+    "namespace that allows IPC_LOCK, as manifests/rdma does, host_path one that allows hostPath"
 )
-"""What a user can do about Pod Security: the level `restricted` asks for no more."""
+"""What a user can do about Pod Security."""
 _MOST_WAIT_S: Final = 60.0
 """A server's Retry-After is not believed beyond this."""
 _INSTALL: Final[dict[str, str]] = {

@@ -31,7 +31,8 @@ _WAITING: Final[dict[str, str]] = {
     "kubernetes.image_pull_policy",
     "InvalidImageName": "its image has no valid name; fix kubernetes.image",
     "CreateContainerConfigError": "its container cannot be set up: a Secret or ConfigMap that it "
-    "names is missing",
+    "names is missing; or its image would run as root: name a user of it in "
+    "kubernetes.security.run_as_user (0, if it must be root)",
     "CreateContainerError": "its container cannot be made",
     "RunContainerError": "its container cannot be started",
     "CrashLoopBackOff": "its container ends again and again, and is started later each time",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,22 +45,27 @@ def test_a_pytorchjob_has_workers_alone_and_replaces_each_by_itself():
     worker = job["pytorchReplicaSpecs"]["Worker"]
     assert (worker["replicas"], worker["restartPolicy"]) == (5, "ExitCode")
     assert job["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 5}
-    assert job["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 35}
+    assert job["runPolicy"] == {"cleanPodPolicy": "Running", "backoffLimit": 100}
     assert job["nprocPerNode"] == "1"
 
 
 def test_a_jobset_lives_through_lost_pods():
     job = job_of(documents_of({}, "jobset"))
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (5, 5, "Indexed")
-    assert job["backoffLimit"] == job["backoffLimitPerIndex"] == 2147483647
+    assert (job["backoffLimit"], job["backoffLimitPerIndex"]) == (100, 20)
     assert job["template"]["spec"]["restartPolicy"] == "Never"
-    final, lost = job["podFailurePolicy"]["rules"]
-    assert final["action"] == "FailJob"
-    assert final["onExitCodes"]["values"] == [93, 94]
-    assert lost["action"] == "Ignore"
+    rules = [
+        (rule["action"], rule["onExitCodes"]["values"] if "onExitCodes" in rule else "lost")
+        for rule in job["podFailurePolicy"]["rules"]
+    ]
+    assert rules == [
+        ("FailJob", [93, 94]),
+        ("Ignore", "lost"),
+        ("Ignore", [143]),
+        ("FailIndex", [1, 2, 126, 127]),
+    ]
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
-    failing = documents_of({}, "jobset")[-1]["spec"]["failurePolicy"]
-    assert failing["maxRestarts"] == 0
+    assert documents_of({}, "jobset")[-1]["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 def test_a_trainjob_brings_its_runtime():
@@ -67,7 +73,15 @@ def test_a_trainjob_brings_its_runtime():
     assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 5}
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert job["spec"]["trainer"] == {"numNodes": 5}
+    assert job["spec"].keys() == {"runtimeRef"}
+    *_, jobset = documents_of({}, "jobset")
+    of_kind = (
+        json.dumps(jobset["spec"]).replace('"pytorch"', '"node"').replace("jobset", "trainjob")
+    )
+    wrapped = runtime["spec"]["template"]["spec"]
+    labels = wrapped["replicatedJobs"][0]["template"]["metadata"]["labels"]
+    assert labels.pop("trainer.kubeflow.org/trainjob-ancestor-step") == "trainer"
+    assert wrapped == json.loads(of_kind), "a wrapper and nothing else"
     assert (
         job_of([runtime])["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == "node"
     )
@@ -161,7 +175,7 @@ def test_limits_in_time_are_the_controllers(kind):
     spec = documents[-1]["spec"] if kind == "jobset" else documents[-2]["spec"]["template"]["spec"]
     job = job_of(documents)
     assert (job["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, 0)
-    assert job["backoffLimit"] == 9
+    assert (job["backoffLimit"], job["backoffLimitPerIndex"]) == (9, 2), "of five pods"
 
 
 def test_every_key_of_the_section_at_once(kind):
@@ -185,6 +199,10 @@ def test_every_key_of_the_section_at_once(kind):
     documents = documents_of(values, kind)
     labels = [each["metadata"]["labels"]["team"] for each in documents]
     assert set(labels) == {"a"}
+    noted = [
+        each["kind"] for each in documents if "note" in each["metadata"].get("annotations", ())
+    ]
+    assert noted == [documents[-1]["kind"]], "the job and its pods"
     assert template_of(documents)["metadata"]["annotations"]["note"] == "b: c"
 
 
@@ -223,6 +241,8 @@ def test_what_a_server_takes_wrongly_cannot_be_said(values, kind, run_id):
         restarts = policy["backoffLimit"]
     else:
         pods, restarts = job_of(documents)["completions"], job_of(documents)["backoffLimit"]
+        each = job_of(documents)["backoffLimitPerIndex"]
+        assert 0 <= pods * each - restarts < pods, "shared evenly"
         assert job["spec"].get("suspend", False) == ("kubernetes.queue" in values)
     assert restarts >= pods, "one restart of each pod ends nothing"
     budgets = [each["spec"] for each in documents if each["kind"] == "PodDisruptionBudget"]

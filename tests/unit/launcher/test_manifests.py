@@ -11,6 +11,8 @@ import pytest
 import yaml
 from kubectl import install, kubectl, minor_version, why_not
 
+from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
+
 CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"
 FOLDERS = ("base", "queue", "monitoring")
@@ -120,12 +122,44 @@ def test_who_submits_makes_secrets_and_reads_none():
     assert named("base", "Role", "holdfast-secrets")["rules"] == [rule]
 
 
-def test_agents_may_write_their_board_and_no_more():
-    role = named("base", "Role", "holdfast-agent")
-    rule = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "update"]}
-    assert role["rules"] == [rule]
-    account = named("base", "ServiceAccount", "holdfast-agent")
-    assert account["automountServiceAccountToken"] is False
+def test_no_role_lets_agents_write_what_is_not_named():
+    roles = [each for path in (ROOT / "base").glob("*.yaml") for each in documents(path)]
+    assert not [each for each in roles if each["kind"] == "RoleBinding"], "people bind themselves"
+    writers = [
+        each["metadata"]["name"]
+        for each in roles
+        for rule in each.get("rules", ())
+        if "configmaps" in rule["resources"] and "update" in rule["verbs"]
+    ]
+    assert writers == ["holdfast-submitter"]
+
+
+def test_the_network_policy_is_for_all_pods_of_runs_and_for_no_others():
+    policy = named("base", "NetworkPolicy", "holdfast-pods")["spec"]
+    ours = {"matchLabels": {MANAGED_LABEL: labels_of("a")[MANAGED_LABEL]}}
+    assert policy == {
+        "podSelector": ours,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": ours}]}],
+    }
+
+
+def test_the_namespace_enforces_baseline():
+    labels = named("base", "Namespace", "holdfast")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "baseline"
+    assert labels["pod-security.kubernetes.io/warn"] == "restricted"
+
+
+@pytest.mark.usefixtures("has_kubectl")
+def test_rdma_is_base_with_a_policy_in_the_place_of_baseline():
+    found, base = by_name(built(ROOT / "rdma")), by_name(built(ROOT / "base"))
+    space = found.pop(("Namespace", "holdfast"))["metadata"]["labels"]
+    del base["Namespace", "holdfast"]
+    assert space["pod-security.kubernetes.io/enforce"] == "privileged"
+    policy, binding = documents(ROOT / "rdma" / "policy.yaml")
+    selector = binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"]
+    assert selector.items() <= space.items()
+    assert found == base | by_name([policy, binding])
 
 
 def test_alerts_say_what_to_do():

@@ -195,6 +195,53 @@ def test_the_word_of_every_pod_ends_a_job_that_cannot_begin(world):
     assert (code, "all 4 pods" in output) == (93, True), output
 
 
+def test_one_pod_that_refuses_under_many_names_is_one_pod(world):
+    for suffix in ("aaaaa", "bbbbb", "ccccc", "ddddd"):
+        world.env["POD_NAME"] = f"llama-node-0-0-{suffix}"
+        assert world.run(code=93)[0] == 143
+
+
+def fail_before(world, *, count: int, pods: int = 3) -> None:
+    (world.run_dir / "pods").mkdir(exist_ok=True)
+    for index in range(pods):
+        (world.run_dir / "pods" / f"llama-0.llama-node-0-{index}").write_text(f"{count}\n")
+    (world.run_dir / "pods" / "llama-0.llama-node-0-3").write_text("9\n")
+    world.env["POD_NAME"] = f"{POD}-x7k2p"
+
+
+def test_pods_that_all_fail_again_and_again_end_the_job(world):
+    fail_before(world, count=10)
+    code, output = world.run(code=1)
+    assert (code, "HF676" in output) == (93, True), output
+
+
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [({"count": 9}, 1), ({"count": 10, "pods": 2}, 1), ({"count": 10}, 92), ({"count": 10}, 91)],
+)
+def test_a_few_failures_an_unready_pod_or_an_orderly_end_end_nothing(world, before, code):
+    fail_before(world, **before)
+    assert world.run(code=code)[0] == 143
+
+
+def test_a_live_coordinator_keeps_a_job_whose_other_pods_fail(world):
+    fail_before(world, count=10)
+    world.lease("llama-0.0")
+    process = world.start(after_s=0.0, code=1)
+    beat = 0
+    while process.poll() is None:
+        beat += 1
+        world.lease("llama-0.0", beat)
+        time.sleep(0.1)
+    assert world.end(process)[0] == 143
+
+
+def test_the_lease_of_a_dead_coordinator_keeps_no_job(world):
+    fail_before(world, count=10)
+    world.lease("llama-0.0")
+    assert world.run(code=1)[0] == 93
+
+
 def test_it_pauses_before_it_is_started_again_and_sigterm_ends_the_pause(world):
     begun = time.monotonic()
     process = world.start(after_s=0.0, pause_s=1.0, code=1)
@@ -222,7 +269,7 @@ def test_a_pod_on_a_machine_that_was_excluded_says_so_and_waits_longer_each_time
 def test_without_a_run_directory_it_is_tried_again(world):
     (world.run_dir / "job.json").unlink()
     code, output = world.run()
-    assert (code, "HF502" in output) == (143, True)
+    assert (code, "HF502" in output) == (144, True), "the Job charges what pods cannot count"
 
 
 # --- signals and children -------------------------------------------------------------------------

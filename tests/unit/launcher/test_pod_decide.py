@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 from elastic_trainer.agent.membership.jobs import supersedes
 from launcher.node.pod_decide import (
     AGAIN,
+    AGAIN_CHARGED,
     KINDS,
+    MOST_IN_A_ROW,
+    all_fail,
     all_refuse,
     exit_code,
     generation,
     job_id,
     place,
 )
+from launcher.render import jobset
 
 CODES = st.one_of(st.none(), st.integers(0, 255))
 KIND = st.sampled_from(KINDS)
@@ -46,6 +50,13 @@ def test_while_the_job_goes_on_or_may_go_on_every_pod_is_started_again(kind, sto
 def test_a_job_set_knows_two_codes_that_end_it(code, stop_asked):
     for kind in ("jobset", "trainjob"):
         assert exit_code(kind, code, stop_asked=stop_asked) in (0, 93, 94, AGAIN)
+
+
+@given(CODES, st.booleans())
+def test_the_rendered_job_charges_no_pod_that_counts_itself_and_drops_none_that_ran(code, stop):
+    assert AGAIN == jobset.AGAIN != AGAIN_CHARGED > 127
+    ran = exit_code("jobset", code, stop_asked=stop)
+    assert not {ran, AGAIN_CHARGED} & set(jobset.NEVER_RAN_CODES)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("pytorchjob", 91), ("jobset", 93), ("trainjob", 93)])
@@ -97,16 +108,23 @@ def test_the_name_of_a_job():
             job_id(*bad)
 
 
-@given(st.dictionaries(st.text(min_size=1), st.integers(0, 255), max_size=6), st.integers(0, 6))
-def test_one_pod_s_word_never_ends_the_job(exits, num_nodes):
-    assert not all_refuse(exits, num_nodes, live=True)
-    if all_refuse(exits, num_nodes, live=False):
-        assert len(exits) >= num_nodes >= 1
-        assert set(exits.values()) == {93}
-    assert all_refuse({"a": 93, "b": 93}, 2, live=False)
-
-
 SUFFIX = st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=5, max_size=5)
+PODS = st.builds("a-node-0-{}-{}".format, st.integers(0, 5), SUFFIX)
+
+
+@given(st.dictionaries(PODS, st.integers(0, 255), max_size=9), st.integers(0, 6))
+def test_one_pod_s_word_never_ends_the_job(exits, num_nodes):
+    assert not all_refuse("jobset", exits, num_nodes, live=True)
+    if all_refuse("jobset", exits, num_nodes, live=False):
+        assert len({name[:-6] for name in exits}) >= num_nodes >= 1
+        assert set(exits.values()) == {93}
+    assert all_refuse("pytorchjob", {"a": 93, "b": 93}, 2, live=False)
+
+
+@given(st.dictionaries(st.text(min_size=1), st.integers(0, 20), max_size=6), st.integers(0, 6))
+def test_as_many_pods_as_the_job_needs_must_have_failed_again_and_again(counts, num_nodes):
+    often = sum(count >= MOST_IN_A_ROW for count in counts.values())
+    assert all_fail(counts, num_nodes) == (0 < num_nodes <= often)
 
 
 @given(st.sampled_from(["jobset", "trainjob"]), st.integers(0, 2047), SUFFIX, SUFFIX)

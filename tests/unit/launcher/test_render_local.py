@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,17 @@ def test_every_target_has_a_renderer(make_spec):
     for name in TARGETS:
         renderer = target_named(name).load_renderer()
         assert "job.json" in renderer(spec, plan(spec), **PLACES)
+
+
+def test_job_json_leaves_out_how_a_job_is_operated_by_default(make_spec, tmp_path):
+    spec = make_spec("elastic.max_restarts=7", "network.ports=29400-29499", "train.seed=0")
+    places = {"run_id": "a", "run_dir": tmp_path / "run", "base_dir": tmp_path}
+    text = render_local(spec, plan(spec), **places)["job.json"]
+    raw = json.loads(text)
+    assert raw["elastic"]["max_restarts"] == 7
+    assert "node_failures" not in raw["elastic"]
+    assert (raw["network"], raw["numbers"]) == ({"ports": "29400-29499"}, {})
+    assert (raw["train"]["seed"], raw["train"]["optimizer"]["beta2"]) == (0, 0.95), "all there"
+    config = TrainConfig.from_json(text)
+    assert config.to_json() == text
+    assert (config.elastic.max_restarts, config.elastic.node_failures) == (7, 2)

@@ -15,6 +15,7 @@ from kubernetes_jobs import (
     variables_of,
 )
 
+from launcher.render.kubernetes_names import SHM_VOLUME
 from launcher.render.pod import HOSTNAME, without_nodes
 
 __all__ = ["kind"]  # the fixture
@@ -57,7 +58,7 @@ def test_the_failure_domain_is_a_label_of_the_pod_read_without_any_right(kind):
     asked = documents_of({"elastic.failure_domain": key}, kind)
     pod = template_of(asked)["spec"]
     field = variables_of(pod).pop("HOLDFAST_FAILURE_DOMAIN")
-    assert field == {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.labels['{key}']"}}
+    assert field == {"fieldRef": {"fieldPath": f"metadata.labels['{key}']"}}
     assert pod["automountServiceAccountToken"] is False
     assert "Role" not in [document["kind"] for document in asked]
     for values in ({}, {"elastic.failure_domain": "none"}):
@@ -135,7 +136,7 @@ def test_shared_memory_holds_the_snapshots():
         "elastic.min_nodes": 2,
     }
     volumes = pod_of(big)["volumes"]
-    (size,) = [each["emptyDir"]["sizeLimit"] for each in volumes if "emptyDir" in each]
+    (size,) = [each["emptyDir"]["sizeLimit"] for each in volumes if each["name"] == SHM_VOLUME]
     # 12 bytes a parameter over two nodes, two images of their own and two of the other's.
     assert int(size.removesuffix("Gi")) >= 8.03e9 * 12 / 2 * 4 / GIB
     lines = refused({**big, "kubernetes.memory": "100Gi"})
@@ -187,6 +188,40 @@ def test_pods_run_as_the_job_file_says(kind):
     assert variables_of(pod)["HOME"] == "/tmp"
 
 
+def test_by_default_pods_have_no_rights(kind):
+    pod = pod_of({}, kind)
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert variables_of(pod)["HOME"] == "/tmp"
+    (tmp,) = [each["name"] for each in container["volumeMounts"] if each["mountPath"] == "/tmp"]
+    assert {"name": tmp, "emptyDir": {}} in pod["volumes"]
+
+
+@pytest.mark.parametrize("security", [{"non_root": False}, {"run_as_user": 0}])
+def test_an_image_may_run_as_root_where_the_job_file_says_so(kind, security):
+    pod = pod_of({"kubernetes.security": {**security, "read_only_root": False}}, kind)
+    user = {"runAsUser": 0} if "run_as_user" in security else {}
+    assert pod["securityContext"] == {**user, "seccompProfile": {"type": "RuntimeDefault"}}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False}
+    assert "/tmp" not in {each["mountPath"] for each in container["volumeMounts"]}
+
+
+def test_a_volume_may_be_tmp(kind):
+    scratch = {"host_path": "/mnt/nvme", "mount": "/tmp"}
+    pod = pod_of({"kubernetes.volumes": {"scratch": scratch}}, kind)
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert [each["name"] for each in mounts if each["mountPath"] == "/tmp"] == ["scratch"]
+
+
 def test_pods_have_no_token_unless_the_board_needs_one(kind):
     assert pod_of({}, kind)["automountServiceAccountToken"] is False
     documents = documents_of({"kubernetes.board": "kubernetes"}, kind)
@@ -222,11 +257,16 @@ def test_a_board_in_kubernetes_comes_with_a_secret_by_reference(kind, security, 
     assert "secret" not in bundle_of({}, kind)["manifests.yaml"], "with files it is one too"
 
 
-def test_an_account_of_the_admin_has_its_rights_already(kind):
+def test_an_account_of_the_admin_may_write_the_board_of_this_run_alone(kind):
     values = {"kubernetes.board": "kubernetes", "kubernetes.service_account": "agents"}
     documents = documents_of(values, kind)
     assert template_of(documents)["spec"]["serviceAccountName"] == "agents"
-    assert not {"Role", "ServiceAccount"} & {each["kind"] for each in documents}
+    found = {each["kind"]: each for each in documents}
+    assert "ServiceAccount" not in found
+    (rule,) = found["Role"]["rules"]
+    assert (rule["resourceNames"], rule["verbs"]) == (["a-job-1-board"], ["get", "update"])
+    (subject,) = found["RoleBinding"]["subjects"]
+    assert (subject["name"], subject["namespace"]) == ("agents", "default")
 
 
 def test_without_a_queue_pods_are_kept_near_by_affinity(kind):
