@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.codes import WARNINGS
+from launcher.secret_forms import masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,13 @@ class Problem:
     code: str
     where: Where
     message: str
+
+    def __post_init__(self) -> None:
+        """Leave out what looks like a secret, whoever wrote it into a value or a path."""
+        for part, text in (("file", self.where.file), ("key", self.where.key)):
+            if (shown := masked(text)) != text:
+                object.__setattr__(self, "where", replace(self.where, **{part: shown}))
+        object.__setattr__(self, "message", masked(self.message))
 
     @property
     def is_warning(self) -> bool:

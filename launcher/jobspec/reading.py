@@ -7,7 +7,7 @@ job file, and the config.json that `model` may name.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
 from launcher.jobspec.source import Source, read_source
 from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
+from launcher.secret_forms import MASK, Leak, find_secrets, leaks
 
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
@@ -70,7 +71,8 @@ def parse_spec(
         UserError: every problem found, in the order of the file.
     """
     source = read_source(text, file, sets)
-    problems = list(source.problems)
+    secrets = [*leaks(source.data), *_in_comments(text)]
+    problems = [*source.problems, *(_no_secret(source, leak) for leak in secrets)]
     reported = {problem.where.key for problem in problems}
     left_out = _fill_for_command(source)
     spec, found = _validate(source)
@@ -81,9 +83,53 @@ def parse_spec(
         problems += _complete(spec, bad | left_out, read)
     errors = [problem for problem in problems if not problem.is_warning]
     if errors:
-        raise UserError.many(errors)
+        raise UserError.many(_without(errors, [leak.secret for leak in secrets]))
     assert spec is not None, "a spec without problems is valid"
     return spec
+
+
+def _in_comments(text: str) -> Iterator[Leak]:
+    """Yield the secrets in the comments of a job file, which is kept as it is written."""
+    for line, row in enumerate(text.splitlines(), start=1):
+        comment = row.partition("#")[2]
+        for what, start, end, name in find_secrets(comment):
+            yield Leak((line,), what, comment[start:end], name)
+
+
+def _no_secret(source: Source, leak: Leak) -> Problem:
+    """Return the problem with a secret; the message does not repeat it."""
+    kept = "job files and scripts are kept and shown"
+    if leak.path and isinstance(leak.path[0], int):
+        where = Where(source.file, leak.path[0])
+        return Problem("HF163", where, f"a comment holds {leak.what}; {kept}: remove it")
+    where = source.where(leak.path)
+    if leak.path[:2] == ("env", "secrets") and len(leak.path) == 3:
+        message = f"expected {{file: PATH}} or {{env: NAME}}, not the secret itself: {kept}"
+    elif leak.path[:2] == ("env", "variables") and leak.name == leak.path[-1]:
+        message = (
+            f"is named like a secret, and {kept}; use env.secrets.{leak.name}: {{file: PATH}} or "
+            f"{{env: {leak.name}}}"
+        )
+    else:
+        message = (
+            f"holds what looks like {leak.what}, and {kept}: put it into a file, name that in "
+            "env.secrets, and let the program read the variable"
+        )
+    return Problem("HF163", where, message)
+
+
+def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
+    """Return `problems` without what was found to be secret, in whatever words they have it."""
+    found = []
+    for problem in problems:
+        message, file = problem.message, problem.where.file
+        for secret in sorted(secrets, key=len, reverse=True):
+            for text in (secret, repr(secret)[1:-1]):
+                message = message.replace(text, MASK) if problem.code != "HF163" else message
+                file = file.replace(text, MASK) if file.startswith("--set ") else file
+        where = Where(file, problem.where.line, problem.where.key)
+        found.append(Problem(problem.code, where, message))
+    return found
 
 
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
