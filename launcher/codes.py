@@ -85,6 +85,10 @@ CODES: Final[dict[str, Code]] = {
     "HF157": Code(
         "Replicas are to be compared, but there are too few.", "Use dp_replicate: 3 or more."
     ),
+    "HF158": Code(
+        "Files that hold keys or passwords are not frozen with the code.",
+        "Use env.secrets, or name a file in code.include.",
+    ),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit together.",

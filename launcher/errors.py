@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.codes import WARNINGS
-from launcher.secret_forms import masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +42,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         """Leave out what looks like a secret, whoever wrote it into a value or a path."""
-        for part, text in (("file", self.where.file), ("key", self.where.key)):
-            if (shown := masked(text)) != text:
-                object.__setattr__(self, "where", replace(self.where, **{part: shown}))
+        from launcher.secret_forms import masked  # most commands make no Problem
+
+        shown = Where(masked(self.where.file), self.where.line, masked(self.where.key))
+        object.__setattr__(self, "where", shown)
         object.__setattr__(self, "message", masked(self.message))
 
     @property

@@ -139,6 +139,8 @@ _ASSIGNED: Final = re.compile(
     r"(?:\\?\"(?P<double>[^\"\n]*)\"|'(?P<single>[^'\n]*)'|(?P<bare>[^\s\"']+))"
 )
 """NAME=value, "name": "value", --name value."""
+_SENTENCE: Final = re.compile(r"[a-z]+[.,;]?[ \t]+[A-Za-z]")
+"""What may follow `password: `."""
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -181,11 +183,11 @@ def is_secret(name: str, value: str, *, is_variable: bool | None = None) -> bool
 def find_secrets(text: str) -> Iterator[tuple[str, int, int, str]]:
     """Yield (what it is, start, end, name it was given to) of the secrets in a text."""
     for what, pattern in _FORMS:
-        for match in pattern.finditer(text):
-            group = "secret" if match.groupdict().get("secret") is not None else 0
-            yield what, *match.span(group), ""
+        for found in pattern.finditer(text):
+            group = "secret" if found.groupdict().get("secret") is not None else 0
+            yield what, *found.span(group), ""
     at = 0
-    while match := _ASSIGNED.search(text, at):
+    while (match := _ASSIGNED.search(text, at)) is not None:
         kind = next(kind for kind in ("double", "single", "bare") if match[kind] is not None)
         name, sign, value = match["name"], match["sign"], match[kind]
         # What is no value may be the next name.
@@ -194,8 +196,8 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int, str]]:
             continue
         if _REFERENCE.fullmatch(value):
             continue
-        if ":" in sign and kind == "bare" and re.fullmatch(r"[a-z]+[.,;]?", value):
-            continue  # a sentence
+        if ":" in sign and kind == "bare" and _SENTENCE.match(text, match.start("bare")):
+            continue
         if is_secret(name, value):
             yield f"the value of {match['flag'] or ''}{name}", *match.span(kind), name
             at = match.end()

@@ -62,7 +62,9 @@ def logs(
     def show(lines: list[Line]) -> None:
         for line in lines:
             before = f"{_clock(line.t_unix)} " if timestamps else ""
-            click.echo(f"{before}{line.label}: {line.text}")
+            # Of a progress bar what a terminal would show: its newest state.
+            text = line.text.rstrip("\r").rpartition("\r")[2]
+            click.echo(f"{before}{line.label}: {text}")
 
     try:
         selection = Selection(

@@ -17,6 +17,7 @@ from launcher.cli.common import (
     print_problems,
     set_option,
 )
+from launcher.cli.terminal import for_programs
 from launcher.errors import UserError
 
 
@@ -91,4 +92,4 @@ def render(
         for name in bundle:
             click.echo(output / name)
     else:
-        click.echo(next(iter(bundle.values())), nl=False)
+        click.echo(next(iter(bundle.values())), file=for_programs(sys.stdout), nl=False)

@@ -21,6 +21,7 @@ from launcher.cli.common import (
     print_problems,
     set_option,
 )
+from launcher.cli.terminal import direct, for_programs
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
             }
         )
         return EXIT_DONE
-    click.echo(next(iter(prepared.files.values())), nl=False)
+    click.echo(next(iter(prepared.files.values())), file=for_programs(sys.stdout), nl=False)
     code = prepared.code
     frozen = "" if code is None else f", and {counted(len(code.names), 'file')} of code"
     click.echo(
@@ -304,7 +305,8 @@ def _watch(run: Run, backend: Backend) -> int:
     from launcher.ops.watching.watch import Watch
     from launcher.ops.watching.why import explain
 
-    view = LiveView(Console(file=sys.stderr)) if sys.stderr.isatty() else PlainView(sys.stderr)
+    console = Console(file=direct(sys.stderr))
+    view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:
         Watch(run=run, backend=backend, say=view.note).progress(view)
     except KeyboardInterrupt:

@@ -6,7 +6,11 @@ job file, and the config.json that `model` may name.
 
 from __future__ import annotations
 
+import codecs
 import copy
+import errno
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,13 +20,16 @@ from pydantic import ValidationError
 from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.regular_file import open_regular, read_regular
 from launcher.errors import Problem, UserError, Where
 from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
-from launcher.jobspec.source import Source, read_source
+from launcher.jobspec.source import MAX_BYTES, Source, read_source
 from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.secret_forms import MASK, Leak, find_secrets, leaks
 
+MAX_MODEL_BYTES: Final = 16 << 20
+"""Of a model's config.json, which is a page of text."""
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
 
@@ -121,9 +128,10 @@ def _no_secret(source: Source, leak: Leak) -> Problem:
 def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
     """Return `problems` without what was found to be secret, in whatever words they have it."""
     found = []
+    telling = sorted({each for each in secrets if len(each) > 3}, key=len, reverse=True)
     for problem in problems:
         message, file = problem.message, problem.where.file
-        for secret in sorted(secrets, key=len, reverse=True):
+        for secret in telling:
             for text in (secret, repr(secret)[1:-1]):
                 message = message.replace(text, MASK) if problem.code != "HF163" else message
                 file = file.replace(text, MASK) if file.startswith("--set ") else file
@@ -152,7 +160,7 @@ def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None
     """
     file = str(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = _job_text(Path(path))
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
         raise UserError("HF002", message, where=Where(file)) from error
@@ -170,9 +178,22 @@ def load_spec(path: str | Path, sets: Sequence[str] = (), *, folder: Path | None
             raise FileNotFoundError(str(error)) from error
         if model_path.is_dir():
             model_path /= "config.json"
-        return model_path.read_text(encoding="utf-8")
+        return read_regular(model_path, MAX_MODEL_BYTES).decode()
 
     return parse_spec(text, file, sets, read=read)
+
+
+def _job_text(path: Path) -> str:
+    """Return the text of a job file, cut behind what a job file may have."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # a shell's <(...), or its input
+        with path.open("rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+                raise OSError(errno.EINVAL, "not a regular file")
+            raw = file.read(4 * MAX_BYTES + 1)
+    else:
+        with open_regular(path) as file:
+            raw = file.read(4 * MAX_BYTES + 1)
+    return codecs.decode(raw, "utf-8-sig")
 
 
 def _fill_for_command(source: Source) -> set[str]:
