@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
 from elastic_trainer.models import ModelShape, says
+from elastic_trainer.typed import check_types, parse_json
 
 JOB_JSON_VERSION = 2
 """2: the ladder in ranges. Version 1 is read too."""
@@ -303,15 +304,16 @@ class TrainConfig:
         Raises:
             ValueError: it was written by a version this one cannot read.
         """
-        raw: dict[str, Any] = json.loads(text)
-        if raw.get("version") not in (1, JOB_JSON_VERSION):
+        raw = parse_json(text)
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version not in (1, JOB_JSON_VERSION):
             raise ValueError(
-                f"job.json has version {raw.get('version')!r}; this holdfast reads "
+                f"job.json has version {version!r:.40}; this holdfast reads "
                 f"{JOB_JSON_VERSION}: render the job again with the installed version"
             )
         train = dict(raw["train"])
         train["optimizer"] = OptimizerConfig(**train["optimizer"])
-        return cls(
+        config = cls(
             **{
                 **raw,
                 "model": ModelShape(**raw["model"]),
@@ -328,6 +330,8 @@ class TrainConfig:
                 "code": CodeSection(**code) if (code := raw.get("code")) else None,
             }
         )
+        check_types(config)
+        return config
 
 
 def _changed(section: ElasticSection | NetworkSection | NumbersSection) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from elastic_trainer.typed import parse_json
+
 EVENT_VERSION: Final = 1
 
 EVENTS: Final[dict[str, str]] = {
@@ -155,10 +157,10 @@ class Event:
     def decode(cls, line: str) -> Event | None:
         """Read one line; None for a torn last line, which a crash may leave."""
         try:
-            raw = json.loads(line)
-        except json.JSONDecodeError:
+            raw = parse_json(line)
+        except ValueError:
             return None
-        if not isinstance(raw, dict) or "event" not in raw:
+        if not isinstance(raw, dict) or not isinstance(raw.get("event"), str):
             return None
         raw.pop("v", None)
         known = {

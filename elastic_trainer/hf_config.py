@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from elastic_trainer.models import ModelShape
+from elastic_trainer.typed import parse_json
 
-_FAMILY: Final = {"llama"}
+_FAMILY: Final = ("llama",)
 _DIMENSIONS: Final = {
     "num_layers": "num_hidden_layers",
     "dim": "hidden_size",
@@ -15,6 +15,8 @@ _DIMENSIONS: Final = {
     "ffn_dim": "intermediate_size",
     "vocab_size": "vocab_size",
 }
+_MOST: Final = {"num_hidden_layers": 10_000}
+"""As of `model.num_layers` in a job file; of other sizes 10**9."""
 
 
 class ConfigError(Exception):
@@ -36,8 +38,8 @@ def parse_hf_config(text: str) -> ModelShape:
             a feature that this trainer does not have.
     """
     try:
-        raw = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise ConfigError("HF021", f"not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError("HF021", "not a JSON object; give a model's config.json")
@@ -58,14 +60,15 @@ def _refuse_foreign(raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
     if kind not in _FAMILY:
         raise ConfigError(
-            "HF022", f"model_type {kind!r} is not of the Llama family; only 'llama' is trained here"
+            "HF022",
+            f"model_type {kind!r:.40} is not of the Llama family; only 'llama' is trained here",
         )
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             raise ConfigError("HF022", f"{key}: true is not supported; layers have no biases here")
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
-        raise ConfigError("HF022", f"hidden_act {activation!r} is not supported; only 'silu'")
+        raise ConfigError("HF022", f"hidden_act {activation!r:.40} is not supported; only 'silu'")
     if raw.get("sliding_window"):
         raise ConfigError("HF022", "sliding_window is not supported; attention is full here")
 
@@ -80,7 +83,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3":
-        raise ConfigError("HF022", f"RoPE scaling {kind!r} is not supported; only 'llama3'")
+        raise ConfigError("HF022", f"RoPE scaling {kind!r:.40} is not supported; only 'llama3'")
     return {
         "rope_theta": theta,
         "rope_scaling_factor": _number(rope, "factor", 8.0),
@@ -95,14 +98,16 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(raw: dict[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError("HF021", f"{key} is {value!r}; expected a whole number above 0")
+    value, most = raw.get(key), _MOST.get(key, 10**9)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(
+            "HF021", f"{key} is {value!r:.40}; expected a whole number from 1 to {most:,}"
+        )
     return value
 
 
 def _number(raw: dict[str, Any], key: str, default: float) -> float:
     value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
-        raise ConfigError("HF021", f"{key} is {value!r}; expected a number above 0")
+        raise ConfigError("HF021", f"{key} is {value!r:.40}; expected a number above 0")
     return float(value)

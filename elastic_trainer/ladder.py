@@ -6,9 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from elastic_trainer.layout import ParallelLayout
+
+MAX_RUNGS: Final = 1_000_000
+"""More nodes than any job has; a few bytes of job.json could ask for any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +85,18 @@ class Ladder:
 
     @classmethod
     def from_ranges(cls, raw: list[dict[str, Any]]) -> Ladder:
-        """Invert `to_ranges`; entries of job.json's version 1 have one rung and degrees."""
-        return cls(tuple(rung for entry in raw for rung in _rungs_of(entry)))
+        """Invert `to_ranges`; entries of job.json's version 1 have one rung and degrees.
+
+        Raises:
+            ValueError: it is no ladder.
+        """
+        if sum(entry.get("count", 1) for entry in raw) > MAX_RUNGS:
+            raise ValueError(f"a ladder of more than {MAX_RUNGS:,} rungs")
+        rungs = tuple(rung for entry in raw for rung in _rungs_of(entry))
+        sizes = [rung.num_nodes for rung in rungs]
+        if not sizes or sizes != sorted(set(sizes), reverse=True):
+            raise ValueError("the ladder does not go from most nodes to fewest")
+        return cls(rungs)
 
     @property
     def max_nodes(self) -> int:

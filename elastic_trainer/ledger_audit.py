@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_trainer.typed import parse_json
+
+_MAX_SAMPLES: Final = 10_000_000
+"""Of one rank's step; no batch is so large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +51,12 @@ def audit(files: Iterable[Iterable[str]], *, global_batch: int, start_step: int 
             if len(parts) == epoch.num_files:
                 history[step] = [piece for part in parts for piece in part]
     top = max(history, default=start_step)
-    lost = repeated = 0
-    for step in range(start_step + 1, top + 1):
+    counted = [step for step in history if step > start_step]
+    lost, repeated = (max(0, top - start_step) - len(counted)) * global_batch, 0
+    for step in counted:
         first, last = (step - 1) * global_batch, step * global_batch
         seen: dict[int, int] = {}
-        for start, stop in history.get(step, []):
+        for start, stop in history[step]:
             for sample in range(start, stop):
                 seen[sample] = seen.get(sample, 0) + 1
         lost += sum(1 for sample in range(first, last) if sample not in seen)
@@ -65,16 +71,32 @@ class _Epoch:
     steps: dict[int, list[list[list[int]]]]
 
 
+def _is_entry(entry: Any, *, is_first: bool) -> bool:
+    """Return whether a line is one of a ledger: its file's epoch, and then steps."""
+    if not isinstance(entry, dict):
+        return False
+    if "epoch" in entry or is_first:
+        return all(type(entry.get(key)) is int for key in ("epoch", "resume_step"))
+    samples = entry.get("samples")
+    return type(entry.get("step")) is int and (
+        isinstance(samples, list)
+        and all(isinstance(each, list) and list(map(type, each)) == [int, int] for each in samples)
+        and all(stop - start < _MAX_SAMPLES for start, stop in samples)
+    )
+
+
 def _read(lines: Iterable[str], epochs: dict[int, _Epoch]) -> None:
     epoch: _Epoch | None = None
     for line in lines:
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
+            entry = parse_json(line)
+        except ValueError:
             break  # a torn last line
+        if not _is_entry(entry, is_first=epoch is None):
+            break
         if "epoch" in entry:
             epoch = epochs.setdefault(entry["epoch"], _Epoch(entry["resume_step"], 0, {}))
             epoch.num_files += 1
         else:
-            assert epoch is not None, "a ledger file begins with its epoch"
+            assert epoch is not None, "as _is_entry has seen"
             epoch.steps.setdefault(entry["step"], []).append(entry["samples"])

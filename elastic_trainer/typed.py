@@ -1,15 +1,29 @@
-"""Checks that what came out of JSON has the types its dataclass declares. Pure."""
+"""Checks what comes out of JSON, and that it has the types its dataclass declares. Pure."""
 
 from __future__ import annotations
 
 import builtins
+import collections.abc
 import dataclasses
 import functools
+import json
 import math
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, Final
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply to be ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def check_types(record: Any) -> None:
@@ -39,7 +53,7 @@ def _fits(want: Any) -> Callable[[Any], bool]:
             return lambda value: any(fits(value) for fits in inner)
         case builtins.tuple:
             return lambda value: type(value) is tuple and all(map(inner[0], value))
-        case builtins.dict:
+        case builtins.dict | collections.abc.Mapping:
             return lambda value: (
                 type(value) is dict
                 and all(map(inner[0], value))

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.atomic_file import write_atomic
+from elastic_trainer.regular_file import read_regular
+from elastic_trainer.typed import parse_json
 
-__all__ = ["read_json", "write_atomic", "write_json"]
+__all__ = ["check_output", "read_json", "write_atomic", "write_json"]
+
+
+def check_output(path: Path) -> None:
+    """Check that nothing but a plain file is where a user wants one written: no link above all.
+
+    Raises:
+        OSError: there is something else.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and where it leads is not written", str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, "it is no regular file", str(path))
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = None) -> None:
@@ -24,7 +39,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, indent: int | None = Non
 def read_json(path: Path) -> dict[str, Any]:
     """Return an object; empty where there is none, or nothing that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

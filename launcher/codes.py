@@ -119,6 +119,10 @@ CODES: Final[dict[str, Code]] = {
     "HF178": Code(
         "Checkpoints are lost with the node.", "Use a folder on storage that outlives it."
     ),
+    "HF179": Code(
+        "Files that hold keys or passwords are not frozen with the code.",
+        "Use env.secrets, or name a file in code.include.",
+    ),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit together.",

@@ -51,6 +51,14 @@ class Problem:
     offers: tuple[Offer, ...] = field(default=(), compare=False)
     """What the message offers: each one, put in, removes the problem and brings no new error."""
 
+    def __post_init__(self) -> None:
+        """Leave out what looks like a secret, whoever wrote it into a value or a path."""
+        from launcher.secret_forms import masked  # most commands make no Problem
+
+        shown = Where(masked(self.where.file), self.where.line, masked(self.where.key))
+        object.__setattr__(self, "where", shown)
+        object.__setattr__(self, "message", masked(self.message))
+
     @property
     def is_warning(self) -> bool:
         """Whether the job may continue nevertheless."""

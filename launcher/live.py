@@ -93,6 +93,8 @@ def _unreadable(path: Path) -> tuple[str, str] | None:
             return "HF201", f"{path} does not exist; create it, or fix the path"
     except OSError as error:  # a parent that may not be searched, a name too long
         return "HF202", f"{path} cannot be looked at: {error.strerror}"
+    if not (path.is_dir() or path.is_file()):
+        return "HF202", f"{path} is neither a file nor a folder; name one of the two"
     wanted = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
     if not os.access(path, wanted):
         return "HF202", f"{path} cannot be read; grant the permission"

@@ -29,6 +29,7 @@ from typing import Final
 
 from elastic_trainer.atomic_file import write_new
 from elastic_trainer.board.state import Token, after_damage
+from elastic_trainer.regular_file import read_regular
 
 KEEP_VERSIONS = 64
 """Newest versions that stay, so that a reader with an old listing still finds its way."""
@@ -244,7 +245,7 @@ class FileBoard:
     def _read(self, version: int) -> bytes | _Absent:
         """Return the content of `version`, or why there is none."""
         try:
-            raw = self._path(version).read_bytes()
+            raw = read_regular(self._path(version))
         except FileNotFoundError:
             return _GONE
         except OSError as error:

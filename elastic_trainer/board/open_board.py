@@ -20,6 +20,7 @@ from elastic_trainer.atomic_file import publish, write_atomic
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Board, BoardState, Token
 from elastic_trainer.fresh_look import look_afresh
+from elastic_trainer.regular_file import read_regular
 
 BOARD_VARIABLE: Final = "HOLDFAST_BOARD"
 """Names the board to agents, workers and `launcher.node`."""
@@ -108,7 +109,7 @@ def elsewhere(folder: Path) -> str | None:
     """
     look_afresh(folder)
     try:
-        text = (folder / ELSEWHERE).read_text(encoding="utf-8").strip()
+        text = read_regular(folder / ELSEWHERE).decode().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     parse_address(text)
@@ -137,7 +138,7 @@ def read_board(
         ).get_state()
     except OSError:
         with contextlib.suppress(FileNotFoundError):
-            return BoardState.decode((folder / COPY).read_bytes())
+            return BoardState.decode(read_regular(folder / COPY))
         raise
     return BoardState.decode(current[0]) if current else None
 

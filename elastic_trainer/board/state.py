@@ -10,11 +10,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from elastic_trainer.anomalies import Record
 from elastic_trainer.lineage import Lineage
-from elastic_trainer.typed import check_types
+from elastic_trainer.typed import check_types, parse_json
 
 BOARD_VERSION = 1
 
@@ -126,7 +126,7 @@ class BoardState:
         Raises:
             ValueError: not a board this version can read.
         """
-        value: dict[str, Any] = json.loads(raw)
+        value = parse_json(raw)
         if not isinstance(value, dict) or value.get("version") != BOARD_VERSION:
             found = value.get("version") if isinstance(value, dict) else value
             raise ValueError(f"board version {found!r:.40}, this holdfast reads {BOARD_VERSION}")
@@ -140,7 +140,7 @@ class BoardState:
                 numbers=Record.from_dict(value.get("numbers", {})),
                 lineage=Lineage.from_list(value.get("lineage", [])),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error
         check_types(state)
         return state

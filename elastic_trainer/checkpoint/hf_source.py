@@ -11,7 +11,7 @@ which file it was in.
 
 from __future__ import annotations
 
-import json
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,11 +45,15 @@ from elastic_trainer.checkpoint.hf_names import (
 )
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import ModelShape
+from elastic_trainer.regular_file import open_regular, read_regular
+from elastic_trainer.typed import parse_json
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What becomes fp32 without loss."""
 _PIECE_BYTES = 256 << 20
 _MAX_JSON_BYTES = 256 << 20
+_MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format has it (huggingface.co/docs/safetensors)."""
 """An index of the largest models has a few MB."""
 
 
@@ -166,9 +170,7 @@ class HFSource:
     def _read_text(self, name: str) -> str:
         path = self._dir / name
         try:
-            if path.stat().st_size > _MAX_JSON_BYTES:
-                raise InputError("HF323", f"{path} is over {_MAX_JSON_BYTES} bytes: no {name}")
-            return path.read_text(encoding="utf-8")
+            return read_regular(path, _MAX_JSON_BYTES).decode()
         except OSError as error:
             raise self._unreadable(name, error) from error
         except UnicodeDecodeError as error:
@@ -227,6 +229,10 @@ class HFSource:
         reader = HuggingFaceStorageReader(str(self._dir))
         reader.fs = _OneFile(path)
         with self._opened(path):
+            with open_regular(path) as file:
+                (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+            if not 0 < length <= _MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
             metadata = reader.read_metadata()
         self._file_of.update(dict.fromkeys(metadata.state_dict_metadata, path))
         return metadata
@@ -235,8 +241,8 @@ class HFSource:
         """Return Hugging Face's tensor name -> file name."""
         path = self._dir / INDEX_NAME
         try:
-            raw = json.loads(self._read_text(INDEX_NAME))
-        except (json.JSONDecodeError, RecursionError) as error:
+            raw = parse_json(self._read_text(INDEX_NAME))
+        except ValueError as error:
             raise InputError("HF324", f"{path} is not JSON ({error}): download it again") from error
         weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:

@@ -106,13 +106,18 @@ def check_index(raw: bytes, files: Mapping[str, FileEntry]) -> None:
     """
     try:
         index = IndexUnpickler(raw, _stand_in).load()
-        parts = index["storage_data"].values() if isinstance(index, _Metadata) else None
+        parts = None
+        if isinstance(index, _Metadata):
+            parts = [
+                (str(part["relative_path"]), part["offset"] + part["length"])
+                for part in index["storage_data"].values()
+            ]
+        wrong = next((end for _, end in parts or () if not isinstance(end, int)), None)
     except Exception as error:  # a pickle can fail with nearly any
         raise DamagedError(f"{METADATA_NAME} cannot be read: {error}") from error
-    if parts is None:
+    if parts is None or wrong is not None:
         raise DamagedError(f"{METADATA_NAME} holds a {type(index).__name__}, not Metadata")
-    for part in parts:
-        name, end = part["relative_path"], part["offset"] + part["length"]
+    for name, end in parts:
         if name not in files:
             raise DamagedError(f"{METADATA_NAME} names {name}, which was not saved")
         if end > files[name].size_bytes:

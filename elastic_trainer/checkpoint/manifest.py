@@ -11,12 +11,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.lineage import Origin
 from elastic_trainer.models import ModelShape
+from elastic_trainer.typed import check_types, parse_json
 
 MANIFEST_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -61,20 +61,26 @@ class Manifest:
         """Read manifest.json.
 
         Raises:
-            ValueError: it was written by a version this one cannot read, or
-                names files outside its directory.
+            ValueError: it was written by a version this one cannot read, is no
+                manifest, or names files outside its directory.
         """
-        value: dict[str, Any] = json.loads(raw)
-        if value.get("version") != MANIFEST_VERSION:
+        value = parse_json(raw)
+        version = value.get("version") if isinstance(value, dict) else None
+        if version != MANIFEST_VERSION:
             raise ValueError(
-                f"manifest version {value.get('version')!r}, this holdfast reads "
+                f"manifest version {version!r:.40}, this holdfast reads "
                 f"{MANIFEST_VERSION}: use the version that wrote it"
             )
-        files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+        try:
+            files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
+            model = ModelShape(**value["model"]) if value.get("model") else None
+            manifest = cls(**{**value, "files": files, "model": model})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"it is no manifest: {error}") from error
+        check_types(manifest)
         if bad := [name for name in files if "/" in name or name in ("", ".", "..")]:
             raise ValueError(f"manifest names {bad[0]!r}, which is not a plain file name")
-        model = ModelShape(**value["model"]) if value.get("model") else None
-        return cls(**{**value, "files": files, "model": model})
+        return manifest
 
 
 def directory_name(step: int, epoch: int, attempt: int = 1) -> str:

@@ -21,6 +21,7 @@ from elastic_trainer.checkpoint.manifest import (
     superseded,
 )
 from elastic_trainer.fresh_look import look_afresh
+from elastic_trainer.regular_file import open_regular, read_regular
 
 _READ_BYTES = 1 << 20
 """Read at a time for a digest."""
@@ -107,10 +108,12 @@ class CheckpointStorage:
         Raises:
             DamagedError: it is missing, or not the one that was committed.
         """
+        if "/" in commit.dir or commit.dir in ("", ".", ".."):
+            raise DamagedError(f"the board names {commit.dir!r}, which is not a plain name")
         path = self.root / commit.dir / MANIFEST_NAME
         self._look_afresh(commit.dir)
         try:
-            raw = path.read_bytes()
+            raw = read_regular(path)
         except OSError as error:
             raise DamagedError(f"{MANIFEST_NAME}: {error.strerror}") from error
         if hashlib.sha256(raw).hexdigest() != commit.manifest_sha256:
@@ -189,7 +192,7 @@ class CheckpointStorage:
 def _entry(path: Path, on_read: Callable[[int], None] = lambda _: None) -> FileEntry:
     digest, size_bytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while num_read := file.readinto(buffer):
             digest.update(buffer[:num_read])
             size_bytes += num_read

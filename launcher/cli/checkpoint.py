@@ -26,6 +26,7 @@ from launcher.cli.common import (
     path_option,
     print_json,
 )
+from launcher.cli.terminal import direct
 from launcher.errors import UserError
 from launcher.ops.checkpoints.commits import Commit, Reference, RetiredError, RunCheckpoints
 from launcher.ops.checkpoints.convert import export_request, missing_tokenizer, run_converter
@@ -213,7 +214,7 @@ def _convert(what: str, request: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show bytes done, on stderr: a bar on a terminal, now and then a line elsewhere."""
-    console = Console(stderr=True)
+    console = Console(file=direct(sys.stderr))
     if not console.is_terminal:
         yield _lines(what, time.monotonic)
         return

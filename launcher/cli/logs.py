@@ -68,7 +68,9 @@ def logs(
         )
         for line in lines:
             before = f"{_clock(line.t_unix)} " if timestamps else ""
-            click.echo(f"{before}{line.label}: {line.text}")
+            # Of a progress bar what a terminal would show: its newest state.
+            text = line.text.rstrip("\r").rpartition("\r")[2]
+            click.echo(f"{before}{line.label}: {text}")
         if not follow:  # what is wrong comes last
             status = found.status()
             if status.problem:

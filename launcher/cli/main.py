@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO, cast
 
 import click
 
 from launcher.cli.common import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_problems
+from launcher.cli.terminal import VisibleStream
 from launcher.errors import HoldfastError, UserError
 
 if TYPE_CHECKING:
@@ -143,10 +145,16 @@ def run_cli(args: list[str] | None = None) -> int:
         print_problems(error.problems)
         return EXIT_USER
     except HoldfastError as error:
-        click.echo(f"holdfast: {error}", err=True)
+        from launcher.secret_forms import masked
+
+        click.echo(f"holdfast: {masked(str(error))}", err=True)
         return EXIT_FAILED
     except click.ClickException as error:
-        error.show()
+        from launcher.secret_forms import masked
+
+        said = io.StringIO()
+        error.show(said)
+        click.echo(masked(said.getvalue()), err=True, nl=False)  # an argument may be a secret
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("holdfast: interrupted", err=True)
@@ -164,6 +172,8 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(cli, {}, "holdfast", COMPLETE, instruction))
+    sys.stdout = cast("TextIO", VisibleStream(sys.stdout))
+    sys.stderr = cast("TextIO", VisibleStream(sys.stderr))
     try:
         code = run_cli()
         sys.stdout.flush()

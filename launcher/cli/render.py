@@ -20,6 +20,7 @@ from launcher.cli.common import (
     set_option,
     site_option,
 )
+from launcher.cli.terminal import for_programs
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,4 +100,4 @@ def render(
         for name in bundle:
             click.echo(output / name)
     else:
-        click.echo(next(iter(bundle.values())), nl=False)
+        click.echo(next(iter(bundle.values())), file=for_programs(sys.stdout), nl=False)

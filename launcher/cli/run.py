@@ -25,6 +25,7 @@ from launcher.cli.common import (
     print_json,
     set_option,
 )
+from launcher.cli.terminal import direct
 from launcher.errors import UserError
 from launcher.ops.local import job as local_job
 from launcher.ops.local.run import Interrupts
@@ -178,4 +179,4 @@ def _view(*, as_json: bool, quiet: bool) -> View:
     if quiet:
         return View()
     out = sys.stderr if as_json else sys.stdout
-    return LiveView(Console(file=out)) if out.isatty() else PlainView(out)
+    return LiveView(Console(file=direct(out))) if out.isatty() else PlainView(out)

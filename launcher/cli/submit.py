@@ -23,6 +23,7 @@ from launcher.cli.common import (
     set_option,
     site_option,
 )
+from launcher.cli.terminal import direct, for_programs
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ def _show(prepared: Prepared, *, as_json: bool) -> int:
             }
         )
         return EXIT_DONE
-    click.echo(next(iter(prepared.files.values())), nl=False)
+    click.echo(next(iter(prepared.files.values())), file=for_programs(sys.stdout), nl=False)
     code = prepared.code
     frozen = "" if code is None else f", and {counted(len(code.names), 'file')} of code"
     click.echo(
@@ -312,7 +313,8 @@ def _watch(run: Run) -> int:
     from launcher.ops.views import LiveView, PlainView
     from launcher.ops.watching.watch import Watch
 
-    view = LiveView(Console(file=sys.stderr)) if sys.stderr.isatty() else PlainView(sys.stderr)
+    console = Console(file=direct(sys.stderr))
+    view = LiveView(console) if sys.stderr.isatty() else PlainView(sys.stderr)
     try:
         Watch(run=run.submitted, backend=run.backend, say=view.note).progress(view)
     except KeyboardInterrupt:

@@ -10,7 +10,6 @@ from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
 from elastic_trainer.quantities import counted
 from launcher.errors import Offer, Problem
 from launcher.hardware import CPU, GPUS
-from launcher.jobspec.env import SECRET_NAME
 from launcher.jobspec.pod_patch import RESERVED, own_fields
 from launcher.jobspec.requests import request_findings
 from launcher.jobspec.rules import (
@@ -175,13 +174,7 @@ def _numbers(spec: JobSpec) -> Iterator[Finding]:
 def _env(spec: JobSpec) -> Iterator[Finding]:
     for name in spec.env.variables:
         key = f"env.variables.{name}"
-        if SECRET_NAME.search(name):
-            message = (
-                "is named like a secret, and job files and scripts are kept and shown; use "
-                f"env.secrets.{name}: {{file: PATH}} or {{env: {name}}}"
-            )
-            yield finding("HF163", key, message)
-        elif name in spec.env.secrets:
+        if name in spec.env.secrets:
             message = f"{name} is in env.secrets too; keep one"
             yield finding("HF016", key, message, "env.secrets")
 

@@ -19,17 +19,6 @@ _OURS: Final = (
     r"|PS[0-4]|PROMPT_COMMAND|EXECIGNORE|GLOBIGNORE|TMOUT|COMP_.*|READLINE_.*|REPLY|MAPFILE|COPROC)"
 )
 """What Slurm, Kubernetes, the agents or the shell set themselves."""
-SECRET_NAME: Final = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY"
-    r"|SECRET_ACCESS_KEY|AUTH)$",
-    re.IGNORECASE,
-)
-"""What no variable of a job file is called: its value would be in files that are shown."""
-_KEY_FORMS: Final = (
-    r"\b(hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
-    r"|sk-[\w-]{24,}|xox[abprs]-[\w-]{16,}|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
-
 _SECRET_REF: Final = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]{1,253}")
 
 
@@ -47,21 +36,6 @@ def variable_name(value: str) -> str:
     return value
 
 
-def no_secret(value: str) -> str:
-    """Refuse a text that holds a well-known kind of token or key.
-
-    Raises:
-        PydanticCustomError: HF163; the message does not repeat it.
-    """
-    if re.search(_KEY_FORMS, value):
-        raise refuse(
-            "HF163",
-            "holds what looks like a token or a private key; job files and scripts are kept and "
-            "shown: put it into a file and name it in env.secrets",
-        )
-    return value
-
-
 def _inherited(value: str) -> str:
     if not re.fullmatch(rf"{_NAME}\*?", value):
         raise refuse("HF165", f"expected a variable's name, or its beginning with *, found {value}")
@@ -71,8 +45,6 @@ def _inherited(value: str) -> str:
 
 VariableName = Annotated[str, Field(max_length=256), AfterValidator(variable_name)]
 Inherited = Annotated[str, Field(max_length=256), AfterValidator(_inherited)]
-OpenText = Annotated[Text, AfterValidator(no_secret)]
-"""A text that is printed into scripts: one line, and no secret."""
 
 
 def _number(value: Any) -> Any:
@@ -81,7 +53,7 @@ def _number(value: Any) -> Any:
 
 
 def _value(value: str) -> str:
-    return no_secret(plain_text(value)) if value else value
+    return plain_text(value) if value else value
 
 
 Value = Annotated[

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from launcher.jobspec.env import OpenText
 from launcher.jobspec.pod_patch import check_patch
 from launcher.jobspec.source import describe
 from launcher.jobspec.values import (
@@ -146,7 +145,7 @@ Cpus = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}]}),
 ]
 MountPath = Annotated[Text, AfterValidator(_absolute)]
-ImageName = Annotated[OpenText, _form(_IMAGE, 1024, "an image as registry.local/holdfast:1.0")]
+ImageName = Annotated[Text, _form(_IMAGE, 1024, "an image as registry.local/holdfast:1.0")]
 Id = Annotated[int, Field(ge=0, le=MAX_INT32)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_INT32)]
 
@@ -320,7 +319,7 @@ class Kubernetes(Section):
     labels: dict[OwnKey, LabelValue] = Field(
         default_factory=dict, description="Further labels of all objects and pods."
     )
-    annotations: dict[OwnKey, OpenText] = Field(
+    annotations: dict[OwnKey, Text] = Field(
         default_factory=dict, description="Further annotations of the job and its pods."
     )
     pod_patch: PodPatch = Field(

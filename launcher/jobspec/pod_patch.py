@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from launcher.jobspec.env import SECRET_NAME, no_secret, variable_name
+from launcher.jobspec.env import variable_name
 from launcher.jobspec.source import describe
 from launcher.jobspec.values import refuse
 
@@ -123,7 +123,6 @@ def _check_value(value: Any, where: str, depth: int) -> None:
     if isinstance(value, str):
         if any(0xD800 <= ord(char) <= 0xDFFF or char == "\0" for char in value):
             raise refuse("HF015", f"{where} has something in it that is no character")
-        no_secret(value)
     elif isinstance(value, dict):
         for name, inner in value.items():
             _check_field(name, inner, where)
@@ -138,7 +137,6 @@ def _check_value(value: Any, where: str, depth: int) -> None:
 def _check_field(name: Any, value: Any, where: str) -> None:
     if not isinstance(name, str) or name.startswith("$"):
         raise refuse("HF015", f"{where}: expected the name of a field, found {describe(name)}")
-    no_secret(name)
     key = _MERGE_KEYS.get(name)
     if key is None and name != _ADDED:
         return
@@ -146,14 +144,6 @@ def _check_field(name: Any, value: Any, where: str) -> None:
     if not all(isinstance(row, dict) and (key is None or row.get(key)) for row in rows):
         named = f"mappings, each with {key}" if key else "mappings"
         raise refuse("HF015", f"{where}.{name}: expected a list of {named}")
-    if name == "env":
-        for row in rows:
-            if row.get("value") and SECRET_NAME.search(str(row["name"])):
-                raise refuse(
-                    "HF163",
-                    f"{where}.env: {row['name']} is named like a secret; use valueFrom: "
-                    "{secretKeyRef: ...}, or env.secrets",
-                )
 
 
 def agent_rows(patch: Object) -> list[Object]:

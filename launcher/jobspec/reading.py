@@ -6,10 +6,14 @@ job file, and the config.json that `model` may name.
 
 from __future__ import annotations
 
+import codecs
 import copy
+import errno
 import json
+import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,17 +24,21 @@ from pydantic import ValidationError
 from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.regular_file import open_regular, read_regular
 from elastic_trainer.templates import names_in, preset
 from launcher.errors import Offer, Problem, UserError, Where
 from launcher.jobspec.check import cross_check
 from launcher.jobspec.errors import MODEL_TAGS, problems_of
-from launcher.jobspec.source import Source, read_source
+from launcher.jobspec.source import MAX_BYTES, Source, read_source
 from launcher.jobspec.spec import OPTIONAL, JobSpec, all_sections, keys_of
 from launcher.jobspec.values import as_text
+from launcher.secret_forms import MASK, Leak, find_secrets, leaks
 
 if TYPE_CHECKING:
     from launcher.sites import Site
 
+MAX_MODEL_BYTES: Final = 16 << 20
+"""Of a model's config.json, which is a page of text."""
 ReadText = Callable[[str], str]
 """Path as written in the job file -> text of that file; raises OSError."""
 
@@ -79,7 +87,8 @@ def parse_spec(
         UserError: every problem found, in the order of the file.
     """
     source = read_source(text, file, sets)
-    source.problems += _fill_values(source)
+    secrets = [*leaks(source.data), *_in_comments(text)]
+    source.problems += [*(_no_secret(source, leak) for leak in secrets), *_fill_values(source)]
     left_out = _fill_for_command(source)
     read = None if read is None else cache(read)
 
@@ -97,7 +106,8 @@ def parse_spec(
     errors = [problem for problem in problems if not problem.is_warning]
     warnings = [problem for problem in problems if problem.is_warning]
     if errors:
-        raise UserError.many(errors, warnings)
+        found = _without([*errors, *warnings], [leak.secret for leak in secrets])
+        raise UserError.many(found[: len(errors)], found[len(errors) :])
     assert spec is not None, "a spec without problems is valid"
     spec.warn(warnings)
     return spec
@@ -130,6 +140,51 @@ def _tried(problems: list[Problem], check: Callable[[Offer], list[Problem]]) -> 
 
 def _places(problems: Iterable[Problem]) -> set[tuple[str, str]]:
     return {(problem.code, problem.where.key) for problem in problems}
+
+
+def _in_comments(text: str) -> Iterator[Leak]:
+    """Yield the secrets in the comments of a job file, which is kept as it is written."""
+    for line, row in enumerate(text.splitlines(), start=1):
+        comment = row.partition("#")[2]
+        for what, start, end, name in find_secrets(comment):
+            yield Leak((line,), what, comment[start:end], name)
+
+
+def _no_secret(source: Source, leak: Leak) -> Problem:
+    """Return the problem with a secret; the message does not repeat it."""
+    kept = "job files and scripts are kept and shown"
+    if leak.path and isinstance(leak.path[0], int):
+        where = Where(source.file, leak.path[0])
+        return Problem("HF163", where, f"a comment holds {leak.what}; {kept}: remove it")
+    where = source.where(leak.path)
+    if leak.path[:2] == ("env", "secrets") and len(leak.path) == 3:
+        message = f"expected {{file: PATH}} or {{env: NAME}}, not the secret itself: {kept}"
+    elif leak.path[:2] == ("env", "variables") and leak.name == leak.path[-1]:
+        message = (
+            f"is named like a secret, and {kept}; use env.secrets.{leak.name}: {{file: PATH}} or "
+            f"{{env: {leak.name}}}"
+        )
+    else:
+        message = (
+            f"holds what looks like {leak.what}, and {kept}: put it into a file, name that in "
+            "env.secrets, and let the program read the variable"
+        )
+    return Problem("HF163", where, message)
+
+
+def _without(problems: Sequence[Problem], secrets: Sequence[str]) -> list[Problem]:
+    """Return `problems` without what was found to be secret, in whatever words they have it."""
+    found = []
+    telling = sorted({each for each in secrets if len(each) > 3}, key=len, reverse=True)
+    for problem in problems:
+        message, file = problem.message, problem.where.file
+        for secret in telling:
+            for text in (secret, repr(secret)[1:-1]):
+                message = message.replace(text, MASK) if problem.code != "HF163" else message
+                file = file.replace(text, MASK) if file.startswith("--set ") else file
+        where = replace(problem.where, file=file)
+        found.append(replace(problem, where=where, message=message))
+    return found
 
 
 def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Problem]:
@@ -176,7 +231,7 @@ def load_spec(
             raise FileNotFoundError(str(error)) from error
         if model_path.is_dir():
             model_path /= "config.json"
-        return model_path.read_text(encoding="utf-8")
+        return read_regular(model_path, MAX_MODEL_BYTES).decode()
 
     defaults = [] if site is None else site.sets(read_source(text, file, before).data)
     spec = parse_spec(text, file, [*before, *defaults, *sets], read=read)
@@ -187,7 +242,7 @@ def load_spec(
 def _text(path: str | Path) -> str:
     file = str(path)
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return _job_text(Path(path))
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
         raise UserError("HF002", message, where=Where(file)) from error
@@ -230,6 +285,19 @@ def _fill_values(source: Source) -> list[Problem]:
         for name in values
         if name not in taken
     ]
+
+
+def _job_text(path: Path) -> str:
+    """Return the text of a job file, cut behind what a job file may have."""
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # a shell's <(...), or its input
+        with path.open("rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+                raise OSError(errno.EINVAL, "not a regular file")
+            raw = file.read(4 * MAX_BYTES + 1)
+    else:
+        with open_regular(path) as file:
+            raw = file.read(4 * MAX_BYTES + 1)
+    return codecs.decode(raw, "utf-8-sig")
 
 
 def _fill_for_command(source: Source) -> set[str]:

@@ -200,7 +200,9 @@ class Code(Section):
     dir: Text = Field(".", description="Folder, relative to the job file's.")
     exclude: Texts = Field((), description="Names or patterns left out, as data or *.ckpt.")
     include: Texts = Field(
-        (), description="Patterns of files that are frozen although git ignores them, as *.so."
+        (),
+        description="Patterns of files that are frozen although git ignores them, as *.so; and "
+        "names of files that would be left out as keys or passwords, as .env.",
     )
     max_mib: Annotated[int, Field(ge=1, le=10**6)] = Field(
         256, description="Most that is frozen, in MiB; what is more is refused."

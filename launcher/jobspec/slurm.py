@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from launcher.jobspec.env import OpenText
 from launcher.jobspec.source import describe
 from launcher.jobspec.values import Count, Seconds, Section, Text, refuse
 
@@ -185,11 +184,11 @@ Array = Annotated[
     _written("string", "integer", "null"),
 ]
 Word = Annotated[Text, AfterValidator(_word), AfterValidator(_not_a_separator)]
-Line = Annotated[OpenText, AfterValidator(_not_a_separator)]
+Line = Annotated[Text, AfterValidator(_not_a_separator)]
 """Any one line that sbatch can be given."""
 Features = Annotated[Line, AfterValidator(_without_blanks)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
-Commands = Annotated[tuple[OpenText, ...], Field(strict=False)]
+Commands = Annotated[tuple[Text, ...], Field(strict=False)]
 Host = Annotated[Text, _form(_HOST, "a node name or list as node[07,19-21]")]
 Hosts = Annotated[tuple[Host, ...], Field(strict=False)]
 

@@ -20,6 +20,7 @@ from yaml.error import MarkedYAMLError, YAMLError
 from yaml.reader import ReaderError
 
 from launcher.errors import Offer, Problem, UserError, Where
+from launcher.secret_forms import MASK, leaks, masked_set
 
 Path = tuple[str | int, ...]
 """Keys (and list indices) from the top of the file to a value."""
@@ -64,7 +65,7 @@ class Source:
     spans: dict[Path, Span] = field(default_factory=dict)
     """Of what the file says, whatever a --set says."""
     sets: dict[Path, str] = field(default_factory=dict)
-    """Path -> the --set that gave the value."""
+    """Path -> the --set that gave the value, as it may be shown."""
     problems: list[Problem] = field(default_factory=list)
     """Problems that do not stop the reading: duplicate keys, foreign tags, bad sets."""
 
@@ -251,7 +252,7 @@ class _Builder:
         line = event.start_mark.line + 1
         index = self.anchors.get(event.anchor)
         if index is None:
-            message = f"not YAML: the alias *{event.anchor} stands for nothing"
+            message = f"not YAML: the alias {_shown(f'*{event.anchor}', path)} stands for nothing"
             raise UserError("HF003", message, where=Where(self.source.file, line))
         if index in self.open:
             raise self._endless(event, path)
@@ -332,19 +333,24 @@ class _Builder:
         try:
             return _SCALARS.get(kind, str)(text)
         except ValueError:
-            message = f"{text[:40]!r} cannot be read as a number"
+            message = f"{_shown(text[:40], path)!r} cannot be read as a number"
             self._problem("HF013", message, path, event.start_mark.line + 1)
             return None
 
     def _refuse_tag(self, event: Any, path: Path, *known: str) -> None:
         tag = event.tag
         if tag not in (None, "!") and tag.removeprefix(_TAG) not in known:
-            message = f"the tag {tag} is not allowed; write a plain value"
+            message = f"the tag {_shown(tag, path)} is not allowed; write a plain value"
             self._problem("HF007", message, path, event.start_mark.line + 1)
 
     def _problem(self, code: str, message: str, path: Path, line: int) -> None:
         where = Where(self.source.file, line, dotted(path))
         self.source.problems.append(Problem(code, where, message))
+
+
+def _shown(text: str, path: Path) -> str:
+    """Return what is no value as messages may have it: a password can begin with * or !."""
+    return MASK if any(leaks(text, path)) else text
 
 
 def _kind(text: str) -> str:
@@ -440,7 +446,8 @@ def _apply_set(source: Source, text: str) -> None:
     """Apply one `--set train.steps=50`; what cannot be applied becomes a problem."""
     key, equals, value_text = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
-    where = Where(f"--set {text}")
+    shown = masked_set(text)
+    where = Where(f"--set {shown}")
     if not equals or not all(path):
         message = "expected section.key=value, as in --set train.steps=50"
         source.problems.append(Problem("HF008", where, message))
@@ -467,7 +474,7 @@ def _apply_set(source: Source, text: str) -> None:
     for old in [p for p in (*source.lines, *source.sets) if p[: len(path)] == path]:
         source.lines.pop(old, None)
         source.sets.pop(old, None)
-    source.sets[path] = text
+    source.sets[path] = shown
 
 
 def describe(value: object) -> str:  # noqa: PLR0911  a table of cases

@@ -43,7 +43,7 @@ def plain_text(value: str) -> str:
     """
     if not value.strip():
         raise refuse("HF015", "expected some text, found none")
-    if any(ord(char) < 32 or ord(char) == 127 for char in value):
+    if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in value):
         raise refuse("HF015", "line breaks and control characters are not allowed")
     if any(0xD800 <= ord(char) <= 0xDFFF for char in value):
         raise refuse("HF015", "half of a surrogate pair; write the character out")

@@ -13,8 +13,10 @@ from typing import Self
 from elastic_trainer.atomic_file import beside, publish, write_new
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Ladder
+from elastic_trainer.regular_file import open_regular, read_regular
 from elastic_trainer.storage_probe import StorageError, probe_storage
-from launcher.atomic_file import write_atomic
+from elastic_trainer.typed import parse_json
+from launcher.atomic_file import check_output, write_atomic
 from launcher.backends.background import MARK as _LIVE
 from launcher.backends.processes import start_ticks
 from launcher.errors import UserError, writing
@@ -89,15 +91,18 @@ def write_bundle(run_dir: Path, bundle: Mapping[str, str]) -> None:
         )
     job_file = run_dir / JOB_FILE
     if JOB_FILE in bundle and job_file.is_file():
-        with job_file.open("rb") as file:
+        with open_regular(job_file) as file:
             if file.read(len(HEAD)) != HEAD.encode():
                 raise UserError("HF611", f"{job_file} would be written over; use another folder")
     check_run_dir(run_dir)
+    for name in bundle:
+        with writing(run_dir / name, "remove it, or use another folder"):
+            check_output(run_dir / name)
     with writing(run_dir, "use another"):
         for folder in {run_dir, *((run_dir / name).parent for name in bundle)}:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name, text in bundle.items():
-            (run_dir / name).write_text(text, encoding="utf-8")
+            write_atomic(run_dir / name, text)
 
 
 def check_checkpoint_dir(config: TrainConfig) -> None:
@@ -144,8 +149,8 @@ def read_job(path: Path) -> TrainConfig:
         UserError: HF613 it cannot be read, or was written by another version.
     """
     try:
-        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return TrainConfig.from_json(read_regular(path).decode())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError("HF613", f"{path} cannot be read: {error}") from error
 
 
@@ -183,7 +188,7 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
         UserError: HF612 the run directory cannot be written.
     """
     with writing(f"run directory {run_dir}"):
-        (run_dir / RENDERED).write_text(rendered.to_json(), encoding="utf-8")
+        write_atomic(run_dir / RENDERED, rendered.to_json())
         write_atomic(run_dir / JOB_JSON, narrowed.to_json())
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
@@ -237,7 +242,7 @@ def refuse_if_live(run_dir: Path) -> None:
         UserError: HF615 one does; it is named.
     """
     try:
-        mark = json.loads((run_dir / _LIVE).read_text(encoding="utf-8"))
+        mark = parse_json(read_regular(run_dir / _LIVE))
         pid, started = int(mark["pid"]), mark["started"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return

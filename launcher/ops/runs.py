@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from elastic_trainer.regular_file import read_regular
+from elastic_trainer.typed import parse_json
 from launcher.atomic_file import read_json, write_json
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
@@ -18,6 +19,10 @@ SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
 SWEEP = "sweep.json"
 """In the folder of a sweep: its tasks' values. The runs are the folders 0, 1, … beside it."""
+
+
+_MAX_ID_BYTES: Final = 64
+"""Of a job's id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,7 @@ def read_submitted(run_dir: Path) -> Submission | None:
     """
     path = run_dir / SUBMITTED
     try:
-        return Submission.of_json(json.loads(path.read_text(encoding="utf-8")), run_dir)
+        return Submission.of_json(parse_json(read_regular(path)), run_dir)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,7 +114,7 @@ def read_submitted(run_dir: Path) -> Submission | None:
 
 def _former(path: Path) -> list[dict[str, Any]]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_regular(path))
         former = raw.pop("former", [])
     except FileNotFoundError:
         return []
@@ -220,7 +225,7 @@ def chain_after(run_dir: Path, job_id: str) -> list[str]:
     following: dict[str, str] = {}
     for path in (run_dir / "attempts").glob("*/next"):
         try:
-            text = path.read_text(encoding="ascii").strip()
+            text = read_regular(path, _MAX_ID_BYTES).decode("ascii").strip()
         except (OSError, ValueError):
             continue  # being written
         if text.isdigit():

@@ -9,6 +9,7 @@ from typing import Any
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.events import Event
 from elastic_trainer.ledger_audit import LedgerAudit, audit
+from elastic_trainer.regular_file import read_regular
 from launcher.atomic_file import write_json
 from launcher.backends.background import SUMMARY
 from launcher.errors import UserError
@@ -30,6 +31,7 @@ def current_summary(run_dir: Path) -> tuple[dict[str, Any], list[Event]]:
     ends = [event for event in events if event.event in ("run.started", "run.ended")]
     code = ends[-1].fields.get("code") if ends and ends[-1].event == "run.ended" else None
     audited = audit_ledger(run_dir, config)
+    code = code if isinstance(code, int) else None
     return summarise(events, config=config, audit=audited, code=code), events
 
 
@@ -49,7 +51,7 @@ def audit_ledger(run_dir: Path, config: TrainConfig) -> LedgerAudit | None:
     lines = (
         [
             line
-            for line in path.read_text(encoding="ascii").splitlines(keepends=True)
+            for line in read_regular(path).decode("ascii", "replace").splitlines(keepends=True)
             if line[-1:] == "\n"
         ]
         for path in files

@@ -14,11 +14,15 @@ _MAX_LINE: Final = 150
 """Characters of one line; errors of libraries can be long, the logs have all of them."""
 
 
+_MAX_NUMBER: Final = 1e300
+"""What is not below is no number that a node has measured: infinite, or too long for a float."""
+
+
 def node_names(raw: Any) -> tuple[str, ...]:
     """Return node names from an event's member list (names, or mappings with `node`)."""
     if not isinstance(raw, list | tuple):
         return ()
-    return tuple(str(item["node"]) if isinstance(item, dict) else str(item) for item in raw)
+    return tuple(str(item.get("node")) if isinstance(item, dict) else str(item) for item in raw)
 
 
 def worker_rank(event: Event) -> int | None:
@@ -30,12 +34,17 @@ def worker_rank(event: Event) -> int | None:
 def number(event: Event, field: str) -> float | None:
     """Return a field of `event` as a float; None: it is not there, or no finite number."""
     value = event.fields.get(field)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < _MAX_NUMBER else None
+
+
+def whole(event: Event, field: str) -> int:
+    """Return a field of `event` as a whole number; 0: it is not there, or no number."""
+    return int(number(event, field) or 0)
 
 
 def counts(event: Event) -> tuple[int, int]:
     """Return (have, need) of a `membership.parked`, in nodes."""
-    return int(event.fields.get("have") or 0), int(event.fields.get("need") or 0)
+    return whole(event, "have"), whole(event, "need")
 
 
 def named(node: Any, host: Any) -> str:
@@ -92,7 +101,7 @@ def _fill(form: str, *, every_rank: bool = True) -> _Tell:
 
 
 def _run_started(event: Event) -> str:
-    nodes = counted(int(event.fields.get("nodes") or 0), "node")
+    nodes = counted(whole(event, "nodes"), "node")
     return f"attempt {event.fields.get('attempt', '?')}: {nodes} started"
 
 

@@ -7,12 +7,15 @@ ordered by `t_unix`, each writer's own clock: where clocks of nodes differ, so d
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_trainer.events import Event
+from elastic_trainer.regular_file import open_regular
+from elastic_trainer.typed import check_types
 from launcher.errors import UserError
 
 _LONG_TAILS: Final = 64
@@ -20,6 +23,10 @@ _LONG_TAILS: Final = 64
 _LONG_BYTES: Final = 256 * 1024
 _SHORT_BYTES: Final = 8 * 1024
 _MAX_FILES: Final = 8192
+_MAX_LINE_BYTES: Final = 16 << 20
+"""No event is so long; what is ends the reading of its file."""
+_MAX_UNIX: Final = 1e11
+"""Of an event: dates of four digits and a few more."""
 _CLOCK_SLACK_S: Final = 3600.0
 """The file server's clock and a submission's may differ by less than this."""
 
@@ -101,6 +108,7 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
     try:
         with os.scandir(folder) as entries:
             found = [(each.path, each.stat()) for each in entries if each.name.endswith(".jsonl")]
+            found = [(path, info) for path, info in found if stat.S_ISREG(info.st_mode)]
     except FileNotFoundError:
         return []  # no event yet, or the run is being removed
     except OSError as error:
@@ -111,11 +119,11 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:
     """Yield the whole lines of a file that begin at byte `start` or after it."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             if start:
                 file.seek(start - 1)
-                file.readline()
-            for line in file:
+                file.readline(_MAX_LINE_BYTES)
+            while line := file.readline(_MAX_LINE_BYTES):
                 if not line.endswith(b"\n"):
                     return  # the rest may be written while we look
                 yield line
@@ -131,8 +139,17 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[Event]:
     """Yield the events in `lines`; a line that is none, as one torn by a crash, is passed over."""
     for line in lines:
         event = Event.decode(line.decode("utf-8", errors="replace"))
-        if event is not None and isinstance(event.t_unix, int | float):
+        if event is not None and _is_ours(event):
             yield event
+
+
+def _is_ours(event: Event) -> bool:
+    """Return whether time and place of an event are such as our writers give them."""
+    try:
+        check_types(event)
+    except ValueError:
+        return False
+    return 0 <= event.t_unix < _MAX_UNIX
 
 
 def _t_unix(event: Event) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from elastic_trainer.events import Event
-from launcher.record.event import node_names, number
+from launcher.record.event import node_names, number, whole
 
 STEPS: Final = ("step.completed", "step.skipped", "script.progress")
 """Events that show a step."""
@@ -115,7 +115,7 @@ def step_done(event: Event, step: int) -> StepDone:
         epoch=event.epoch or 0,
         t=event.t_unix,
         loss=None if skipped else number(event, "loss"),
-        tokens=int(event.fields.get("tokens") or 0),
+        tokens=whole(event, "tokens"),
         step_s=number(event, "step_s"),
         skipped=skipped,
     )

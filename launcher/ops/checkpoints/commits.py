@@ -26,6 +26,7 @@ from elastic_trainer.checkpoint.manifest import (
 )
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.config import TrainConfig
+from elastic_trainer.regular_file import read_regular
 from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
 
@@ -203,8 +204,12 @@ class RunCheckpoints:
 
     def _unreadable(self, commit: Commit, manifest: Manifest) -> list[str]:
         try:
-            raw = (self.storage.root / commit.dir / METADATA_NAME).read_bytes()
-            check_index(raw, manifest.files)
+            path = self.storage.root / commit.dir / METADATA_NAME
+            check_index(
+                read_regular(path, manifest.files[METADATA_NAME].size_bytes), manifest.files
+            )
+        except KeyError:
+            return [f"{METADATA_NAME} was not saved"]
         except (OSError, DamagedError) as error:
             return [str(error)]
         return []
@@ -230,7 +235,10 @@ class RunCheckpoints:
         found = []
         for other in self.others():
             if other["kind"] == "milestone":
-                raw = (self.storage.root / other["dir"] / MANIFEST_NAME).read_bytes()
+                try:
+                    raw = read_regular(self.storage.root / other["dir"] / MANIFEST_NAME)
+                except OSError:
+                    continue  # removed, or not readable: it cannot be named
                 digest = hashlib.sha256(raw).hexdigest()
                 named = {key: other[key] for key in ("epoch", "step", "dir")}
                 found.append(Commit(**named, manifest_sha256=digest))

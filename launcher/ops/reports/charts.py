@@ -11,7 +11,6 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
@@ -87,10 +86,12 @@ def svg(chart: Chart, data: ReportData) -> str:
     return out.getvalue()
 
 
-def write_png(data: ReportData, path: Path) -> None:
-    """Write all charts, one below the other, to `path`."""
+def png(data: ReportData) -> bytes:
+    """Return all charts, one below the other."""
+    out = io.BytesIO()
     with png_figure(data) as figure:
-        figure.savefig(path, format="png", dpi=130)
+        figure.savefig(out, format="png", dpi=130)
+    return out.getvalue()
 
 
 @contextmanager

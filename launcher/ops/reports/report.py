@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.layout import layout_label
+from launcher.atomic_file import check_output, write_atomic
 from launcher.errors import UserError
 from launcher.installed import need
 from launcher.ops.reports.data import ReportData, kind_text, seconds_text
@@ -26,14 +27,12 @@ def write_report(data: ReportData, path: Path) -> None:
     if suffix not in (".png", ".html", ".htm"):
         raise UserError("HF620", f"{path}: a report is .html or .png")
     need("a report", "matplotlib")
-    from launcher.ops.reports.charts import write_png  # it takes a while to import
+    from launcher.ops.reports.charts import png  # it takes a while to import
 
     try:
+        check_output(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if suffix == ".png":
-            write_png(data, path)
-        else:
-            path.write_text(html_report(data), encoding="utf-8")
+        write_atomic(path, png(data) if suffix == ".png" else html_report(data))
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
         raise UserError("HF612", message) from error

@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.regular_file import read_regular
+from elastic_trainer.typed import parse_json
 from launcher.atomic_file import write_json
 from launcher.errors import UserError, writing
 from launcher.record.files import LauncherLog
@@ -130,7 +132,7 @@ def load_environment(run_dir: Path) -> Environment | None:
     """
     path = run_dir / ENVIRONMENT_JSON
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = parse_json(read_regular(path))
         return Environment(**raw)
     except FileNotFoundError:
         return None

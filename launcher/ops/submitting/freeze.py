@@ -18,7 +18,6 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -35,8 +34,10 @@ from typing import Any, Final
 from elastic_trainer.command import split_command
 from elastic_trainer.config import CodeSection, TrainConfig
 from elastic_trainer.quantities import counted, sized
+from elastic_trainer.regular_file import open_regular, read_regular
+from elastic_trainer.typed import parse_json
 from launcher.atomic_file import write_atomic, write_json
-from launcher.errors import UserError, Where, writing
+from launcher.errors import Problem, UserError, Where, writing
 from launcher.jobspec.sections import Code
 from launcher.jobspec.spec import JobSpec
 from launcher.ops import run_dir as run_dirs
@@ -47,6 +48,21 @@ ALWAYS_EXCLUDED: Final = (
     *(".git", ".hg", ".svn", "__pycache__", "*.pyc", ".DS_Store", "node_modules"),
     *(".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", ".tox", ".nox"),
 )
+SECRET_FILES: Final = (
+    *(".env", ".env.*", "*.env", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key"),
+    *("*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "kubeconfig", "*.kubeconfig"),
+    *(".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", ".pgpass", ".my.cnf"),
+    *(".htpasswd", ".dockercfg", ".dockerconfigjson", ".vault-token", "credentials.json"),
+    *(".aws", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud"),
+)
+"""Names of files and folders that hold keys and passwords; one is frozen if code.include names it.
+
+They are those of the tools that write them: dotenv, ssh-keygen(1), openssl(1), curl's and ftp's
+.netrc, git-credential-store(1), npm, pip and twine, psql, mysql, htpasswd(1), Docker, Vault, Google
+Cloud, kubectl, the AWS CLI, GnuPG and Azure's.
+"""
+_EXAMPLES: Final = (".env.example", ".env.sample", ".env.template", ".env.dist")
+"""What is written to be shown."""
 MAX_FILES: Final = 50_000
 MAX_PATCH_BYTES: Final = 16 << 20
 """A longer patch is left out: what it says is in the copy."""
@@ -83,6 +99,8 @@ class CodeSource:
     max_mib: int
     skipped: tuple[str, ...]
     """Sockets, pipes and devices that are left out."""
+    secrets: tuple[str, ...] = ()
+    """What SECRET_FILES names, and is left out too; folders end in a slash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +139,18 @@ def survey(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> CodeFiles |
     checkpoints = checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir)
     source = Path(resolve(spec.code.dir, base_dir))
     return list_code(source, spec.code, skip=(run_dir, Path(checkpoints)))
+
+
+def left_out(about: CodeSource) -> list[Problem]:
+    """Return a warning that names what was not frozen since it is named like a secret."""
+    if not about.secrets:
+        return []
+    listed = ", ".join(about.secrets[:5]) + (", ..." if len(about.secrets) > 5 else "")
+    message = (
+        f"left out of the frozen code, since files of such names hold keys or passwords: {listed}; "
+        "hand secrets over by env.secrets, or name a file that the program needs in code.include"
+    )
+    return [Problem("HF179", Where(key="code"), message)]
 
 
 def freeze_code(home: Path, files: CodeFiles, *, wall: Callable[[], float] = time.time) -> Frozen:
@@ -235,7 +265,7 @@ def load_frozen(run_dir: Path) -> tuple[Frozen | None, tuple[Frozen, ...]]:
     """
     path = run_dir / "code.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_regular(path))
         *history, frozen = map(_from_raw, (*raw.pop("history"), raw))
     except FileNotFoundError:
         return None, ()
@@ -245,7 +275,8 @@ def load_frozen(run_dir: Path) -> tuple[Frozen | None, tuple[Frozen, ...]]:
 
 
 def _from_raw(raw: dict[str, Any]) -> Frozen:
-    return Frozen(**{**raw, **{key: tuple(raw[key]) for key in ("exclude", "include", "skipped")}})
+    lists = {key: tuple(raw[key]) for key in ("exclude", "include", "skipped")}
+    return Frozen(**{**raw, **lists, "secrets": tuple(raw.get("secrets", ()))})  # once it had none
 
 
 def pointed_to(job: TrainConfig, frozen: Frozen) -> TrainConfig:
@@ -294,9 +325,10 @@ def list_code(source: Path, code: Code, *, skip: Sequence[Path] = ()) -> CodeFil
         raise UserError("HF201", f"{source} is not a folder; fix the path", where=where)
     git = _git_status(folder)
     sizes: dict[str, int] = {}
-    skipped = []
+    skipped: list[str] = []
+    secrets: list[str] = []
     try:
-        for name, info in _walk(folder, code, skip, by_git=bool(git)):
+        for name, info in _walk(folder, code, skip, secrets, by_git=bool(git)):
             if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
                 sizes[name] = info.st_size
             else:
@@ -316,14 +348,18 @@ def list_code(source: Path, code: Code, *, skip: Sequence[Path] = ()) -> CodeFil
         size_bytes=sum(sizes.values()),
         **code.model_dump(exclude={"dir"}),
         skipped=tuple(sorted(skipped)),
+        secrets=tuple(sorted(secrets)),
     )
     return CodeFiles(about=about, names=tuple(sorted(sizes)))
 
 
 def _walk(
-    root: Path, code: Code, skip: Sequence[Path], *, by_git: bool
+    root: Path, code: Code, skip: Sequence[Path], secrets: list[str], *, by_git: bool
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield what is no folder in `root` and not left out; `by_git`: what git lists of it."""
+    """Yield what is no folder in `root` and not left out; `by_git`: what git lists of it.
+
+    What is left out only since it is named like a secret goes into `secrets`.
+    """
     exclude = [each.removeprefix("./").rstrip("/") for each in (*ALWAYS_EXCLUDED, *code.exclude)]
     never = {path.resolve() for path in skip} - {root}
     pending = [("", _listed(root) if by_git else None)]
@@ -334,6 +370,10 @@ def _walk(
                 path, here = inside + entry.name, Path(entry)
                 wanted = listed is None or path in listed
                 if _matches(path, exclude):
+                    continue
+                if _is_secret(path, code.include):
+                    if wanted and not (entry.is_dir() and _is_never_code(here)):
+                        secrets.append(f"{path}/" if entry.is_dir() else path)
                     continue
                 if not entry.is_dir(follow_symlinks=False):
                     if wanted or _matches(path, code.include):
@@ -348,6 +388,23 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     """Return whether the last part of `path` matches a pattern, or all of it one with a slash."""
     last = path.rpartition("/")[2]
     return any(fnmatch.fnmatchcase(path if "/" in each else last, each) for each in patterns)
+
+
+def _is_secret(path: str, include: Sequence[str]) -> bool:
+    """Return whether SECRET_FILES names a file or folder, and `include` does not ask for it.
+
+    A pattern for other files, as assets/*, does not: it must name this one, or be of the table.
+    """
+    if _matches(path, _EXAMPLES):
+        return False
+    if not any(_matches(part, SECRET_FILES) for part in path.split("/")):
+        return False
+    asked = [each for each in include if each in SECRET_FILES or not set(each) & set("*?[")]
+    # Of a folder, all or some of its files.
+    return not any(
+        _matches(path, [each]) or f"{path}/".startswith(f"{each}/") or each.startswith(f"{path}/")
+        for each in asked
+    )
 
 
 def _is_never_code(folder: Path) -> bool:
@@ -443,7 +500,8 @@ def _patch_of(files: CodeFiles) -> bytes | None:
             return None
         how = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--relative")
         prefixes = ("--src-prefix=a/", "--dst-prefix=b/", "--ignore-submodules=all")
-        patch = _git(folder, "diff", *how, *prefixes, revision, "--", ".", env=env)
+        without = (f":(exclude,literal){name}" for name in files.about.secrets)
+        patch = _git(folder, "diff", *how, *prefixes, revision, "--", ".", *without, env=env)
     return None if patch is None or len(patch) > MAX_PATCH_BYTES else patch
 
 
@@ -486,7 +544,7 @@ def _copy(source: Path, target: Path, name: str) -> str:
                 points_to = os.path.relpath(points_to, path.parent)
             copy.symlink_to(points_to)
             return f"link {points_to} {name}\0"
-        content = path.open("rb")
+        content = open_regular(path)
     except OSError as error:
         raise UserError(
             "HF641",
@@ -495,11 +553,12 @@ def _copy(source: Path, target: Path, name: str) -> str:
         ) from error
     with content, copy.open("w+b") as out:
         info = os.fstat(content.fileno())
+        # What others may not read here they may not read there; nor what the umask says. From the
+        # start: the content comes after.
+        made = os.fstat(out.fileno()).st_mode
+        os.fchmod(out.fileno(), info.st_mode & _READ_ONLY & (made | made >> 2 & 0o111))
         shutil.copyfileobj(content, out)
         out.seek(0)  # the digest is that of the copy: the file may be changing
         digest = hashlib.file_digest(out, "sha256").hexdigest()
-        # What others may not read here they may not read there; nor what the umask says.
-        made = os.fstat(out.fileno()).st_mode
-        os.fchmod(out.fileno(), info.st_mode & _READ_ONLY & (made | made >> 2 & 0o111))
     os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
     return f"{'exec' if info.st_mode & 0o100 else 'file'} {digest} {name}\0"

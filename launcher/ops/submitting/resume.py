@@ -29,7 +29,7 @@ from launcher.ops.submitting.environment import (
     load_environment,
     record_environment,
 )
-from launcher.ops.submitting.freeze import Frozen, load_frozen, pointed_to, upgrade
+from launcher.ops.submitting.freeze import Frozen, left_out, load_frozen, pointed_to, upgrade
 from launcher.ops.submitting.submit import note_submitted
 from launcher.planning.search import plan
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
@@ -325,6 +325,7 @@ def _upgrade(run_dir: Path, *, wall: Callable[[], float]) -> list[str]:
         if was.digest != now.digest:
             revisions = f"({_revision(was)} -> {_revision(now)})"
             changed.append(f"code {was.digest[:12]} -> {now.digest[:12]} {revisions}")
+            changed += [problem.message for problem in left_out(now)]
     if environment is not None:
         found = describe(venv=environment.prefix, image=environment.image)
         if found.digest != environment.digest:

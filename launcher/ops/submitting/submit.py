@@ -28,6 +28,7 @@ from launcher.ops.submitting.freeze import (
     CodeFiles,
     Frozen,
     freeze_code,
+    left_out,
     remove_frozen,
     survey,
     use_code,
@@ -140,6 +141,7 @@ def prepare(
         _refuse_shared_checkpoints(specs)
     if specs[0].slurm.group is not None:
         permissions.check_group(specs[0].slurm.group)
+    code = survey(specs[0], base_dir=base_dir, run_dir=directory)
     return Prepared(
         target=target,
         run_id=run_id,
@@ -149,8 +151,8 @@ def prepare(
         values=tuple(values),
         tasks=tasks,
         base_dir=base_dir,
-        warnings=tuple(plans[0].warnings),
-        code=survey(specs[0], base_dir=base_dir, run_dir=directory),
+        warnings=(*plans[0].warnings, *(left_out(code.about) if code else ())),
+        code=code,
         environment=_environment(specs[0], base_dir=base_dir, look=look, image=image),
     )
 

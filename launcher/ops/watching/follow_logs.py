@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from elastic_trainer.events import Event
+from elastic_trainer.regular_file import open_regular
 from launcher.record.event import describe, number, worker_rank
 from launcher.record.files import RunRecord
 from launcher.run_files import ATTEMPT
@@ -250,7 +251,7 @@ def _scan(folder: Path) -> Sequence[os.DirEntry[str]]:
 def _read(path: str, file: _File, *, last: bool) -> tuple[float, list[str]]:
     """Return when `path` was last written, and its new whole lines."""
     try:
-        with Path(path).open("rb") as opened:
+        with open_regular(Path(path)) as opened:
             info = os.fstat(opened.fileno())
             if info.st_size < file.offset:  # it was cut, or begun anew
                 file.offset, file.rest = 0, b""

@@ -17,6 +17,7 @@ from elastic_trainer.failures import (
     classify,
     one_line,
 )
+from elastic_trainer.regular_file import open_regular
 from launcher import stop_request
 from launcher.backends.base import JobState
 from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
@@ -263,7 +264,7 @@ def _last_seen(status: RunStatus, now_unix: float) -> list[str]:
 def _tail(path: Path, num_lines: int = _TAIL_LINES) -> list[str]:
     """Return the last lines of a log, read from its end; none where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 200 * num_lines))
             text = file.read().decode("utf-8", errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 
 import pytest
@@ -207,3 +208,29 @@ def test_what_is_no_model_directory_is_refused(tmp_path, hf, what):
     with pytest.raises(InputError, match="HF323"):
         import_hf(source, tmp_path / "run", run_id="r")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (os.mkfifo, "HF323"),
+        (lambda path: path.symlink_to("/dev/zero"), "HF323"),
+        (lambda path: path.write_bytes((1 << 62).to_bytes(8, "little") + b"{"), "HF324"),
+        (lambda path: path.write_bytes(b"abc"), "HF324"),
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_what_is_no_file_of_a_model_is_not_imported(tmp_path, hf, name, make, code):
+    path = hf / name
+    path.unlink(missing_ok=True)
+    make(path)
+    with pytest.raises(InputError, match=code if name != "config.json" else "HF323|HF021"):
+        import_hf(hf, tmp_path / "out", run_id="r")
+
+
+def test_a_model_of_too_many_layers_is_not_imported(tmp_path, hf):
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 400_000}))
+    with pytest.raises(InputError, match="HF021"):
+        import_hf(hf, tmp_path / "out", run_id="r")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,3 +115,22 @@ def test_whatever_dies_nothing_is_lost_or_repeated(history, micro_batch):
             files.append(file(number, resumed, *steps))
     expected = LedgerAudit(steps=top, lost=0, repeated=0, steps_redone=redone)
     assert audit(files, global_batch=global_batch) == expected
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 200_000,
+        "5",
+        '{"step": 1, "samples": [[0, 8]]}',
+        '{"epoch": "x", "resume_step": 0}',
+        '{"epoch": 1, "resume_step": 0}\n{"step": 1, "samples": [[0, 1000000000000]]}',
+        '{"epoch": 1, "resume_step": 0}\n{"step": 1, "samples": [[0]]}',
+        '{"epoch": 1, "resume_step": 0}\n{"step": "x", "samples": 1}',
+        '{"epoch": 1, "resume_step": 0}\n{"step": 1000000000000, "samples": [[0, 8]]}',
+    ],
+)
+def test_no_line_breaks_an_audit(line):
+    found = audit([line.split("\n")], global_batch=8)
+    assert found.steps <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -65,6 +66,93 @@ def run(tmp_path):
 
 def directory(run, step):
     return run / "checkpoints" / f"step-{step:09d}-e000001"
+
+
+def write_commit(run, raw, **changes):
+    """Put a manifest of these bytes on the board, whatever they are."""
+    storage = CheckpointStorage(run / "checkpoints")
+    storage.root.mkdir()
+    name = storage.make(5, 1)
+    (storage.root / name / "manifest.json").write_bytes(raw)
+    digest = hashlib.sha256(raw).hexdigest()
+    commit = Commit(**{"epoch": 1, "step": 5, "dir": name, "manifest_sha256": digest, **changes})
+    board = FileBoard(run / "board")
+    update(board, lambda state: dataclasses.replace(state, epoch=1))
+    update(board, lambda state: with_commit(state, commit, keep=3))
+    return storage.root / name
+
+
+def manifest(**changes):
+    """Return the bytes of a manifest without files, changed."""
+    plain = Manifest(
+        run_id="r", epoch=1, step=5, consumed_samples=1, layout="dp1", world_size=1, files={}
+    )
+    return json.dumps({**json.loads(plain.encode()), **changes}).encode()
+
+
+EMPTY = {"size_bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 200_000,
+        b"NaN",
+        b"[]",
+        b"\xff",
+        b"1" * 5000,
+        manifest(files=[]),
+        manifest(files={"a": 5}),
+        manifest(files={"a": {"x": 1}}),
+        manifest(files={"a": {**EMPTY, "size_bytes": 10**30}}),
+        manifest(files={"../a": EMPTY}),
+        manifest(model={"a": 1}),
+        manifest(world_size="x"),
+        manifest(consumed_samples=float("nan")),
+        manifest(version="\x1b[31m" * 1000),
+        manifest(),  # without .metadata
+    ],
+)
+def test_no_manifest_breaks_verify_and_list(tmp_path, capsys, raw):
+    write_commit(tmp_path, raw)
+    assert run_cli(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "DAMAGED" in capsys.readouterr().err
+    assert run_cli(["checkpoint", "list", str(tmp_path)]) == 0
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")])
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+def test_pipes_and_devices_are_no_checkpoint(tmp_path, capsys, name, make):
+    path = write_commit(tmp_path, manifest(files={"__0_0.distcp": EMPTY})) / name
+    path.unlink(missing_ok=True)
+    make(path)
+    assert run_cli(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert f"{name}: not a regular file" in capsys.readouterr().err
+
+
+def test_a_board_leads_to_no_other_folder(tmp_path, capsys):
+    write_commit(tmp_path, manifest(), dir="../checkpoints/step-000000005-e000001")
+    assert run_cli(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "not a plain name" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [os.mkfifo, partial(os.symlink, "/dev/zero")])
+def test_a_board_that_is_no_file_is_named(tmp_path, capsys, make):
+    (tmp_path / "board").mkdir()
+    make(tmp_path / "board" / "v000000000001")
+    assert run_cli(["checkpoint", "list", str(tmp_path)]) == 2
+    assert "HF302" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b'{"version":1}', b"[" * 200_000, manifest(numbers=[5])])
+def test_a_board_that_says_nonsense_is_named(tmp_path, capsys, content):
+    board = FileBoard(tmp_path / "board")
+    board.set_state(content)
+    assert run_cli(["checkpoint", "list", str(tmp_path)]) == 2
+    assert "HF302" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from launcher.ops import run_dir as run_dirs
 from launcher.ops.submitting.freeze import (
     ALWAYS_EXCLUDED,
     freeze_code,
+    left_out,
     list_code,
     load_frozen,
     remove_frozen,
@@ -433,3 +434,79 @@ def test_any_file_name_is_copied(tmp_path_factory, names, under_git):
     assert copied == {name: name.encode() for name in files.names}
     remove_frozen(Path(frozen.dir))
     assert not Path(frozen.dir).exists()
+
+
+SECRETS = [".env", ".env.local", "prod.env", "id_rsa", "id_ed25519", "tls.pem", "tls.key", ".netrc",
+           "kubeconfig", ".git-credentials", ".npmrc", ".pypirc"]  # fmt: skip
+
+
+def with_secrets(source):
+    for name in [
+        *SECRETS,
+        "train.py",
+        ".env.example",
+        "pkg/.env",
+        ".aws/credentials",
+        ".ssh/config",
+    ]:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("TOKEN=s3cretive\n")
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_keys_and_passwords_are_not_frozen_and_that_is_said(source, freeze, tracked):
+    with_secrets(source)
+    if tracked:
+        git(source, "init", "-q", "-b", "main")
+        git(source, "add", "-A")
+        git(source, "commit", "-q", "-m", "first")
+        with_secrets(source)
+        (source / ".env").write_text("TOKEN=n3w\n")
+    run_dir, frozen = freeze(source)
+    left = {*SECRETS, "pkg/.env", ".aws/", ".ssh/"}
+    assert set(frozen.secrets) == left
+    copied = {str(p.relative_to(frozen.dir)) for p in Path(frozen.dir).rglob("*") if p.is_file()}
+    assert copied == {"train.py", ".env.example", "pkg/model.py"}
+    [warning] = left_out(frozen)
+    assert warning.code == "HF179"
+    assert ".aws/" in warning.message
+    assert load_frozen(run_dir)[0] == frozen
+    assert frozen.patch is None or "n3w" not in (run_dir / "code" / frozen.patch).read_text()
+
+
+def test_a_file_named_like_a_secret_is_frozen_if_it_is_named(source, freeze):
+    with_secrets(source)
+    _, frozen = freeze(source, *SCRIPT, "code.include=[.env, '*.pem', .ssh/config, 'pkg/*']")
+    copied = {str(p.relative_to(frozen.dir)) for p in Path(frozen.dir).rglob("*") if p.is_file()}
+    assert {".env", "tls.pem", ".ssh/config"} <= copied
+    assert not {"tls.key", ".aws/credentials"} & copied
+
+
+def test_a_run_frozen_before_there_were_secrets_can_be_read(source, freeze):
+    run_dir, frozen = freeze(source)
+    raw = json.loads((run_dir / "code.json").read_text())
+    del raw["secrets"]
+    (run_dir / "code.json").write_text(json.dumps(raw))
+    assert load_frozen(run_dir)[0] == frozen
+
+
+def test_what_only_its_owner_may_read_is_never_open_while_it_is_copied(source, freeze, monkeypatch):
+    (source / "train.py").chmod(0o600)
+    seen = []
+
+    def copy(content, out):
+        seen.append(stat.S_IMODE(os.fstat(out.fileno()).st_mode))
+        out.write(content.read())
+
+    monkeypatch.setattr("launcher.ops.submitting.freeze.shutil.copyfileobj", copy)
+    freeze(source)
+    assert 0o400 in seen
+    assert not any(mode & 0o077 for mode in seen if mode == 0o400)
+
+
+def test_a_pipe_in_place_of_a_file_is_no_trap(source, make_run):
+    run_dir, files = make_run(source)
+    (source / "train.py").unlink()
+    os.mkfifo(source / "train.py")
+    with pytest.raises(UserError, match="HF641"):
+        freeze_code(run_dir, files)

@@ -24,8 +24,9 @@ PURE = {
     "command",
     "templates",
     "running_clock",
+    "typed",
 }
-SHARED = {"board", "atomic_file", "fresh_look", "storage_probe"}
+SHARED = {"board", "atomic_file", "fresh_look", "regular_file", "storage_probe"}
 """Not pure, and shared with the launcher all the same: the board, and how both sides use storage.
 A contract keeps torch out of them."""
 READABLE = {"script_steps"} | {

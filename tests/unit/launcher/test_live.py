@@ -112,3 +112,11 @@ def test_check_for_slurm_looks_at_the_paths(tmp_path, capsys):
     assert "HF201 data.path" in capsys.readouterr().err
     (tmp_path / "corpus").write_text("text")
     assert run_cli(["check", str(job), "--to", "slurm"]) == 0
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
+def test_pipes_and_devices_are_no_data(make_spec, corpus, key):
+    os.mkfifo(corpus / "pipe")
+    for name in ("pipe", "/dev/zero"):
+        [problem] = live_problems(make_spec(f"{key}={name}"), corpus)
+        assert (problem.code, problem.where.key) == ("HF202", key)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.events import Event
+from elastic_trainer.events import EVENTS, Event
 from launcher.errors import UserError
+from launcher.record.event import describe
 from launcher.record.files import LauncherLog, RunRecord, events_named, newest_events
+from launcher.record.timeline import epochs
 
 
 def event(t, name="agent.started"):
@@ -93,3 +96,40 @@ def test_a_record_that_cannot_be_read(tmp_path, read):
     (tmp_path / "events").write_text("")
     with pytest.raises(UserError, match="HF613"):
         read(tmp_path)
+
+
+FIELDS = [
+    *("members", "spares", "layout", "tokens", "loss", "code", "nodes", "have", "need", "host"),
+    *("seconds", "reason", "kind", "victims", "member", "worker_rank", "resume_step"),
+]
+
+
+NONSENSE = [10**400, float("nan"), "x", [1, {}, None], {"a": [{}]}, None, True]
+
+
+@pytest.mark.parametrize("keys", [FIELDS, ["step"], ["epoch"], ["rank"], ["node"], ["t_unix"]])
+@pytest.mark.parametrize("value", NONSENSE, ids=lambda value: f"{value!r:.10}")
+def test_no_line_breaks_what_is_told_of_a_run(tmp_path, keys, value):
+    record, path, _ = of_one_file(tmp_path)
+    usual = {"t_unix": 1.7e9, "t_mono": 1.0, "epoch": 1, "step": 1, "rank": 0, "node": "a"}
+    lines = [{**usual, **dict.fromkeys(keys, value), "event": name} for name in EVENTS]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = record.poll()
+    epochs(events)
+    for each in events:
+        describe(each)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_pipes_and_devices_are_no_events(tmp_path, make):
+    record, path, _ = of_one_file(tmp_path)
+    make(path)
+    assert record.poll() == []
+    assert newest_events(tmp_path) == []
+
+
+def test_deep_lines_are_passed_over(tmp_path):
+    record, path, line = of_one_file(tmp_path)
+    path.write_text("[" * 200_000 + "\n" + line)
+    assert len(record.poll()) == 1

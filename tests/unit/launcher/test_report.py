@@ -155,6 +155,15 @@ def test_files(tmp_path):
         write_report(one_failure(), path / "r.html")
 
 
+@pytest.mark.parametrize("suffix", ["html", "png"])
+def test_no_report_is_written_through_a_link(tmp_path, suffix):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / f"r.{suffix}").symlink_to("precious")
+    with pytest.raises(UserError, match="HF612"):
+        write_report(one_failure(), tmp_path / f"r.{suffix}")
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"HF632.*matplotlib.*pip install"):

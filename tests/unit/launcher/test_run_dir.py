@@ -19,6 +19,7 @@ from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
 from launcher.errors import UserError
 from launcher.ops import run_dir as run_dirs
+from launcher.render.local import HEAD
 
 
 @pytest.fixture
@@ -123,3 +124,24 @@ def test_the_mark_of_a_killed_launcher_is_taken_over(tmp_path):
 def test_a_torn_mark_stops_nobody(tmp_path):
     (tmp_path / "launcher.json").write_text('{"pid"')
     run_dirs.refuse_if_live(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["job.json", "job.sbatch", "job.yaml"])
+def test_no_bundle_is_written_through_a_link(tmp_path, name):
+    (tmp_path / "precious").write_text(f"{HEAD}/x\n")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / name).symlink_to("../precious")
+    with pytest.raises(UserError, match="HF612"):
+        run_dirs.write_bundle(run_dir, {name: "new"})
+    assert (tmp_path / "precious").read_text() == f"{HEAD}/x\n"
+    assert [path.name for path in run_dir.iterdir()] == [name]  # nothing else was written
+    assert (run_dir / name).is_symlink()
+
+
+def test_a_bundle_is_written_over_an_earlier_one_and_not_into_its_other_names(tmp_path):
+    run_dirs.write_bundle(tmp_path / "run", {"job.json": "old"})
+    (tmp_path / "other").hardlink_to(tmp_path / "run" / "job.json")
+    run_dirs.write_bundle(tmp_path / "run", {"job.json": "new"})
+    assert (tmp_path / "run" / "job.json").read_text() == "new"
+    assert (tmp_path / "other").read_text() == "old"

@@ -1,0 +1,52 @@
+"""What commands print: control characters of names and texts are shown, not sent to a terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, TextIO
+
+_COLOUR: Final = r"\x1b\[[0-9;]*m"
+_CONTROL: Final = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+"""All but tab and newline; and what turns the direction of writing."""
+
+
+def visible(text: str, *, keep_colours: bool = False) -> str:
+    """Return `text` with its control characters escaped; JSON stays JSON."""
+
+    def escaped(match: re.Match[str]) -> str:
+        found = match[0]
+        if len(found) > 1:
+            return found
+        return f"\\x{ord(found):02x}" if ord(found) < 32 else f"\\u{ord(found):04x}"
+
+    return re.sub(f"{_COLOUR}|{_CONTROL}" if keep_colours else _CONTROL, escaped, text)
+
+
+class VisibleStream:
+    """A text stream to people: escapes control characters, passes on all else.
+
+    Colours pass on a terminal, where click and rich set them. `direct` is for what moves the
+    cursor itself and shows no text of others'.
+    """
+
+    def __init__(self, direct: TextIO) -> None:
+        self.direct = direct
+
+    def write(self, text: str) -> int:
+        """Write `text`; return how much of it was written, which is all."""
+        self.direct.write(visible(text, keep_colours=self.direct.isatty()))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the stream itself has."""
+        return getattr(self.direct, name)
+
+
+def direct(stream: TextIO) -> TextIO:
+    """Return the stream behind a VisibleStream, or `stream`."""
+    return stream.direct if isinstance(stream, VisibleStream) else stream
+
+
+def for_programs(stream: TextIO) -> TextIO:
+    """Return where a script goes: to another program as it is, to a terminal as all else."""
+    return stream if stream.isatty() else direct(stream)
