@@ -459,6 +459,8 @@ class Coordinator(Role):
         if member.agent_id in self.members:
             if self.phase in BUSY and not runs:
                 self._end_epoch(f"{member.node} missed the epoch", (member.node,))
+            elif self.phase in BUSY and not join.runs:
+                self._end_epoch(f"{member.node} was cut off, and has no workers", (member.node,))
             if self.phase is Phase.DRAINING:
                 ctx.send(conn, Ask(epoch=ctx.epoch, request=int(self._asked)))
         return self.advance()
