@@ -392,7 +392,10 @@ class HoldfastAgent(ElasticAgent):
         self._show_progress(epoch)
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
-        if len(beats) == self._config.workers and all(map(has_run, beats.values())):
+        # A worker can have completed a step before the zygote's word of its start is read.
+        if epoch.started == len(beats) == self._config.workers and all(
+            map(has_run, beats.values())
+        ):
             self._now_running(epoch)
         epoch.monitor.look()
         if (paced := epoch.monitor.paced(epoch.formed.epoch)) is not None:

@@ -94,7 +94,7 @@ def test_a_requeued_job_runs_the_code_that_was_submitted_and_is_followed(slurm):
         out, err = follower.communicate(timeout=60)
     finally:
         follower.kill()
-        follower.wait()
+        follower.communicate()
     assert out.count("started old") == 2, out + err
     assert any(f"-- attempt {job}.1" in line for line in out.splitlines()), out
     loose = [

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,13 @@ from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
 from elastic_trainer.events import Event
 
 DEADLINE_S = 5.0
+PIECE = 100
+"""Characters of a text on one line.
+
+srun hands on up to 1,024 bytes of a task at once (SLURM_IO_MAX_MSG_LEN in its io_hdr.h), and what
+other nodes print may come between two such parts. A line with a piece is shorter: a character
+takes 6 bytes at most, the other fields about 300.
+"""
 SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see scratch.py
 
 
@@ -107,15 +114,22 @@ def look(
     ]
 
 
+def lines_of(worker: Mapping[str, object]) -> Iterator[bytes]:
+    """Return lines of JSON: each is `worker`, with a piece of its text."""
+    text = str(worker["text"])
+    for at in range(0, max(len(text), 1), PIECE):
+        piece = dict(worker) | {"text": text[at : at + PIECE]}
+        yield json.dumps(piece, ensure_ascii=False).encode() + b"\n"
+
+
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("ranks", type=int, nargs=-1)
 def main(run_dir: Path, ranks: tuple[int, ...]) -> None:
-    """Print a line of JSON for each worker of RANKS, or for all that are here."""
+    """Print lines of JSON for each worker of RANKS, or for all that are here."""
     for worker in look(run_dir, env=os.environ, ranks=ranks):
-        # One write a line: the lines of many nodes come together in one pipe.
-        sys.stdout.write(json.dumps(worker) + "\n")
-        sys.stdout.flush()
+        sys.stdout.buffer.writelines(lines_of(worker))
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ class Coordinator(Role):
         ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
-        if self._amid:
+        if self._amid and settings.ladder.max_nodes > 1:  # else who led before was all of it
             ctx.after("strays", STRAYS_S)
         self._listen()
         self._watch_quarantine()
@@ -459,6 +459,8 @@ class Coordinator(Role):
         if member.agent_id in self.members:
             if self.phase in BUSY and not runs:
                 self._end_epoch(f"{member.node} missed the epoch", (member.node,))
+            elif self.phase in BUSY and not join.runs:
+                self._end_epoch(f"{member.node} was cut off, and has no workers", (member.node,))
             if self.phase is Phase.DRAINING:
                 ctx.send(conn, Ask(epoch=ctx.epoch, request=int(self._asked)))
         return self.advance()
@@ -647,7 +649,7 @@ class Coordinator(Role):
             return False
         settings, ctx = self.ctx.settings, self.ctx
         if "strays" in ctx.timers:
-            return settings.ladder.max_nodes > 1  # else who led before was all of it
+            return True
         if self._expected is not None:
             return bool(self._expected)
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes

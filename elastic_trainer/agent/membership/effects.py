@@ -231,6 +231,7 @@ class Context:
             member=self.me,
             job=self.job,
             last_epoch=self.epoch,
+            runs=self.in_epoch,
             ready=self.ready,
             readmit=self.readmit,
             holds=self.everyone.digest,

@@ -51,6 +51,8 @@ class Join:
     job: str
     last_epoch: int
     """Newest epoch this agent heard of; 0 when none."""
+    runs: bool = True
+    """False: it has no workers in that epoch, or has ended them itself, being cut off."""
     ready: bool = True
     """False: known, but no epoch should wait for its workers; `WorkersReady` follows."""
     readmit: bool = False

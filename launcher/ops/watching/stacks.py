@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher.backends.base import RemoteExec
 from launcher.backends.commands import Answer, Commands, SystemCommands
@@ -101,11 +101,15 @@ def _through(
 
 
 def _parsed(out: str) -> list[Stack]:
-    """Return the workers' lines; set-up scripts of a site may print others."""
-    found = []
-    for line in out.splitlines():
+    """Return the workers, each put together from its lines; set-up scripts may print others."""
+    found: dict[tuple[str, int], Stack] = {}
+    texts: dict[tuple[str, int], list[str]] = {}
+    for line in out.split("\n"):
         try:
-            found.append(Stack(**json.loads(line)))
+            piece = Stack(**json.loads(line))
         except (ValueError, TypeError):
             continue
-    return found
+        key = piece.node, piece.pid
+        found[key] = piece
+        texts.setdefault(key, []).append(piece.text)
+    return [replace(stack, text="".join(texts[key])) for key, stack in found.items()]

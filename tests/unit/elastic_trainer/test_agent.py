@@ -27,15 +27,16 @@ from elastic_trainer.agent.membership.notices import (
     EpochAborted,
     JobStopped,
     NodeLeaving,
+    Report,
     ShowWorkers,
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
     WorkersSeen,
 )
-from elastic_trainer.agent.membership.tasks import Task, WorkerExited
+from elastic_trainer.agent.membership.tasks import Happening, Task, WorkerExited
 from elastic_trainer.agent.workers.group import JobResult, forward_error_file, process_failure
-from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.agent.workers.workers import Workers, has_run
 from elastic_trainer.failures import Action, Kind
 from elastic_trainer.heartbeat import Beat, Request, Section
 
@@ -135,6 +136,41 @@ def test_an_aborted_epoch_is_killed_and_the_next_one_runs(bench: Bench) -> None:
     phases = [(event.epoch, event.fields["phase"]) for event in named(events, "recovery.phase")]
     assert phases == [(1, "fork"), (1, "kill_workers"), (2, "fork"), (2, "kill_workers")]
     assert sorted(bench.reports()) == [0, 1, 2, 3]
+
+
+def test_an_epoch_does_not_run_before_the_start_of_all_its_workers_is_known(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have completed a step before the zygote's word of their start is read."""
+    bench.env["CHILD_ACT"] = "train"
+    poll, report = Workers.poll, ScriptedMembership.report
+    late: list[Happening] = []
+    turns = 0
+    known: list[bool] = []
+
+    def poll_late(workers: Workers, timeout_s: float = 0.0) -> list[Happening]:
+        nonlocal turns
+        late.extend(poll(workers, timeout_s))
+        turns += len(late) == bench.num_workers and all(map(has_run, workers.beats().values()))
+        found = late[:] if turns > 1 else []  # a turn looks at the heartbeats after this
+        del late[: len(found)]
+        return found
+
+    def noted(membership: ScriptedMembership, said: Report) -> None:
+        if isinstance(said, WorkersRunning):
+            known.append(not late)
+        report(membership, said)
+
+    monkeypatch.setattr(Workers, "poll", poll_late)
+    monkeypatch.setattr(ScriptedMembership, "report", noted)
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+
+    _, _, events = bench.run(script)
+    assert known == [True]
+    assert named(events, "recovery.phase")[0].fields["phase"] == "fork"
 
 
 def test_a_spare_runs_nothing_until_it_is_a_member(bench: Bench) -> None:

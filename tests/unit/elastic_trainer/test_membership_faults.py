@@ -208,6 +208,14 @@ def test_a_stop_ends_every_agent_whatever_happened_before(nodes, slack, seed, sc
     seed=0,
     script=[(6.0, "pause", 1), (6.0, "again", 0), (0.0, "resume", 1), (1.0, "kill", 2)],
 )
+@example(  # the coordinator is paused for long, and its member ends its workers meanwhile
+    nodes=4,
+    seed=0,
+    script=[
+        *[(0.0, "kill", 0), (0.0, "kill", 0), (1.0, "again", 0), (3.0, "pause", 0)],
+        *[(6.0, "pause", 1), (4.0, "kill", 2), (6.0, "pause", 1)],
+    ],
+)
 @given(
     nodes=st.integers(1, 4),
     seed=st.integers(0, 2**16),

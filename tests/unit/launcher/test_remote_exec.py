@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elastic_trainer.agent.hangs.look import lines_of
 from launcher.backends.base import JobId, JobRef
 from launcher.backends.commands import Answer
 from launcher.errors import PermanentError, UserError
@@ -119,6 +122,37 @@ def test_who_does_not_answer_is_named(running):
     assert taken.silent == {1: "n3"}
     assert taken.complaint == "srun: error: n3"
     assert "--nodelist=n1,n2,n3" in says.argv
+
+
+SRUN_BYTES = 1024
+"""srun hands on so many bytes of one task at once: SLURM_IO_MAX_MSG_LEN in Slurm's io_hdr.h."""
+
+
+@given(st.lists(st.text(max_size=400), min_size=2, max_size=4), st.randoms())
+@example(["\x00" * 4000, "\U0001f600\u2028\n" * 2000], Random(0))
+def test_long_texts_of_several_nodes_come_apart_again(texts, random):
+    """srun mixes what nodes print, but keeps lines of up to 1,024 bytes whole."""
+    workers = [
+        {"rank": rank, "pid": 2**22, "epoch": 10**6, "node": f"n{rank}", "host": "h" * 64}
+        | {"text": text}
+        for rank, text in enumerate(texts)
+    ]
+    left = [list(lines_of(worker)) for worker in workers]
+    out = b""
+    while any(left):
+        out += random.choice([lines for lines in left if lines]).pop(0)
+    assert max(map(len, out.splitlines(keepends=True))) <= SRUN_BYTES
+    says = Says(out.decode())
+    job = JobRef(id=JobId("7"))
+    nodes = tuple(f"n{rank}" for rank in range(len(texts)))
+    with TemporaryDirectory() as folder:
+        running = RunningJob(
+            run=Run(path=Path(folder), submission=None, shown="r"),
+            target="slurm", job=job, nodes=nodes, start=StepStart(python="/p"), env={},
+            run_dir=folder,
+        )  # fmt: skip
+        taken = take_stacks(running, commands=says)
+    assert [(stack.rank, stack.text) for stack in taken.found] == list(enumerate(texts))
 
 
 def test_one_rank_is_asked_on_its_node_alone(running):
