@@ -39,7 +39,6 @@ def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         OSError: as `open_regular`; or it is longer than `max_bytes`.
     """
     with open_regular(path) as file:
-        raw = file.read(max_bytes + 1)
-    if len(raw) > max_bytes:
-        raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
-    return raw
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"longer than {max_bytes:,} bytes", str(path))
+        return file.read()

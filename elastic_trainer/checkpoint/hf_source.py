@@ -51,10 +51,8 @@ from elastic_trainer.typed import parse_json
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What becomes fp32 without loss."""
 _PIECE_BYTES = 256 << 20
-_MAX_JSON_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format has it (huggingface.co/docs/safetensors)."""
-"""An index of the largest models has a few MB."""
 
 
 class TensorSource:
@@ -170,7 +168,7 @@ class HFSource:
     def _read_text(self, name: str) -> str:
         path = self._dir / name
         try:
-            return read_regular(path, _MAX_JSON_BYTES).decode()
+            return read_regular(path).decode()
         except OSError as error:
             raise self._unreadable(name, error) from error
         except UnicodeDecodeError as error:
