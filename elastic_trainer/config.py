@@ -16,7 +16,11 @@ from elastic_trainer.models import ModelShape, says
 from elastic_trainer.typed import check_types, parse_json
 
 JOB_JSON_VERSION = 2
-"""2: the ladder in ranges. Version 1 is read too."""
+"""2: the ladder in ranges, and no defaults of how a job is operated. Version 1 is read too.
+
+Runs keep their job.json over an upgrade. To change such a default, raise the version, and read
+version 2 with the former default.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from elastic_trainer.config import (
+    JOB_JSON_VERSION,
     CheckpointSection,
     DataSection,
     ElasticSection,
+    NetworkSection,
+    NumbersSection,
     OptimizerConfig,
     TrainConfig,
     TrainSection,
@@ -67,3 +71,27 @@ def test_version_1_is_read_with_a_rung_an_entry(config):
 
 def test_rung_of_finds_the_rung_of_exactly_these_nodes(config):
     assert config.ladder.rung_for(2).layout.dp == 2
+
+
+def test_the_defaults_that_job_json_leaves_out_are_those_of_its_version():
+    """A run in its third week has them left out: a new default needs a new JOB_JSON_VERSION."""
+    left_out = {
+        section: {each.name: each.default for each in dataclasses.fields(section)}
+        for section in (ElasticSection, NetworkSection, NumbersSection)
+    }
+    assert JOB_JSON_VERSION == 2
+    assert left_out == {
+        ElasticSection: {
+            "min_nodes": None, "max_restarts": 100, "max_crashes": 10, "max_hangs": 20,
+            "no_progress": 3, "window_s": 86400.0, "node_failures": 2, "hang_ceiling_s": 300.0,
+            "hang_floor_s": 2.0, "straggler": "report", "start_ceiling_s": 1800.0,
+            "join_timeout_s": 600.0, "heartbeat_s": 1.0, "dead_after_s": 5.0,
+            "progress_pattern": None, "stop_grace_s": 30.0, "failure_domain": None,
+        },
+        NetworkSection: {"interface": "auto", "cidr": None, "ports": None},
+        NumbersSection: {
+            "non_finite": "skip", "loss_spike": "report", "grad_spike": "report",
+            "loss_ratio": 1.5, "grad_ratio": 5.0, "window": 64, "rollback_steps": 10,
+            "max_skips": 10, "replica_check_steps": None,
+        },
+    }  # fmt: skip
