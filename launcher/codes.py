@@ -139,7 +139,9 @@ CODES: Final[dict[str, Code]] = {
         "slurm.gres or slurm.gpu_type asks for other GPUs than the cluster section.",
         "Ask for the same GPUs in both.",
     ),
-    "HF169": Code("A batch script that cannot be wrapped.", "Change the line named."),
+    "HF169": Code(
+        "A batch script or a PyTorchJob that cannot be wrapped.", "Change the line named."
+    ),
     # The machine, looked at by `check --to local` and `run`.
     "HF201": Code("A path does not exist.", "Create it, or fix the path."),
     "HF202": Code("A path cannot be read.", "Grant the permission."),

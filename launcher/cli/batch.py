@@ -1,9 +1,10 @@
-"""`holdfast batch`: what a wrapped batch script calls in place of its srun of torchrun."""
+"""`holdfast batch`: what a wrapped batch script or pod calls in place of its torchrun."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -17,11 +18,31 @@ from launcher.errors import UserError, writing
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     options_metavar="--",
 )
-@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="srun [OPTIONS] torchrun …")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[srun [OPTIONS]] torchrun …")
 def batch(argv: tuple[str, ...]) -> int:
     """Make the run directory of this job, and print the file that the batch script reads.
 
-    `holdfast wrap` writes the lines that call it.
+    In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
+    it.
+    """
+    from launcher.render.wrapped import is_pod
+
+    env = os.environ
+    try:
+        if is_pod(env):
+            _pod(argv, env)
+        else:
+            click.echo(_agents(argv, env))
+    except UserError as error:
+        return exit_with_problems(error, as_json=False)
+    return EXIT_DONE
+
+
+def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
+    """Make the run directory; return the file that starts its agents.
+
+    Raises:
+        UserError: HF169, or why there can be no run.
     """
     from launcher.atomic_file import write_atomic
     from launcher.jobspec.reading import load_spec
@@ -32,25 +53,74 @@ def batch(argv: tuple[str, ...]) -> int:
     from launcher.render.local import render_local
     from launcher.render.wrapped import job_of, launch_of, script_of
 
-    env = os.environ
+    launch = launch_of(argv, env)
+    spec = load_spec(job_of(launch, env))
+    planned = plan(spec)
+    number = Attempt.of_env(Path(), env).slurm_id
+    run_dir = Path("runs", f"{spec.name}-{number}").absolute()
+    script = script_of(spec, planned, launch, run_dir=run_dir, python=sys.executable)
+    if not is_run(run_dir):
+        files = render_local(
+            spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
+        )
+        run_dirs.create(run_dir, files)
+        run_dirs.check_storage(run_dir)
+    with writing(run_dir):
+        write_atomic(run_dir / "agents.sh", script)
+    _tell(launch.notes)
+    return run_dir / "agents.sh"
+
+
+def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
+    """Become the main process of a pod.
+
+    Raises:
+        UserError: HF169, HF674, or why there can be no run.
+    """
+    from launcher.jobspec.reading import load_spec
+    from launcher.node.pod_env import PodEnv
+    from launcher.planning.search import plan
+    from launcher.render.local import render_local
+    from launcher.render.wrapped import job_of, launch_of
+
+    PodEnv.of(env)
+    launch = launch_of(argv, env)
+    spec = load_spec(job_of(launch, env))
+    run_dir = Path(env["HOLDFAST_RUNS"], env["HOLDFAST_JOB"])
+    files = render_local(
+        spec, plan(spec), run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
+    )
+    _tell(launch.notes)
     try:
-        launch = launch_of(argv, env)
-        spec = load_spec(job_of(launch, env))
-        planned = plan(spec)
-        number = Attempt.of_env(Path(), env).slurm_id
-        run_dir = Path("runs", f"{spec.name}-{number}").absolute()
-        script = script_of(spec, planned, launch, run_dir=run_dir, python=sys.executable)
-        if not is_run(run_dir):
-            files = render_local(
-                spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
-            )
-            run_dirs.create(run_dir, files)
-            run_dirs.check_storage(run_dir)
-        with writing(run_dir):
-            write_atomic(run_dir / "agents.sh", script)
-    except UserError as error:
-        return exit_with_problems(error, as_json=False)
-    for note in launch.notes:
+        _keep(run_dir, files)
+    except (OSError, ValueError) as error:
+        # The pod's main process finds the same, waits, and has the pod made anew.
+        click.echo(f"holdfast: {run_dir}: {error}", err=True)
+    sys.stderr.flush()
+    words = [sys.executable, "-P", "-m", "launcher.node", "pod", str(run_dir)]
+    os.execve(sys.executable, words, dict(env))  # noqa: S606  there is no shell in between
+
+
+def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
+    """Write the job's files; while the job runs, those of its first pod count.
+
+    Raises:
+        OSError, ValueError: the storage or the board cannot be read or written.
+    """
+    from launcher.atomic_file import write_atomic
+    from launcher.node.board import live_lease
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = run_dir / name
+        # A job that was made anew under its name may have other arguments.
+        if not path.is_file() or (
+            path.read_text(encoding="utf-8") != text
+            and live_lease(run_dir, lambda _: False) is None
+        ):
+            write_atomic(path, text)
+
+
+def _tell(notes: tuple[str, ...]) -> None:
+    for note in notes:
         click.echo(f"holdfast: torchrun: {note}", err=True)
-    click.echo(run_dir / "agents.sh")
-    return EXIT_DONE

@@ -1,4 +1,4 @@
-"""`holdfast wrap`: a batch script of one's own that runs torchrun, so that it survives."""
+"""`holdfast wrap`: a batch script or PyTorchJob of one's own that runs torchrun, to survive."""
 
 from __future__ import annotations
 
@@ -20,40 +20,74 @@ EPILOG = """\b
 Examples:
   holdfast wrap train.sbatch                    # show what would change
   holdfast wrap train.sbatch -o train.hf.sbatch && sbatch train.hf.sbatch
+  holdfast wrap job.yaml -o job.hf.yaml && kubectl create -f job.hf.yaml
 """
 
 
 @click.command("wrap", epilog=EPILOG)
-@click.argument("script", type=click.Path(path_type=Path))
-@path_option("-o", "--output", metavar="FILE", help="Write the wrapped script; else show the diff.")
+@click.argument("file", type=click.Path(path_type=Path))
+@path_option("-o", "--output", metavar="FILE", help="Write what is wrapped; else show the diff.")
+@click.option(
+    "--runs",
+    metavar="DIR",
+    help="Of a PyTorchJob: folder for its run directory, on a volume that all its pods share.  "
+    "[default: runs on the only such volume]",
+)
 @json_option
-def wrap(*, script: Path, output: Path | None, as_json: bool) -> int:
-    """Wrap SCRIPT, a batch script with `srun torchrun …`, so that its job survives lost nodes.
+def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) -> int:
+    """Wrap FILE, so that its job survives lost nodes.
 
-    Options, modules and environment stay. The job then has a run directory,
-    runs/<name>-<job id>, for `status`, `logs`, `why` and `cancel`. It is requeued after a time
-    limit, and when too few nodes are left. See docs/scripts.md.
+    FILE is a batch script with `srun torchrun …`, or a manifest with one PyTorchJob whose pods run
+    torchrun. All that does not have to change stays: options, modules, environment, volumes,
+    comments. The job then has a run directory, runs/<name>-<job id> or DIR/<name>. On Slurm
+    `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
+    when too few nodes are left. See docs/scripts.md.
     """
     from launcher.render.wrapped import wrap_script
+    from launcher.render.wrapped_manifest import is_manifest, wrap_manifest
 
+    notes: list[str] = []
+    secrets: tuple[str, ...] = ()
     try:
-        text = _text(script)
-        wrapped = wrap_script(text)
+        text = _text(file)
+        if is_manifest(text):
+            made = wrap_manifest(text, str(file), runs=runs)
+            wrapped, secrets = made.text, made.secrets
+            images = " and ".join(made.images)
+            notes = [
+                f"{images} must contain holdfast, in the environment that has torch",
+                f"the run's directory is {made.run_dir}, as the pods see it",
+            ]
+        else:
+            wrapped = wrap_script(text)
         if output is not None:
             with writing(output, "choose another"):
                 output.write_text(wrapped, encoding="utf-8")
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
-        print_json({"ok": True, "script": wrapped, "written": str(output) if output else None})
-    elif output is not None:
+        written = str(output) if output else None
+        print_json({"ok": True, "script": wrapped, "written": written, "notes": notes})
+        return EXIT_DONE
+    if output is not None:
         click.echo(output)
     else:
         before, after = text.splitlines(), wrapped.splitlines()
-        for line in difflib.unified_diff(before, after, str(script), "wrapped", lineterm="", n=1):
+        for line in difflib.unified_diff(before, after, str(file), "wrapped", lineterm="", n=1):
             colour = {"+": "green", "-": "red"}.get(line[:1])
-            click.echo(click.style(line, fg=colour))
+            click.echo(click.style(_shown(line, secrets), fg=colour))
+    for note in notes:
+        click.echo(f"holdfast: {note}", err=True)
     return EXIT_DONE
+
+
+def _shown(line: str, secrets: tuple[str, ...]) -> str:
+    """Return a line of what the user wrote without the secrets in it."""
+    from launcher.secret_forms import MASK, masked
+
+    for secret in secrets:
+        line = line.replace(secret, MASK)
+    return masked(line)
 
 
 def _text(path: Path) -> str:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import yaml
@@ -150,6 +151,27 @@ def read_source(text: str, file: str, sets: Sequence[str] = ()) -> Source:
     for text_of_set in sets:
         _apply_set(source, text_of_set)
     return source
+
+
+def read_documents(text: str, file: str) -> list[Source]:
+    """Return the documents of a text that are mappings, as manifests are; lines are the text's.
+
+    Raises:
+        UserError: HF003 or HF007: no value could be read. Smaller problems are left in
+            `Source.problems`.
+    """
+    found = []
+    # Nothing else in YAML begins so, not even a line of a text.
+    starts = [0, *(match.start() for match in re.finditer(r"^---(?=\s|\Z)", text, re.MULTILINE))]
+    for start, end in pairwise([*starts, len(text)]):
+        source = Source(file, {})
+        # Blanks before it keep its places.
+        if events := _events(re.sub(r"[^\n]", " ", text[:start]) + text[start:end], file):
+            data = _Builder(source, events).build(())
+            if isinstance(data, dict):
+                source.data = data
+                found.append(source)
+    return found
 
 
 def _events(text: str, file: str) -> list[Any]:

@@ -53,9 +53,17 @@ from launcher.render.kubernetes_names import (
 Object = dict[str, Any]
 HOSTNAME: Final = "kubernetes.io/hostname"
 TMP: Final = "/tmp"  # noqa: S108  the pod's own
+SHM: Final = "/dev/shm"  # noqa: S108  the pod's own
 _LAST: Final = ("initContainers", "containers", "volumes")
 """Fields of a pod that people write last."""
 _NODE: Final = ("-P", "-m", "launcher.node")
+OF_POD: Final = (
+    ("POD_NAME", "metadata.name"),
+    ("POD_IP", "status.podIP"),
+    ("POD_UID", "metadata.uid"),
+    ("NODE_NAME", "spec.nodeName"),
+)
+"""Variables of every pod -> the field they have the value of."""
 
 
 def pod_template(job: PodJob) -> Object:
@@ -153,17 +161,16 @@ def _environment(job: PodJob) -> list[Object]:
     board = "file" if wish.board == "file" else board_url(wish.namespace, job.name)
     domain = spec.elastic.failure_domain
     # The pod's own label: pods may not read nodes. See docs/kubernetes.md for who copies it.
-    of_node = () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", _label(domain)),)
+    of_node = (
+        () if domain in (None, NO_DOMAIN) else (("HOLDFAST_FAILURE_DOMAIN", label_path(domain)),)
+    )
     found: list[Object] = [
         *(
-            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            from_field(name, path)
             for name, path in (
-                ("POD_NAME", "metadata.name"),
-                ("POD_IP", "status.podIP"),
-                ("POD_UID", "metadata.uid"),
-                ("NODE_NAME", "spec.nodeName"),
+                *OF_POD,
                 ("HOLDFAST_NAMESPACE", "metadata.namespace"),
-                ("HOLDFAST_ATTEMPT", _label(ATTEMPT_LABEL)),
+                ("HOLDFAST_ATTEMPT", label_path(ATTEMPT_LABEL)),
                 *of_node,
             )
         ),
@@ -194,7 +201,12 @@ def _environment(job: PodJob) -> list[Object]:
     return found
 
 
-def _label(key: str) -> str:
+def from_field(name: str, path: str) -> Object:
+    """Return a variable that the kubelet fills in with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def label_path(key: str) -> str:
     """Return the path of a label of the pod itself; empty where it has none."""
     return f"metadata.labels['{key}']"
 
@@ -337,7 +349,7 @@ def _mounts(job: PodJob) -> list[Object]:
     wish = job.spec.kubernetes
     found: list[Object] = [
         {"name": CONFIG_VOLUME, "mountPath": CONFIG_DIR, "readOnly": True},
-        {"name": SHM_VOLUME, "mountPath": "/dev/shm"},  # noqa: S108  the pod's own
+        {"name": SHM_VOLUME, "mountPath": SHM},
         {"name": CLAIM_VOLUME, "mountPath": wish.mount},
     ]
     if wish.board == "kubernetes":

@@ -2,7 +2,7 @@
 
 `wrap_script` changes its text, once. `launch_of` takes the srun apart when the job runs, for only
 then the shell has filled in what it names, and `script_of` is what the batch script reads in its
-place.
+place. Pods of a PyTorchJob (`wrapped_manifest.py`) run torchrun without srun.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from launcher.errors import UserError
+from launcher.errors import NOWHERE, UserError, Where
 from launcher.jobspec.spec import JobSpec
 from launcher.jobspec.values import job_name_near
 from launcher.planning.clock import clock_chain
@@ -41,14 +41,16 @@ _OURS: Final = {
 }  # fmt: skip
 """Options of srun that follow from the job, and whether a word after them is their value."""
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
+_AFTER_KILL_S: Final = 30.0
+"""Of a pod's time to shut down: for its agent to end once it has killed its workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """An srun of torchrun, taken apart."""
+    """A torchrun, with the srun that starts it on Slurm, taken apart."""
 
     srun: tuple[str, ...]
-    """Options that are kept."""
+    """Options that are kept; in a pod none."""
     nodes: tuple[int, int]
     """Least and most."""
     workers: int
@@ -71,18 +73,18 @@ def wrap_script(text: str) -> str:
         UserError: HF169, what keeps it from that.
     """
     if _COMMAND in text:
-        _refuse("it is wrapped already")
+        cannot_wrap("it is wrapped already")
     lines = text.split("\n")
     first, last = _the_srun(lines)
     command = "\n".join(lines[first : last + 1])
-    hidden = _hidden(command)
-    if bad := re.search(r"&&|\|\||;|(?<![<>&])&(?![>&])", hidden):
-        _refuse(
+    bare = hidden(command)
+    if bad := re.search(r"&&|\|\||;|(?<![<>&])&(?![>&])", bare):
+        cannot_wrap(
             f"line {first + 1}: {bad[0]} beside the srun; make it a command of its own, which the "
             "script waits for"
         )
     # The workers' output goes to the run's logs, so a file or a `tee` of it would stay empty.
-    output = re.search(r"\s(\d*|&)[<>|]|\s#", hidden)
+    output = re.search(r"\s(\d*|&)[<>|]|\s#", bare)
     command = command[: output.start()] if output else command.rstrip()
     indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
     new = [
@@ -107,7 +109,7 @@ def _the_srun(lines: Sequence[str]) -> tuple[int, int]:
         whole = "\n".join(lines[first : number + 1])
         if not whole.lstrip().startswith("#") and _TORCHRUN.search(whole):
             if not _START.match(whole.lstrip()):
-                _refuse(
+                cannot_wrap(
                     f"line {first + 1} runs torchrun, but does not begin with srun; write `srun "
                     "torchrun …`, which starts it on every node"
                 )
@@ -115,14 +117,25 @@ def _the_srun(lines: Sequence[str]) -> tuple[int, int]:
         number += 1
     if len(found) != 1:
         what = "nothing runs torchrun" if not found else f"{len(found)} lines run torchrun"
-        _refuse(f"{what}; expected one line `srun [OPTIONS] torchrun [OPTIONS] SCRIPT …`")
+        cannot_wrap(f"{what}; expected one line `srun [OPTIONS] torchrun [OPTIONS] SCRIPT …`")
     return found[0]
 
 
-def _hidden(command: str) -> str:
-    """Return a command of the same length with x for what is in quotes, in $(…) or in >(…)."""
-    quotes = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[$<>]\([^()]*\)|\$\{[^}]*\}|\\."
-    return re.sub(quotes, lambda match: "x" * len(match[0]), command, flags=re.DOTALL)
+def hidden(command: str) -> str:
+    """Return a command of the same length without what a shell does not read as its words.
+
+    That is x for what is in quotes, in $(…), in >(…) or in a comment, whose # stays, and blanks for
+    the end of a line that continues.
+    """
+    quotes = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[$<>]\([^()]*\)|\$\{[^}]*\}|\\.|(?<!\S)#[^\n]*"
+
+    def blank(match: re.Match[str]) -> str:
+        text = match[0]
+        if text == "\\\n":
+            return "  "
+        return "#".ljust(len(text), "x") if text[0] == "#" else "x" * len(text)
+
+    return re.sub(quotes, blank, command, flags=re.DOTALL)
 
 
 def _after_options(lines: Sequence[str]) -> int:
@@ -134,45 +147,55 @@ def _after_options(lines: Sequence[str]) -> int:
 # --- the srun -----------------------------------------------------------------------------------
 
 
+def find_torchrun(argv: Sequence[str]) -> tuple[int, int] | None:
+    """Return where torchrun begins, as `python -m torch.distributed.run` too, and its arguments."""
+    for at, word in enumerate(argv):
+        if Path(word).name == "torchrun":
+            return at, at + 1
+        if word in _MODULES and at > 1 and argv[at - 1] == "-m":
+            python = next(i for i in range(at - 1, -1, -1) if not i or argv[i][:1] != "-")
+            return python, at + 1
+    return None
+
+
 def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
-    """Take an srun of torchrun apart.
+    """Take a torchrun apart, with its srun on Slurm.
 
     Args:
         argv: as the shell has it.
-        env: of the batch script.
+        env: of the batch script, or of the pod.
 
     Raises:
         UserError: HF169, it cannot be taken apart.
     """
-    at = next((i for i, word in enumerate(argv) if Path(word).name == "torchrun"), None)
-    rest = None if at is None else argv[at + 1 :]
-    for i, word in enumerate(argv):
-        if at is None and word in _MODULES and argv[i - 1] == "-m":
-            at, rest = i - 2, argv[i + 1 :]
-    if at is None or rest is None or at < 1 or Path(argv[0]).name != "srun":
-        _refuse(f"expected srun [OPTIONS] torchrun …, found {shlex.join(argv[:8])} …")
+    found, in_pod = find_torchrun(argv), is_pod(env)
+    started = found is not None and (found[0] == 0 if in_pod else Path(argv[0]).name == "srun")
+    if found is None or not started:
+        expected = "torchrun …" if in_pod else "srun [OPTIONS] torchrun …"
+        cannot_wrap(f"expected {expected}, found {shlex.join(argv[:8])} …")
+    at, rest = found[0], argv[found[1] :]
     given = _torchrun(rest)
     notes = [
         f"--{name.replace('_', '-')} is not needed"
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
         if getattr(given, name) is not None
     ]
-    given_nodes = env.get("SLURM_JOB_NUM_NODES", "1")
-    least, _, most = (given.nnodes or given_nodes).partition(":")
+    nodes = given.nnodes or env.get("PET_NNODES") or env.get("SLURM_JOB_NUM_NODES") or "1"
+    least, _, most = nodes.partition(":")
     kinds = {"-m": given.module, "--no-python": given.no_python}
     return Launch(
         srun=tuple(_kept(argv[1:at])),
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
-        workers=_workers(given.nproc_per_node, env),
+        workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(*(flag for flag, is_set in kinds.items() if is_set), *given.command),
-        join_timeout_s=_join_timeout_s(given.rdzv_conf or ""),
+        join_timeout_s=_join_timeout_s(given.rdzv_conf or env.get("PET_RDZV_CONF", "")),
         notes=tuple(notes),
     )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        _refuse(f"torchrun: {message}")
+        cannot_wrap(f"torchrun: {message}")
 
 
 def _torchrun(words: Sequence[str]) -> argparse.Namespace:
@@ -194,9 +217,9 @@ def _torchrun(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args(list(words))
     if not given.command:
-        _refuse("torchrun: no script is named")
+        cannot_wrap("torchrun: no script is named")
     if given.run_path or given.standalone:
-        _refuse("torchrun: --run-path and --standalone cannot be wrapped; leave them out")
+        cannot_wrap("torchrun: --run-path and --standalone cannot be wrapped; leave them out")
     return given
 
 
@@ -221,13 +244,13 @@ def _kept(options: Sequence[str]) -> list[str]:
             kept.append(word)
             takes_value = False
         else:
-            _refuse(f"{word} stands between srun and torchrun; srun must start torchrun itself")
+            cannot_wrap(f"{word} stands between srun and torchrun; srun must start torchrun itself")
     return kept
 
 
 def _count(text: str, what: str) -> int:
     if not text.isdecimal() or not int(text):
-        _refuse(f"torchrun: {what} {text}: expected a number, or LEAST:MOST")
+        cannot_wrap(f"torchrun: {what} {text}: expected a number, or LEAST:MOST")
     return int(text)
 
 
@@ -238,40 +261,57 @@ def _join_timeout_s(conf: str) -> float | None:
 
 
 def _workers(text: str | None, env: Mapping[str, str]) -> int:
-    """Return the workers of a node; `gpu` and `auto` mean those that Slurm gives."""
+    """Return the workers of a node; `gpu` and `auto` mean its GPUs."""
     if text in ("gpu", "auto"):
-        gpus = env.get("SLURM_GPUS_ON_NODE", "")
+        gpus = _gpus(env)
         if not gpus.isdecimal():
-            _refuse(f"torchrun: --nproc-per-node {text}, but the job has no GPUs of Slurm's; write "
-                    "the number")  # fmt: skip
+            cannot_wrap(f"torchrun: --nproc-per-node {text}, but no GPUs are asked for; write the "
+                        "number")  # fmt: skip
         return int(gpus)
     return _count(text or "1", "--nproc-per-node")
+
+
+def is_pod(env: Mapping[str, str]) -> bool:
+    """Return whether this is the environment of a pod, and not of a batch script."""
+    return "HOLDFAST_KIND" in env
+
+
+def _gpus(env: Mapping[str, str]) -> str:
+    """Return the GPUs of a node: as Slurm says, or as the pod has asked for; empty: none."""
+    return env.get("HOLDFAST_GPUS" if is_pod(env) else "SLURM_GPUS_ON_NODE") or ""
 
 
 # --- the run ------------------------------------------------------------------------------------
 
 
 def job_of(launch: Launch, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the job of an srun, as a job file has it.
+    """Return the job of a torchrun, as a job file has it.
 
     Args:
-        launch: the srun.
-        env: of the batch script.
+        launch: the torchrun.
+        env: of the batch script, or of the pod.
     """
     least, most = launch.nodes
-    seconds = _time_s(env)
-    waits = {} if launch.join_timeout_s is None else {"join_timeout_s": launch.join_timeout_s}
-    slurm = {"signal_lead_s": LEAD_S, "shutdown_s": LEAD_S - 90}
+    elastic: dict[str, Any] = {"min_nodes": least}
+    if launch.join_timeout_s is not None:
+        elastic["join_timeout_s"] = launch.join_timeout_s
+    if is_pod(env):
+        name, platform = env["HOLDFAST_JOB"], {}
+        elastic["stop_grace_s"] = float(env["HOLDFAST_SHUTDOWN_S"]) - _AFTER_KILL_S
+    else:
+        name, seconds = env.get("SLURM_JOB_NAME", "job"), _time_s(env)
+        slurm: dict[str, Any] = {"signal_lead_s": LEAD_S, "shutdown_s": LEAD_S - 90}
+        platform = {"slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)}}
     return {
-        "name": job_name_near(env.get("SLURM_JOB_NAME", "job")),
+        "name": job_name_near(name),
         "command": list(launch.command),
         "cluster": {
             "nodes": most,
             "gpus_per_node": launch.workers,
-            "gpu": "gpu" if env.get("SLURM_GPUS_ON_NODE") else "cpu",
+            "gpu": "gpu" if _gpus(env) else "cpu",
         },
-        "elastic": {"min_nodes": least, **waits},
-        "slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)},
+        "elastic": elastic,
+        **platform,
     }
 
 
@@ -316,5 +356,10 @@ def script_of(spec: JobSpec, plan: Plan, launch: Launch, *, run_dir: Path, pytho
     )
 
 
-def _refuse(message: str) -> NoReturn:
-    raise UserError("HF169", message)
+def cannot_wrap(message: str, where: Where = NOWHERE) -> NoReturn:
+    """Refuse a script or a manifest.
+
+    Raises:
+        UserError: HF169.
+    """
+    raise UserError("HF169", message, where=where)

@@ -97,6 +97,7 @@ class K8sRun:
         self.config = TrainConfig.from_json(bundle["job.json"])
         self.path = cluster.storage / "tiny"
         self.name = job_name("tiny")
+        self.selector = f"{RUN_LABEL}={self.name}"
         if board == "kubernetes":  # as the head of the manifests says; `submit` is not used here
             name, value = secret_name(self.name), {SECRET_KEY: f"{secrets.token_hex(32)}\n"}
             head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
@@ -108,7 +109,7 @@ class K8sRun:
 
     def pods(self) -> dict[str, str]:
         """Return the uid of each pod that is not about to end, by its name."""
-        found = self.cluster.pods(f"{RUN_LABEL}={self.name}")
+        found = self.cluster.pods(self.selector)
         return {
             pod.metadata.name: pod.metadata.uid
             for pod in found
@@ -200,7 +201,7 @@ class K8sRun:
     def story(self) -> str:
         """Return what there is to read of the run."""
         rows = [f"pods {self.pods()}", *self._told()]
-        for pod in self.cluster.pods(f"{RUN_LABEL}={self.name}"):
+        for pod in self.cluster.pods(self.selector):
             rows += [f"--- {pod.metadata.name}", *self.cluster.events(pod.metadata.name)]
         logs = [path for path in (self.path / "logs").rglob("*.log") if path.is_file()]
         rows += [f"--- {p}\n{p.read_text(errors='replace')[-1500:]}" for p in sorted(logs)]

@@ -1,0 +1,280 @@
+# ruff: noqa: E501  scripts, as they are written
+"""`holdfast wrap` of a PyTorchJob: what it changes, what it refuses, and what its pods run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.cli.main import run_cli
+from launcher.errors import UserError
+from launcher.jobspec.reading import load_spec
+from launcher.render.wrapped import job_of, launch_of
+from launcher.render.wrapped_manifest import is_manifest, wrap_manifest
+
+HEAD = """\
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {name: own}
+spec:
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: 2
+      template:
+        spec:
+          volumes: [{name: data, persistentVolumeClaim: {claimName: data}}]
+          containers:
+          - name: pytorch
+            image: registry.local/train:1
+            volumeMounts: [{name: data, mountPath: /data}]
+"""
+SCRIPT = HEAD + "            command:\n            - sh\n            - -c\n            - |\n"
+PLAIN = HEAD + "            command: [torchrun, t.py]\n"
+ENV = {
+    "HOLDFAST_KIND": "pytorchjob",
+    "HOLDFAST_JOB": "own",
+    "HOLDFAST_RUNS": "/data/runs",
+    "HOLDFAST_SHUTDOWN_S": "90",
+    "POD_NAME": "own-worker-0",
+    "PET_NNODES": "2:4",
+}
+
+
+def container_of(text, role="Worker"):
+    (job,) = (each for each in yaml.safe_load_all(text) if each["kind"] == "PyTorchJob")
+    return job["spec"]["pytorchReplicaSpecs"][role]["template"]["spec"]["containers"][0]
+
+
+def script_of(line):
+    text = SCRIPT + "".join(f"              {each}\n" for each in line.split("\n"))
+    return container_of(wrap_manifest(text, "job.yaml").text)["command"][2]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrapped"),
+    [
+        ("torchrun t.py", "exec holdfast batch -- torchrun t.py\n"),
+        ("A=1 B='x y' torchrun t.py", "A=1 B='x y' exec holdfast batch -- torchrun t.py\n"),
+        ("exec torchrun t.py;", "exec holdfast batch -- torchrun t.py;\n"),
+        ("set -e; x && torchrun t.py", "set -e; x && exec holdfast batch -- torchrun t.py\n"),
+        (
+            "# it's\n$V/bin/torchrun t.py '{dp}' &> log\n# end",
+            "# it's\nexec $V/bin/holdfast batch -- $V/bin/torchrun t.py '{dp}'\n# end\n",
+        ),
+        (
+            "python3 -u -m torch.distributed.run \\\n  t.py 'a && b' \"$(date; w)\" \\\n  | tee x # y",
+            "exec holdfast batch -- python3 -u -m torch.distributed.run \\\n  t.py 'a && b' \"$(date; w)\"",
+        ),
+        ("if a; then b; fi\ntorchrun t", "if a; then b; fi\nexec holdfast batch -- torchrun t\n"),
+    ],
+)  # fmt: skip
+def test_torchrun_in_a_shell(line, wrapped):
+    assert script_of(line).rstrip() == wrapped.rstrip()
+
+
+def with_containers(*more):
+    return PLAIN + "".join(f"          - {json.dumps(each)}\n" for each in more)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (PLAIN.replace("PyTorchJob", "MPIJob"), 1),
+        (PLAIN.replace("kubeflow.org/v1", "kubeflow.org/v2beta1"), 1),
+        (f"{PLAIN}---\n{PLAIN}", 1),
+        (PLAIN.replace("torchrun, ", "python, "), 12),
+        (PLAIN.replace("[torchrun, t.py]", "[bash, /opt/run.sh]"), 12),
+        (PLAIN.replace("command: [torchrun, t.py]", ""), 12),
+        (PLAIN.replace("command: [torchrun, t.py]", "command: torchrun t.py"), 12),
+        (PLAIN.replace("name: pytorch", "name: train"), 6),
+        (with_containers({"name": "second", "command": ["torchrun", "t.py"]}), 16),
+        (with_containers({"name": "sidecar", "image": "a"}), 16),
+        (PLAIN.replace("persistentVolumeClaim: {claimName: data}", "emptyDir: {}"), 12),
+        (PLAIN.replace("mountPath: /data", "mountPath: /data, readOnly: true"), 12),
+        (PLAIN + "            env: [{name: POD_IP, value: 10.0.0.1}]\n", 16),
+        (PLAIN.replace("torchrun, ", "holdfast, batch, --, torchrun, "), 12),
+        (SCRIPT + "              torchrun a.py\n              torchrun b.py\n", 20),
+        (SCRIPT + "              torchrun a.py\n              python b.py\n", 20),
+        (SCRIPT + "              torchrun a.py && python b.py\n", 19),
+        (SCRIPT + "              torchrun a.py &\n              wait\n", 19),
+        (SCRIPT + "              x\n              numactl -N 0 torchrun a.py\n", 20),
+        (SCRIPT + "              bash -c 'torchrun a.py'\n", 19),
+        (SCRIPT + "              yes | torchrun a.py\n", 19),
+        (SCRIPT + "              (torchrun a.py)\n", 19),
+    ],
+)
+def test_a_manifest_that_cannot_be_wrapped(text, line):
+    with pytest.raises(UserError) as caught:
+        wrap_manifest(text, "job.yaml")
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where.line) == ("HF169", line)
+
+
+def test_several_shared_volumes_want_a_folder_to_be_named():
+    text = PLAIN.replace("[{name: data, m", "[{name: data, mountPath: /b}, {name: data, m")
+    with pytest.raises(UserError, match="HF169"):
+        wrap_manifest(text, "job.yaml")
+    assert wrap_manifest(text, "job.yaml", runs="/b/mine").run_dir == "/b/mine/own"
+    for elsewhere in ("/c", "/data/../c", "b"):
+        with pytest.raises(UserError, match="HF169"):
+            wrap_manifest(text, "job.yaml", runs=elsewhere)
+
+
+def test_an_alias_is_wrapped_once():
+    text = PLAIN.replace("Worker:", "Master:").replace("template:", "template: &pods")
+    text += "    Worker: {replicas: 3, template: *pods}\n"
+    made = wrap_manifest(text, "job.yaml").text
+    assert container_of(made) == container_of(made, "Master")
+    assert container_of(made)["command"] == ["holdfast", "batch", "--", "torchrun", "t.py"]
+    assert made.count("HOLDFAST_KIND") == 1
+
+
+def test_a_manifest_in_json_stays_json():
+    text = json.dumps(yaml.safe_load(PLAIN))
+    assert is_manifest(text)
+    assert json.loads(wrap_manifest(text, "job.json").text)["spec"]["runPolicy"] == {
+        "cleanPodPolicy": "Running"
+    }
+
+
+# --- what is the user's stays -------------------------------------------------------------------
+
+_TEXTS = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), max_size=12)
+_KEYS = st.from_regex(r"[a-z]{3,9}", fullmatch=True).map(lambda key: f"x{key}")
+_VALUES = st.recursive(
+    _TEXTS | st.integers() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = st.dictionaries(_KEYS, _VALUES, max_size=3)
+_ENV = st.lists(
+    st.builds(lambda key, value: {"name": key.upper(), "value": value}, _KEYS, _TEXTS), max_size=2
+)
+
+
+def without_ours(after, before):
+    """Return a wrapped job without what has been added to `before`."""
+    if isinstance(after, dict) and isinstance(before, dict):
+        kept = {name: value for name, value in after.items() if name in before}
+        return {name: without_ours(value, before[name]) for name, value in kept.items()}
+    if isinstance(after, list) and isinstance(before, list):
+        ours = ("HOLDFAST_", "POD_", "NODE_NAME", "holdfast-")
+        kept = [
+            row
+            for row in after
+            if not (isinstance(row, dict) and str(row.get("name")).startswith(ours))
+        ]
+        return [without_ours(*pair) for pair in zip(kept, before, strict=True)]
+    return after
+
+
+@given(
+    st.lists(_FIELDS, min_size=6, max_size=6),
+    _ENV,
+    st.lists(_TEXTS, max_size=3),
+    st.tuples(st.sampled_from([None, True, False]), st.sampled_from([20, 80, 10**6])),
+    st.booleans(),
+)
+def test_what_is_the_users_stays(fields, env, args, style, first):
+    job = yaml.safe_load(PLAIN)
+    role = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pod = role["template"]["spec"]
+    container = pod["containers"][0]
+    for place, more in zip(
+        (job, job["metadata"], job["spec"], role, pod, container), fields, strict=True
+    ):
+        own = dict(place)
+        place.clear()
+        place.update({**more, **own} if first else {**own, **more})
+    container["command"] = ["torchrun", "t.py", *args]
+    if env:
+        container["env"] = env
+    before = copy.deepcopy(job)
+    text = yaml.safe_dump(
+        job, default_flow_style=style[0], sort_keys=False, width=style[1], allow_unicode=True
+    )
+    made = yaml.safe_load(wrap_manifest(f"# mine\n{text}", "job.yaml").text)
+    command = container_of(yaml.safe_dump(made))["command"]
+    assert command == ["holdfast", "batch", "--", *container["command"]]
+    made_role = made["spec"]["pytorchReplicaSpecs"]["Worker"]
+    made_role["template"]["spec"]["containers"][0]["command"] = container["command"]
+    assert without_ours(made, before) == before
+    assert made_role["restartPolicy"] == "ExitCode"
+
+
+@given(st.lists(_TEXTS.filter(lambda text: not text.startswith("---")), max_size=4))
+def test_comments_and_other_documents_stay(comments):
+    own = "".join(f"# {text}\n" for text in comments)
+    other = f"apiVersion: v1\nkind: ConfigMap\ndata: {{a: b}}\n{own}"
+    text = f"{own}{other}---\n{own}{PLAIN}{own}--- # more\n{other}"
+    made = wrap_manifest(text, "job.yaml").text
+    assert made.startswith(f"{own}{other}---\n{own}{HEAD[:60]}")
+    assert made.endswith(f"{own}--- # more\n{other}")
+
+
+# --- in the pods --------------------------------------------------------------------------------
+
+
+def test_the_job_of_a_pod_is_that_of_its_torchrun_and_its_operator():
+    argv = ("torchrun", "--nproc-per-node=auto", "--rdzv-endpoint=a:1", "t.py", "--lr", "1")
+    env = {**ENV, "HOLDFAST_GPUS": "8", "PET_RDZV_CONF": "join_timeout=40"}
+    job = load_spec(job_of(launch_of(argv, env), env))
+    assert (job.name, job.command, job.device) == ("own", ("t.py", "--lr", "1"), "cuda")
+    assert (job.cluster.nodes, job.cluster.gpus_per_node) == (4, 8)
+    assert (job.elastic.min_nodes, job.elastic.join_timeout_s) == (2, 40.0)
+    assert job.elastic.stop_grace_s == 60.0
+    with pytest.raises(UserError, match="HF169"):
+        launch_of(argv, ENV)
+    with pytest.raises(UserError, match="HF169"):
+        launch_of(("srun", "torchrun", "t.py"), ENV)
+
+
+@pytest.fixture
+def pod(tmp_path, monkeypatch):
+    """The environment of a pod, and what becomes of its process."""
+    started = []
+    for name, value in {**ENV, "HOLDFAST_RUNS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "execve", lambda path, argv, env: started.append((path, argv, env)))
+    return started
+
+
+def test_a_pod_makes_the_run_and_becomes_its_main_process(tmp_path, pod, capsys):
+    folder = tmp_path / "own"
+    assert run_cli(["batch", "--", "torchrun", "t.py", "1"]) == 0
+    assert json.loads((folder / "job.json").read_text())["command"] == ["t.py", "1"]
+    path, argv, env = pod[0]
+    assert (path, argv[1:]) == (argv[0], ["-P", "-m", "launcher.node", "pod", str(folder)])
+    assert env["POD_NAME"] == "own-worker-0"
+    assert run_cli(["batch", "--", "torchrun", "t.py", "2"]) == 0, "a job made anew"
+    assert json.loads((folder / "job.json").read_text())["command"] == ["t.py", "2"]
+    assert run_cli(["batch", "--", "torchrun"]) == 2
+    assert "HF169" in capsys.readouterr().err
+    assert len(pod) == 2
+
+
+def test_storage_that_cannot_be_written_is_left_to_the_main_process(tmp_path, pod, capsys):
+    (tmp_path / "own").write_text("in the way")
+    assert run_cli(["batch", "--", "torchrun", "t.py"]) == 0
+    assert str(tmp_path / "own") in capsys.readouterr().err
+    assert len(pod) == 1
+
+
+def test_the_command_tells_what_the_image_needs_and_no_secret(tmp_path, capsys):
+    path, out = tmp_path / "job.yaml", tmp_path / "out.yaml"
+    path.write_text(PLAIN + "            env: [{name: WANDB_API_KEY, value: a1b2c3d4e5f6}]\n")
+    assert run_cli(["wrap", str(path)]) == 0
+    told = capsys.readouterr()
+    assert "a1b2c3d4e5f6" not in told.out
+    assert "registry.local/train:1" in told.err
+    assert run_cli(["wrap", str(path), "--runs", "/data/x", "-o", str(out)]) == 0
+    assert "/data/x/own" in capsys.readouterr().err
+    assert "a1b2c3d4e5f6" in out.read_text()
+    assert run_cli(["wrap", str(out)]) == 2
+    assert f"{out}:12: HF169" in capsys.readouterr().err
