@@ -183,7 +183,7 @@ def write_attempt(run_dir: Path, rendered: TrainConfig, narrowed: TrainConfig) -
         UserError: HF612 the run directory cannot be written.
     """
     with writing(f"run directory {run_dir}"):
-        (run_dir / RENDERED).write_text(rendered.to_json(), encoding="utf-8")
+        write_atomic(run_dir / RENDERED, rendered.to_json())
         write_atomic(run_dir / JOB_JSON, narrowed.to_json())
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
