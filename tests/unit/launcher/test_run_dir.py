@@ -57,6 +57,19 @@ def test_fewer_nodes_use_the_lower_rungs_and_a_resume_may_use_all(tmp_path, conf
     assert run_dirs.write_attempt(run, config, config) == 2
 
 
+def test_another_attempt_leaves_what_is_being_read_whole(tmp_path, config):
+    run = tmp_path / "run"
+    run_dirs.create(run, {"job.json": config.to_json()})
+    run_dirs.write_attempt(run, config, config)
+    for name in ("job.json", "job.rendered.json"):
+        os.link(run / name, tmp_path / name)  # as a reader has it open
+    three = run_dirs.narrow(config, 3)
+    run_dirs.write_attempt(run, three, three)
+    for name in ("job.json", "job.rendered.json"):
+        assert TrainConfig.from_json((run / name).read_text()) == three
+        assert TrainConfig.from_json((tmp_path / name).read_text()) == config
+
+
 def test_too_few_nodes(config):
     with pytest.raises(UserError, match=r"HF614.* 2 "):
         run_dirs.narrow(config, 1)
