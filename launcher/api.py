@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import HoldfastError
+from launcher.errors import HoldfastError, UserError
 from launcher.jobspec.reading import load_spec as load_job
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan, plan
@@ -343,6 +343,8 @@ def _submit(
     from launcher.ops.submitting.submit import prepare
     from launcher.ops.submitting.submit import submit as submit_prepared
 
+    if site is not None and site.ssh is not None:
+        raise UserError("HF205", f"over SSH ({site.ssh}): submit with `holdfast submit --site`")
     target = to or (None if site is None else site.target) or "slurm"
     prepared = prepare(
         job,

@@ -152,6 +152,11 @@ CODES: Final[dict[str, Code]] = {
     "HF207": Code("checkpoint.dir has the checkpoints of another run.", "Use one of its own."),
     "HF208": Code("An unknown site.", "Use one of those listed, or add it to sites.yaml."),
     "HF209": Code("A wrong file of sites.", "Fix the site named."),
+    "HF210": Code(
+        "A site cannot be reached over SSH.", "See what ssh says; `ssh HOST true` must work."
+    ),
+    "HF211": Code("A site over SSH has no holdfast.", "Install it there, or name its path."),
+    "HF212": Code("A site over SSH has another version.", "Use the same version here and there."),
     # Checkpoints, on the nodes.
     "HF301": Code("No checkpoint on the board can be used.", "See which are damaged, and why."),
     "HF302": Code("The board cannot be read.", "Check the run directory's file system."),

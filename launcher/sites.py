@@ -9,6 +9,7 @@ A file of sites is YAML, in ~/.config/holdfast/sites.yaml or /etc/holdfast/sites
         slurm: {account: a-llm, partition: normal}
 
 Each default is a --set that comes before those of the command line, where the job file is silent.
+A site with `ssh: HOST` is elsewhere: commands run there (launcher/ops/over_ssh.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
@@ -30,6 +31,10 @@ from launcher.targets import target_named
 VARIABLE: Final = "HOLDFAST_SITES"
 """Names a file of sites, which is then the only one."""
 SYSTEM: Final = Path("/etc/holdfast/sites.yaml")
+_HOST: Final = r"^[\w][\w.@:/%\[\]-]*$"
+_FOLDER: Final = r"^[^~\x00][^\x00]*$"
+_PROGRAM: Final = r"^[\w~/.][\w~/.+@-]*$"
+"""No blanks or quotes: these are the words that a shell there reads as they are."""
 
 
 class Site(Section):
@@ -38,6 +43,15 @@ class Site(Section):
     target: str | None = Field(None, description="slurm, pytorchjob, jobset, trainjob or local.")
     defaults: dict[str, Any] = Field(
         default_factory=dict, description="Sections and keys as in a job file."
+    )
+    ssh: Annotated[str, Field(pattern=_HOST)] | None = Field(
+        None, description="Host, as ssh takes it; none: this machine."
+    )
+    folder: Annotated[str, Field(pattern=_FOLDER)] = Field(
+        "holdfast", description="Folder there, absolute or relative to the home directory."
+    )
+    holdfast: Annotated[str, Field(pattern=_PROGRAM)] = Field(
+        "holdfast", description="The command there, on the PATH or by its path."
     )
 
     def sets(self, job: Mapping[str, Any]) -> list[str]:

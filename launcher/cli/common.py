@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -41,19 +42,70 @@ def set_option(function: _Function) -> _Function:
 
 
 def site_option(function: _Function) -> _Function:
-    """Add `--site NAME`, as `site`: a launcher.sites.Site, or None."""
+    """Add `--site NAME`, as `site`: a launcher.sites.Site, or None.
+
+    On a site that is reached over SSH the command runs there, and `function` is not called.
+    """
+    text = "The cluster, of sites.yaml: its defaults count where JOB says nothing."
+    return _with_site(function, function, text)
+
+
+def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Function:
+    """Add `--site` to `function`; `here` does what it does, and takes the site too."""
 
     def found(_ctx: click.Context, _param: click.Parameter, name: str | None) -> Site | None:
         from launcher.sites import find_site
 
         return None if name is None else find_site(name)
 
-    return click.option(
-        "--site",
-        metavar="NAME",
-        callback=found,
-        help="The cluster, of sites.yaml: its defaults count where JOB says nothing.",
-    )(function)
+    @functools.wraps(function)
+    def here_or_there(**given: Any) -> Any:
+        site: Site | None = given["site"]
+        if site is None or site.ssh is None:
+            return here(**given)
+        try:
+            return _there(site, click.get_current_context(), given)
+        except UserError as error:
+            return exit_with_problems(error, as_json=given.get("as_json", False))
+
+    option = click.option("--site", metavar="NAME", callback=found, help=text)
+    return cast("_Function", option(here_or_there))
+
+
+def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
+    """Run the command on the site, with the files and the site's defaults where it takes a job."""
+    from launcher.ops import over_ssh
+
+    if given.get("job") is None:
+        return over_ssh.run_there(site, words_of(ctx, given))
+    from launcher.jobspec.reading import load_spec
+
+    spec = load_spec(given["job"], given["sets"], site=site)
+    sent = over_ssh.pack(spec)
+    print_problems(sent.warnings)
+    asked = {**given, "job": sent.job, "sets": (*spec.sets, *sent.sets)}
+    if "target" in given:
+        asked["target"] = given["target"] or site.target
+    with sent.archive:
+        return over_ssh.run_there(site, words_of(ctx, asked), sent)
+
+
+def words_of(ctx: click.Context, given: Mapping[str, Any]) -> list[str]:
+    """Return the words that ask for a command with these values, without `--site`."""
+    words, arguments = ctx.command_path.split()[1:], ["--"]
+    for param in ctx.command.params:
+        value = given.get(param.name or "")
+        if param.name == "site" or value is None or value is False:
+            continue
+        values = value if param.multiple or param.nargs == -1 else [value]
+        name = max(param.opts, key=len)
+        if isinstance(param, click.Argument):
+            arguments += map(str, values)
+        elif value is True:
+            words.append(name)
+        else:
+            words += [f"{name}={each}" for each in values]
+    return [*words, *arguments]
 
 
 def json_option(function: _Function) -> _Function:
@@ -88,10 +140,16 @@ def _run_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 
 
 def runs_option(function: _Function) -> _Function:
-    """Add `--runs DIR`, where runs are looked for."""
-    return path_option(
+    """Add `--runs DIR`, where runs are looked for, and `--site NAME`, where the command runs."""
+
+    def here(*, site: Site | None, **given: Any) -> Any:
+        del site  # it is here
+        return function(**given)
+
+    option = path_option(
         "--runs", default=Path("runs"), show_default="./runs", help="Folder of the runs."
-    )(function)
+    )
+    return option(_with_site(function, here, "Run it on this cluster, of sites.yaml."))
 
 
 def print_json(value: Any) -> None:

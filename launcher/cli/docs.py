@@ -159,6 +159,22 @@ gke:
 
 `--site alps` (`check`, `plan`, `render`, `submit`) fills in what the job file does not say, as
 --set's that come before those of the command line. The job file that is kept with the run has them.
+
+A cluster elsewhere is reached over SSH:
+
+```yaml
+lumi:
+  ssh: me@login.lumi             # as ssh takes it; keys and jump hosts are in ~/.ssh/config
+  folder: holdfast               # there, for runs and what was sent (the default)
+  holdfast: train/bin/holdfast   # the command there, on the PATH or by its path
+  target: slurm
+```
+
+With `--site lumi` these commands and those that take a RUN run in that folder, with their output
+and exit code: `holdfast status RUN --site lumi`. `code.dir` and the job file are sent there,
+without what `submit` would not freeze; git's revision is not. All other paths are paths there. A
+job needs the same version of Holdfast here and there (HF212). Nobody is asked for a password where
+there is no terminal. A command that is interrupted here ends there too.
 """
 
 

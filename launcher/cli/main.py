@@ -37,6 +37,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "wrap": ("launcher.cli.wrap", "Let a torchrun batch script or PyTorchJob survive lost nodes."),
     "batch": ("launcher.cli.batch", "In a wrapped batch script or pod: make the run."),
+    "forwarded": ("launcher.cli.forwarded", "On a site over SSH: run what is asked elsewhere."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
     "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),

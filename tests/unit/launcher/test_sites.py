@@ -52,6 +52,7 @@ def test_one_job_file_runs_on_two_clusters(sites, capsys):
         capsys.readouterr()
         assert run_cli(["render", "job.yaml", "--site", site]) == 0
         assert kind in capsys.readouterr().out
+    assert load_job("job.yaml", site=find_site("gke")).kubernetes.context == "gke_x"
     job = load_job("job.yaml", ["slurm.account=mine"], site=find_site("alps"))
     assert (job.cluster.nodes, job.cluster.gpus_per_node) == (4, 4)
     assert (job.slurm.partition, job.slurm.account, job.slurm.time) == ("big", "mine", "60")
