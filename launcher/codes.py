@@ -123,6 +123,16 @@ CODES: Final[dict[str, Code]] = {
         "Files that hold keys or passwords are not frozen with the code.",
         "Use env.secrets, or name a file in code.include.",
     ),
+    # The cluster, asked before a job is submitted: what it waits for.
+    "HF180": Code("The partition is down: the job waits.", "Use another, or wait."),
+    "HF181": Code("A quota has no room for all pods.", "Ask for less, or end other jobs."),
+    "HF182": Code(
+        "The cluster's nodes have no room for all pods.",
+        "Ask for less, unless nodes are added on demand.",
+    ),
+    "HF183": Code("A policy refuses a pod of the job.", "Fix what it names."),
+    "HF184": Code("A pull secret of the image does not exist.", "Create it, or fix the name."),
+    "HF185": Code("A claim that one node can mount.", "Use one that is ReadWriteMany."),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit together.",
@@ -228,6 +238,20 @@ CODES: Final[dict[str, Code]] = {
     "HF650": Code("A program that the platform needs is missing.", "Install it."),
     "HF651": Code("An ambiguous run name.", "Name one of the runs listed."),
     "HF652": Code("The platform refuses the job; nothing was submitted.", "Fix what it names."),
+    # Slurm, asked before a job is submitted: what sbatch takes and Slurm never starts.
+    "HF680": Code(
+        "The partition does not give a job so many nodes.",
+        "Use the number named, or another partition.",
+    ),
+    "HF681": Code(
+        "Too few nodes of the partition have what the job asks of each.",
+        "Ask for what the message shows, or use another partition.",
+    ),
+    "HF682": Code("A time limit longer than the partition's.", "Shorten slurm.time."),
+    "HF683": Code("An account or QOS that is not the user's.", "Use one of those listed."),
+    "HF684": Code(
+        "A limit of the account or QOS is below what the job alone asks for.", "Ask for less."
+    ),
     # Kubernetes: reaching a cluster, what it refuses.
     "HF750": Code("No usable kubeconfig.", "Provide one, or set KUBECONFIG."),
     "HF751": Code("The kubeconfig has no such context.", "Use one of those listed."),
@@ -239,6 +263,7 @@ CODES: Final[dict[str, Code]] = {
     "HF757": Code("Kubernetes refuses a document.", "Fix what it names."),
     "HF758": Code("An object of that name belongs to something else.", "Use another name."),
     "HF759": Code("The pods' storage cannot be reached.", "Fix what the message names."),
+    "HF760": Code("An object that the job names does not exist.", "Create it, or fix the name."),
     # The batch script's helpers.
     "HF670": Code("The run is live in another job.", "Cancel that job, or wait for its end."),
     "HF671": Code("The job failed too often.", "See `holdfast why`, then `submit --resume`."),
@@ -281,5 +306,5 @@ CODES: Final[dict[str, Code]] = {
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""
 
-WARNINGS: Final = frozenset(code for code in CODES if code.startswith(("HF15", "HF17")))
+WARNINGS: Final = frozenset(code for code in CODES if code.startswith(("HF15", "HF17", "HF18")))
 """Codes of what may be meant: they stop no job, unless `holdfast check --strict` is asked."""

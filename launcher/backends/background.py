@@ -21,7 +21,7 @@ from launcher.atomic_file import read_json
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.exit_codes import state_of
 from launcher.backends.processes import start_ticks
-from launcher.errors import PermanentError, UserError
+from launcher.errors import PermanentError, Problem, UserError
 from launcher.retries import polled
 
 _Seen = TypeVar("_Seen")
@@ -87,6 +87,13 @@ class BackgroundBackend:
     ) -> None:
         self._sleep, self._mono, self._wall = sleep, mono, wall
         self._asked: set[str] = set()
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Return nothing: `live_problems` has looked at this machine."""
+        del files, without
+        return []
 
     def check(self, files: Mapping[str, str]) -> list[str]:
         """Return nothing: this machine takes what it is given."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from launcher.backends.commands import Answer
+    from launcher.errors import Problem
 
 JobId = NewType("JobId", str)
 """The platform's name for one submission: Slurm's job number, a Kubernetes name, local-…"""
@@ -119,6 +120,20 @@ class Backend(Protocol):
 
         Returns:
             What it says about it, as the expected start; a line each.
+        """
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Ask the platform, read-only and for seconds, what keeps this bundle from ever running.
+
+        Only what the platform itself would not refuse at once in clear words. What cannot be
+        asked is left out: nothing is raised, and no error is found where the job would run as
+        the platform is configured now. What it only has to wait for are warnings.
+
+        Args:
+            files: the bundle.
+            without: names of nodes that are not to be used, besides those of the bundle.
         """
 
     def submit(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--live",
     is_flag=True,
-    help="Also ask the platform: sbatch --test-only, or a dry run on Kubernetes.",
+    help="Also ask the platform, as submit does, and for sbatch --test-only or a dry run.",
 )
 @click.option("--strict", is_flag=True, help="Take warnings for errors.")
 @json_option
@@ -87,7 +87,10 @@ def check(
         run_dir = folder_of(job) / "runs" / spec.name
         places = {"run_id": spec.name, "run_dir": run_dir, "base_dir": folder_of(job)}
         target_named(shown).check(spec, planned, **places)
-        said = _ask(spec, planned, name or "slurm", folder_of(job)) if live and not errors else []
+        said: list[str] = []
+        if live and not errors:
+            waits, said = _ask(spec, planned, name or "slurm", folder_of(job))
+            warnings += waits
     except UserError as error:
         errors += error.problems
         warnings += error.warnings
@@ -107,13 +110,19 @@ def check(
         click.echo(f"  {line}")
 
 
-def _ask(spec: JobSpec, planned: Plan, target: str, base_dir: Path) -> list[str]:
-    """Render the job for `target` and return what the platform says to it; nothing is submitted.
+def _ask(
+    spec: JobSpec, planned: Plan, target: str, base_dir: Path
+) -> tuple[tuple[Problem, ...], list[str]]:
+    """Render the job for `target` and ask the platform about it; nothing is submitted.
+
+    Returns:
+        Warnings, and what it says besides.
 
     Raises:
-        UserError: it would refuse the job.
+        UserError: it would refuse the job, or never start it.
         PlatformError: it is away.
     """
+    from launcher.ops.submitting.submit import ask
     from launcher.targets import target_named
 
     platform = target_named(target)
@@ -121,4 +130,5 @@ def _ask(spec: JobSpec, planned: Plan, target: str, base_dir: Path) -> list[str]
     files = platform.load_renderer()(
         spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=base_dir, python=sys.executable
     )
-    return platform.load_backend().check(files)
+    backend = platform.load_backend()
+    return ask(backend, files, spec=spec), backend.check(files)

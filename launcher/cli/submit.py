@@ -101,7 +101,8 @@ def submit(  # noqa: PLR0917  click passes options by name
 ) -> int:
     """Render JOB, freeze its code, make the run directory and submit. All or nothing.
 
-    A refusal is shown in the platform's own words, and nothing is left behind. With --watch,
+    Before, the platform is asked what can be known: a job that it would take and never start is
+    refused. A refusal of its own is shown in its words, and nothing is left behind. With --watch,
     Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
     --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
     """
@@ -176,10 +177,12 @@ def _submit(
     backend = make_backends([target])[target]
     _say_ignored(backend)
     done = ops.submit(prepared, backend)
+    if not as_json:
+        print_problems(done.warnings)
     if as_json:
         runs = [{"run": str(run.path), "job_id": _id(run)} for run in done.runs]
         answer = {"ok": True, "target": target, "job_id": done.job.id}
-        warnings = dicts(prepared.warnings)
+        warnings = dicts((*prepared.warnings, *done.warnings))
         print_json({**answer, "run_dir": str(done.run_dir), "runs": runs, "warnings": warnings})
     else:
         many = f", {len(done.runs)} tasks" if len(done.runs) > 1 else ""
@@ -210,10 +213,13 @@ def _resume(
     target = run.target
     _say_ignored(run.backend)
     done = run.resume(upgrade=upgrade, all_nodes=all_nodes, sets=sets)
+    if not as_json:
+        print_problems(done.warnings)
     if as_json:
         job_id = None if done.job is None else done.job.id
         answer = {"ok": True, "run": str(run.path), "job_id": job_id, "upgraded": done.upgraded}
-        print_json({**answer, "without": [each.to_json() for each in done.without]})
+        without = [each.to_json() for each in done.without]
+        print_json({**answer, "without": without, "warnings": dicts(done.warnings)})
     elif done.job is None:
         click.echo(f"{name} has done its last step already: nothing to do")
     else:
@@ -262,9 +268,11 @@ def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool
                 "done": [str(run.path) for run in found.done],
                 "upgraded": found.upgraded,
                 "without": [each.to_json() for each in found.without],
+                "warnings": dicts(found.warnings),
             }
         )
         return EXIT_DONE
+    print_problems(found.warnings)
     for what, tasks in (
         (f"{target} job {found.job.id}: resumes" if found.job else "", found.again),
         ("waiting or running, left alone", found.live),

@@ -89,7 +89,7 @@ def test_what_is_missing_on_the_cluster_is_named_and_nothing_is_left(user, clust
         "namespace=no-such-one": "HF755",
         "context=elsewhere": "HF751",
         "image=no-such:1": "HF759",
-        "claim=no-such": "HF759",
+        "claim=no-such": "HF760",
         "service_account=no-such": "HF757",
     }
     for wish, code in wrong.items():
@@ -109,7 +109,7 @@ def quota_of(name, spec):
 
 SUBMITTER = (
     {"apiGroups": ["kubeflow.org"], "resources": ["pytorchjobs"], "verbs": ["get", "list"]},
-    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "delete"]},
+    {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["get", "create", "patch"]},
     {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": ["get", "create"]},
 )
 
@@ -144,10 +144,19 @@ def waits_for(user, reason):
 @pytest.mark.parametrize("kind", ["pytorchjob", "jobset"])
 def test_a_quota_that_does_not_let_pods_be_made(user, cluster, kind):
     cluster.need(kind)
-    # Enough for the pod that reaches the storage.
-    cluster.create(quota_of("small", {"hard": {"requests.cpu": "1"}}))
-    user.submit("kubernetes.cpus=4", to=kind, more=RUN)
-    exceeded = "exceeded quota: small, requested: requests.cpu=4"
+    cluster.create(quota_of("small", {"hard": {"requests.cpu": "300m"}}))
+    assert "HF756" in user.submit("kubernetes.cpus=1", to=kind, more=RUN, code=2)[1]
+    cluster.delete("resourcequotas", "small")
+    # Another takes what the job lacks; what is left is enough for the pod that reaches the storage.
+    sleeps = {"name": "a", "image": cluster.image, "command": ["sleep", "1000"]}
+    sleeps["resources"] = {"requests": {"cpu": "200m"}}
+    pod = {"containers": [sleeps], "terminationGracePeriodSeconds": 0}
+    cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other"}, "spec": pod})
+    cluster.create(quota_of("small", {"hard": {"requests.cpu": "300m"}}))
+    cluster.wait("the quota", lambda: "used" in cluster.read("resourcequotas", "small")["status"])
+    _, err = user.submit("kubernetes.cpus=250m", to=kind, more=RUN)
+    assert "HF181" in err
+    exceeded = "exceeded quota: small, requested: requests.cpu=250m"
     cluster.wait("a reason", lambda: waits_for(user, exceeded), timeout_s=60.0, every_s=0.5)
     cluster.delete("resourcequotas", "small")
     cluster.wait("pods", lambda: cluster.pods("holdfast.dev/run"), timeout_s=120.0)
@@ -186,6 +195,31 @@ def test_a_trainjob_goes_on_with_other_wishes_and_out_of_a_stuck_deletion(user, 
     stick()
     user("cancel", "one")
     assert [cluster.list(kind) for kind in ("trainjobs", "trainingruntimes")] == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_pods_need_is_asked_before_anything_is_made(user, cluster, kind):
+    cluster.need(kind)
+    wrong = {
+        "claim=no-such": "HF760 kubernetes.claim",
+        "service_account=no-such": "HF757 kubernetes.service_account",
+        "priority_class=no-such": "HF757 kubernetes.priority_class",
+        "pod_patch={runtimeClassName: no-such}": "HF757 kubernetes.pod_patch",
+        "image_pull_secrets=[no-such]": "HF184 kubernetes.image_pull_secrets",
+        "node_selector={no-such: label}": "HF182 cluster.nodes",
+    }
+    for wish, told in wrong.items():
+        # With another mistake, so that warnings too come from a job that is not made.
+        more = "kubernetes.volumes={other: {claim: none, mount: /other}}"
+        _, err = user.submit(f"kubernetes.{wish}", more, to=kind, more=RUN, code=2)
+        assert told in err, wish
+        assert "HF760 kubernetes.volumes" in err
+    limits = [{"type": "Container", "max": {"cpu": "1"}}]
+    head = {"apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "most"}}
+    cluster.create({**head, "spec": {"limits": limits}})
+    _, err = user.submit("kubernetes.cpus=2", to=kind, more=RUN, code=2)
+    assert "HF757 kubernetes.memory" in err
+    user.nothing_is_left()
 
 
 def test_pod_security_says_what_to_set_and_that_is_enough(user, cluster, corpus):

@@ -106,24 +106,25 @@ def test_a_job_of_a_shell_with_secrets_is_saved_cancelled_and_resumed(user, slur
 def test_what_slurm_refuses_leaves_nothing_behind(user):
     refused = {
         "slurm.partition=moon": "HF652 slurm.partition: ",
-        "slurm.gres=gpu:16": "HF652 ",
-        "slurm.gres=fpga:1": "HF652 cluster.gpus_per_node: ",
-        "slurm.constraint=nosuch": "HF652 slurm.constraint: ",
+        "slurm.gres=gpu:16": "HF681 slurm.gres: ",
+        "slurm.gres=fpga:1": "HF681 slurm.gres: ",
+        "slurm.constraint=nosuch": "HF681 slurm.constraint: ",
         "slurm.reservation=nosuch": "HF652 slurm.reservation: ",
+        "slurm.cpus=32": "HF681 slurm.cpus: ",
+        # Those it takes, and never starts.
+        "slurm.partition=spare": "HF680 cluster.nodes: ",
+        "cluster.spares=1": "HF680 cluster.nodes: ",
+        "slurm.exclude=[n1]": "HF680 cluster.nodes: ",
     }
     for text, told in refused.items():
         _, err = user.submit(text, nodes=4, code=2)
         assert told in err, err
         _, err = user("check", "job.yaml", "--to", "slurm", "--live", "--set", text, code=2)
-        assert "HF652 " in err
+        assert told.partition(" ")[0] in err
     assert not Path("runs").exists()
-    # This one it takes, and will never start.
-    user.submit("slurm.partition=spare", nodes=4, more=["--run-dir", "runs/one"])
-    until(
-        "the reason",
-        lambda: "more nodes than its partition gives" in user.json("why", "one")["why"],
-        timeout_s=WAIT_S,
-    )
+    _, err = user.submit("slurm.partition=spare", "cluster.nodes=1", "slurm.time=11", code=2)
+    assert "HF682 slurm.time: " in err
+    assert "main" in err, "a partition that would do"
 
 
 def test_jobs_and_tasks_of_a_sweep_wait_are_cancelled_and_run(user, slurm):

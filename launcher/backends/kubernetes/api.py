@@ -38,6 +38,8 @@ _Query = Sequence[tuple[str, str]]
 _PAGE: Final = 500
 """Objects of one answer to a list."""
 _JSON: Final = "application/json"
+_ABOUT: Final = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""Only its metadata: of a Secret no value."""
 _MERGE_PATCH: Final = "application/merge-patch+json"
 _SILENCE_S: Final = 30.0
 """So long after the end of a watch its connection is dead."""
@@ -56,6 +58,10 @@ class Patience:
     """For what a node has to answer; one that is dead says nothing."""
     retry_s: float = 30.0
     """No call is tried again after this."""
+
+
+GLANCE: Final = Patience(connect_s=3.0, read_s=5.0, retry_s=0.0)
+"""For a question whose answer one can do without."""
 
 
 class KubernetesApi:
@@ -90,12 +96,31 @@ class KubernetesApi:
         """Its address."""
         return str(self.client.configuration.host)
 
+    def with_patience(self, patience: Patience) -> KubernetesApi:
+        """Return a client of the same cluster, as the same user, with other time-outs."""
+        return KubernetesApi(
+            self.client,
+            context=self.context,
+            namespace=self.namespace,
+            patience=patience,
+            sleep=self._sleep,
+        )
+
     def get(self, resource: Resource, namespace: str, name: str) -> Object | None:
         """Return an object; None: there is none of that name."""
         try:
             return self._object("GET", self._call("get", resource, namespace, name))
         except NotThereError:
             return None
+
+    def exists(self, resource: Resource, namespace: str, name: str) -> bool:
+        """Return whether there is an object of that name; of its content nothing is read."""
+        call = self._call("get", resource, namespace, name)
+        try:
+            self._object("GET", call, accept=_ABOUT)
+        except NotThereError:
+            return False
+        return True
 
     def list_all(
         self, resource: Resource, namespace: str, *, labels: str = "", fields: str = ""
@@ -111,9 +136,21 @@ class KubernetesApi:
         call = self._call("list", resource, namespace)
         selected = _selected(labels, fields)
         try:
-            return self._pages(call, [*selected, ("limit", str(_PAGE))])
+            return self._all(call, [*selected, ("limit", str(_PAGE))])
         except GoneError:  # it took longer than the server keeps a state for
-            return self._pages(call, selected)
+            return self._all(call, selected)
+
+    def pages(
+        self, resource: Resource, namespace: str, *, labels: str = ""
+    ) -> Iterator[list[Object]]:
+        """Yield all objects that match, some hundred at a time.
+
+        Raises:
+            GoneError: between two pages the server has forgotten where it was.
+        """
+        call, selected = self._call("list", resource, namespace), _selected(labels, "")
+        for page in self._pages(call, [*selected, ("limit", str(_PAGE))]):
+            yield page.get("items") or []
 
     def create(
         self, resource: Resource, namespace: str, document: Object, *, dry_run: bool = False
@@ -226,15 +263,19 @@ class KubernetesApi:
             verb=verb, resource=resource, namespace=namespace, name=name, server=self.server
         )
 
-    def _pages(self, call: Call, query: _Query) -> tuple[list[Object], str]:
-        items: list[Object] = []
+    def _all(self, call: Call, query: _Query) -> tuple[list[Object], str]:
+        pages = list(self._pages(call, query))
+        items = [item for page in pages for item in page.get("items") or ()]
+        return items, str((pages[-1].get("metadata") or {}).get("resourceVersion") or "")
+
+    def _pages(self, call: Call, query: _Query) -> Iterator[Object]:
         more: list[tuple[str, str]] = []
         while True:
             page = self._object("GET", call, query=[*query, *more])
-            items += page.get("items") or []
+            yield page
             about = page.get("metadata") or {}
             if not about.get("continue"):
-                return items, str(about.get("resourceVersion") or "")
+                return
             more = [("continue", str(about["continue"]))]
 
     def _object(
@@ -285,6 +326,7 @@ class KubernetesApi:
         query: _Query = (),
         body: Object | None = None,
         content_type: str = _JSON,
+        accept: str = _JSON,
         read_s: float | None = None,
     ) -> Any:
         """Send one request; return urllib3's response, of which nothing has been read.
@@ -296,6 +338,7 @@ class KubernetesApi:
             query: of the request.
             body: of the request.
             content_type: of the body.
+            accept: content type of the answer.
             read_s: longest silence; None: as for all.
         """
         name = "" if method == "POST" else call.name
@@ -306,7 +349,7 @@ class KubernetesApi:
                 path or call.resource.path(call.namespace, name),
                 body=body,
                 query_params=list(query),
-                header_params={"Accept": _JSON},
+                header_params={"Accept": accept},
                 content_type=content_type,
                 serialize=False,
                 _request_timeout=limits,

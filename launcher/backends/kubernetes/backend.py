@@ -20,7 +20,9 @@ from typing import Final
 from launcher import stop_request
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
 from launcher.backends.commands import Answer
+from launcher.backends.kubernetes.admission import problems, request_of
 from launcher.backends.kubernetes.api import KubernetesApi, connect
+from launcher.backends.kubernetes.ask import look_at
 from launcher.backends.kubernetes.documents import (
     EVENT,
     MANAGED_BY,
@@ -52,7 +54,7 @@ from launcher.backends.kubernetes.status_text import Seen, description_of, event
 from launcher.backends.kubernetes.storage import Storage
 from launcher.backends.kubernetes.submit import Creation
 from launcher.backends.kubernetes.watch import watch_until
-from launcher.errors import PlatformError, UserError
+from launcher.errors import PlatformError, Problem, UserError
 from launcher.render.bundle import FORMER_NAMES, JOB_FILE, MANIFESTS
 from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LABEL
 
@@ -100,6 +102,22 @@ class KubernetesBackend:
     def name(self) -> str:
         """Name of the target of the last job: pytorchjob, jobset, trainjob; before: kubernetes."""
         return self._kind
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Return what the dry run of the documents does not see; see `Backend`.
+
+        HF753, HF756, HF757, HF760; of a cluster that cannot be reached nothing.
+        """
+        del without
+        bundle = read_bundle(files)
+        try:
+            api = self._api(bundle.context)
+        except UserError:
+            return []  # `submit` says so
+        job = request_of(bundle, files.get("job.json", ""), bundle.namespace or api.namespace)
+        return problems(job, look_at(api, job))
 
     def check(self, files: Mapping[str, str]) -> list[str]:
         """Let the server check all documents (dry run); nothing is made.

@@ -166,7 +166,7 @@ def _status(body: str) -> dict[str, Any]:
 
 
 def _forbidden(call: Call, message: str) -> UserError:
-    if "exceeded quota" in message:
+    if "exceeded quota" in message or "failed quota" in message:
         return UserError(
             "HF756",
             f"a quota of namespace {call.namespace} forbids it: {message}; ask for less, end other "
@@ -185,31 +185,42 @@ def _forbidden(call: Call, message: str) -> UserError:
             f"Pod Security of namespace {call.namespace} does not allow it: {message}; "
             f"{POD_SECURITY}",
         )
-    if "denied the request" in message:
+    if "service account" in message or re.search(r'serviceaccount "[^"]*" not found', message):
+        return UserError("HF757", f"cannot {call}: {message}; fix kubernetes.service_account")
+    # Of who lacks a right it says: … is forbidden: User "eve" cannot …
+    if re.search(r'denied the request| is forbidden: (?!user ")', message, re.IGNORECASE):
         return UserError(
             "HF757", f"a policy of the cluster refuses to {call}: {message}; fix what it names"
         )
-    if "service account" in message or re.search(r'serviceaccount "[^"]*" not found', message):
-        return UserError("HF757", f"cannot {call}: {message}; fix kubernetes.service_account")
-    return _missing_right(call, message)
-
-
-def _missing_right(call: Call, message: str) -> UserError:
-    """Return who lacks which right, and what grants it."""
-    who, verb, resource, said = "YOU", call.verb, call.resource.name, f": {message}"
     match = _RIGHT.search(message)
-    if match is not None:  # then all of it is said in our words
+    if match is None:
+        said = missing_right(call.verb, call.resource.name, call.namespace, said=f": {message}")
+    else:  # then all of it is said in our words
         who, verb, plural, group = match.groups()
-        resource, said = f"{plural}.{group}" if group else plural, f", as {who}"
+        resource = f"{plural}.{group}" if group else plural
+        said = missing_right(verb, resource, call.namespace, who=who, said=f", as {who}")
+    return UserError("HF753", said)
+
+
+def missing_right(
+    verb: str, resource: str, namespace: str, *, who: str = "", said: str = ""
+) -> str:
+    """Return that a right is missing, and what grants it.
+
+    Args:
+        verb: as in rules of Roles.
+        resource: as names of CRDs have it.
+        namespace: where.
+        who: the user; empty: not known.
+        said: what else is known.
+    """
     plain = resource.partition(".")[0]
     role = ACCOUNTS_ROLE if plain in _OF_ACCOUNTS else SECRETS_ROLE if plain == "secrets" else ROLE
-    named = shlex.quote(who) if match else who
-    return UserError(
-        "HF753",
-        f"you may not {verb} {resource} in namespace {call.namespace}{said}; the Role {role} of "
+    return (
+        f"you may not {verb} {resource} in namespace {namespace}{said}; the Role {role} of "
         "manifests/base grants it: an administrator applies that to the namespace once, and binds "
-        f"you: kubectl create rolebinding NAME --role {role} --user {named} --namespace "
-        f"{call.namespace}",
+        f"you: kubectl create rolebinding NAME --role {role} --user "
+        f"{shlex.quote(who) if who else 'YOU'} --namespace {namespace}"
     )
 
 

@@ -22,10 +22,17 @@ from launcher.backends.commands import (
     SystemCommands,
     TimedOutError,
 )
-from launcher.backends.slurm import parse, status_text
+from launcher.backends.slurm import admission, parse, status_text
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
-from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError, Where
+from launcher.errors import (
+    PermanentError,
+    PlatformError,
+    Problem,
+    TemporaryError,
+    UserError,
+    Where,
+)
 from launcher.retries import polled, retried
 
 SCRIPT: Final = status_text.SCRIPT
@@ -35,7 +42,7 @@ _FIX: Final = (
     "run this where Slurm's commands are, as on a login node, or use `holdfast render --to slurm` "
     "here and `sbatch` there"
 )
-_PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo")
+_PROGRAMS: Final = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 """Of the variables of Slurm those that say where it is; all others would change what is asked."""
 _PREFIXES: Final = ("SLURM_", "SLURMD_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
@@ -72,8 +79,36 @@ class SlurmBackend:
             slurm_environment(base), fix=dict.fromkeys(_PROGRAMS, _FIX)
         )
         self._patience = patience or Patience()
+        self._elsewhere = bool(base.get("SLURM_CLUSTERS"))
+        """Jobs may go to several clusters, of which none is asked before."""
         self._sleep, self._mono, self._wall = sleep, mono, wall
         self._queries = SlurmQueries(self._commands, self._patience, sleep)
+
+    def find_problems(
+        self, files: Mapping[str, str], *, without: Sequence[str] = ()
+    ) -> list[Problem]:
+        """Return why Slurm would take the script and never start it; see `Backend`.
+
+        HF680 to HF684. Where a plugin of the site may change what is submitted, an error counts
+        only if `sbatch --test-only`, which passes through it, fails too.
+        """
+        job = None if self._elsewhere else admission.request_of(files.get(SCRIPT, ""), without)
+        if job is None:
+            return []
+        cluster = self._queries.cluster(job)
+        found = admission.problems(job, cluster)
+        if cluster.rewrites and not (found and self._test_fails(files[SCRIPT])):
+            return [problem for problem in found if problem.is_warning]
+        return found
+
+    def _test_fails(self, script: str) -> bool:
+        try:
+            answer = self._commands.run(
+                ["sbatch", "--test-only"], timeout_s=self._patience.glance_s, stdin=script
+            )
+        except (UserError, PlatformError):
+            return False
+        return bool(answer.code) and not status_text.is_temporary(answer.complaint)
 
     def check(self, files: Mapping[str, str]) -> list[str]:
         """Ask by `sbatch --test-only`: would Slurm take it, and when would it start?

@@ -24,6 +24,8 @@ SQUEUE_FORMAT: Final = SEPARATOR.join(
 
 The nodes are those that the job still has: one that went down is left out, were it the batch host.
 """
+SINFO_FORMAT: Final = SEPARATOR.join(("%R", "%N", "%c", "%m", "%G", "%f"))
+"""Partition, nodes, and of each node CPUs, memory in MiB, GRES, features."""
 SACCT_COLUMNS: Final = (
     *("JobID", "JobIDRaw", "State", "ExitCode", "Reason", "Submit", "Start", "End"),
     *("NodeList", "JobName", "WorkDir"),
@@ -148,21 +150,61 @@ def parse_completion(text: str) -> list[SlurmJob]:
 
 
 def parse_scontrol(text: str) -> list[dict[str, str]]:
-    """Read `scontrol --oneliner show job`: one mapping of fields for each job.
+    """Read `scontrol --oneliner show job`: one mapping of fields for each job."""
+    return [fields for fields in records(text) if "JobId" in fields and "JobState" in fields]
+
+
+def records(text: str) -> list[dict[str, str]]:
+    """Read what `scontrol --oneliner show` says: one mapping of fields for each line.
 
     Values may hold blanks; a key begins with a capital after a blank. Of a key that is there
     twice the first counts.
     """
-    jobs = []
+    listed = []
     for line in text.splitlines():
         found = list(_KEY.finditer(line))
         fields: dict[str, str] = {}
         for index, match in enumerate(found):
             end = found[index + 1].start() if index + 1 < len(found) else len(line)
             fields.setdefault(match[1], line[match.end() : end].strip())
-        if "JobId" in fields and "JobState" in fields:
-            jobs.append(fields)
-    return jobs
+        if fields:
+            listed.append(fields)
+    return listed
+
+
+def settings(text: str) -> dict[str, str]:
+    """Read `scontrol show config`: name -> value, empty where there is none."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {name.strip(): _known(value) for name, equals, value in pairs if equals}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """Nodes of a partition that are alike, whatever their state."""
+
+    partition: str
+    names: frozenset[str]
+    cpus: int
+    memory_mib: int
+    gres: str
+    """As configured: gpu:h100:8(S:0-1),nvme:2; empty: none."""
+    features: frozenset[str]
+
+
+def parse_sinfo(text: str) -> list[NodeGroup]:
+    """Read `sinfo --noheader --all --exact --format=SINFO_FORMAT`."""
+    return [
+        NodeGroup(
+            partition=partition,
+            names=frozenset(expand_nodes(nodes)),
+            cpus=int(cpus),
+            memory_mib=int(memory),
+            gres=_known(gres),
+            features=frozenset(_known(features).split(",")) - {""},
+        )
+        for partition, nodes, cpus, memory, gres, features in _rows(text, num_columns=6)
+        if cpus.isdigit() and memory.isdigit()
+    ]
 
 
 def of_scontrol(fields: Mapping[str, str]) -> SlurmJob | None:

@@ -7,14 +7,16 @@ sacct, then `sacct -c`: whichever is there.
 from __future__ import annotations
 
 import os
+import pwd
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Final
 
 from launcher.backends.base import JobRef
 from launcher.backends.commands import Answer, Commands
-from launcher.backends.slurm import parse, status_text
+from launcher.backends.slurm import admission, parse, status_text
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.errors import PermanentError, PlatformError, TemporaryError, UserError
 from launcher.retries import retried
@@ -37,6 +39,8 @@ class Patience:
     """No sbatch or scancel is tried again after this."""
     adopt_s: float = 30.0
     """A job whose sbatch broke off is looked for in the queue this long."""
+    glance_s: float = 5.0
+    """One question whose answer a submission does without."""
 
 
 class SlurmQueries:
@@ -105,6 +109,64 @@ class SlurmQueries:
         answer = self._query(["sinfo", "--noheader", "--format=%R"], [])
         names = [] if answer is None else answer.out.split()
         return names if all(name.isprintable() for name in names) else []
+
+    def cluster(self, job: admission.Request) -> admission.Cluster:
+        """Return what Slurm says of itself that concerns `job`, within two or three glances.
+
+        What it does not say at once is left out; nothing is raised.
+        """
+        with ThreadPoolExecutor() as pool:
+            config, partitions, nodes = pool.map(
+                self._glance,
+                (
+                    ["scontrol", "show", "config"],
+                    ["scontrol", "--all", "--oneliner", "show", "partition"],
+                    ["sinfo", "--noheader", "--all", "--exact", f"--format={parse.SINFO_FORMAT}"],
+                ),
+            )
+            found = admission.Cluster(
+                config=parse.settings(config or ""),
+                partitions=[
+                    part for part in parse.records(partitions or "") if "PartitionName" in part
+                ],
+                nodes=parse.parse_sinfo(nodes or ""),
+            )
+            name = found.config.get("ClusterName", "")
+            if not name or found.config.get("AccountingStorageType", "/none").endswith("/none"):
+                return found
+            user = _user_name()
+            mine = f"cluster={name}", f"user={user}"
+            account = f"cluster={name}", f"account={job.account}"
+            own, of_account, qos = pool.map(
+                self._accounting,
+                (
+                    ["associations", "where", *mine],
+                    ["associations", "where", *account] if job.account else [],
+                    ["qos"],
+                ),
+            )
+        return replace(
+            found,
+            user=user,
+            associations=own if user else None,
+            accounts=[row for row in of_account or () if not row["User"]],
+            qos=qos,
+        )
+
+    def _accounting(self, what: list[str]) -> list[dict[str, str]] | None:
+        """Return rows of the accounts; None: they are not to be had, or nothing is asked."""
+        columns = admission.QOS_COLUMNS if what == ["qos"] else admission.ASSOCIATION_COLUMNS
+        argv = ["sacctmgr", "--noheader", "--parsable2", "--readonly", "show", *what]
+        said = self._glance([*argv, f"format={','.join(columns)}"]) if what else None
+        return None if said is None else admission.table(said, columns)
+
+    def _glance(self, argv: list[str]) -> str | None:
+        """Return what a command says; None: not at once, or it fails."""
+        try:
+            answer = self._commands.run(argv, timeout_s=self._patience.glance_s)
+        except (UserError, PlatformError):
+            return None
+        return None if answer.code else answer.out
 
     def _look_up(self, known: dict[JobRef, SlurmJob], wanted: Sequence[JobRef]) -> None:
         """Ask scontrol about jobs one by one: for exit codes, or where squeue failed."""
@@ -175,6 +237,14 @@ class SlurmQueries:
         if answer.code == 0 or status_text.knows_no_such_job(answer.err):
             return answer
         raise failure(answer)
+
+
+def _user_name() -> str:
+    """Return the user's name, as accounts have it; empty: this machine knows none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def failure(answer: Answer) -> PlatformError:

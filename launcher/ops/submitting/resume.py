@@ -15,7 +15,7 @@ from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.atomic_file import write_atomic
 from launcher.backends.base import Backend, JobRef, JobState
-from launcher.errors import UserError
+from launcher.errors import Problem, UserError
 from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
@@ -30,7 +30,7 @@ from launcher.ops.submitting.environment import (
     record_environment,
 )
 from launcher.ops.submitting.freeze import Frozen, left_out, load_frozen, pointed_to, upgrade
-from launcher.ops.submitting.submit import note_submitted
+from launcher.ops.submitting.submit import ask, note_submitted
 from launcher.planning.search import plan
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
@@ -61,6 +61,8 @@ class Resumed:
     """With --upgrade or --set: what has changed, a line each."""
     without: tuple[ExcludedMachine, ...] = ()
     """Machines that were excluded since its last submission: this one does without them."""
+    warnings: tuple[Problem, ...] = ()
+    """What the platform has said that it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ class ResumedSweep:
     """With --upgrade: what has changed, by task."""
     without: tuple[ExcludedMachine, ...] = ()
     """Machines that any task has excluded since its last submission: none of them uses these."""
+    warnings: tuple[Problem, ...] = ()
+    """What the platform has said that they wait for."""
 
 
 def resume(
@@ -103,7 +107,8 @@ def resume(
         wall: the clock.
 
     Raises:
-        UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change more.
+        UserError: HF615 it has a live job; HF653 it was never submitted; HF655 `sets` change more;
+            what the platform would never run.
         PlatformError: the platform is away, or answers garbage.
     """
     submission = _submission(run)
@@ -123,16 +128,18 @@ def resume(
     index = submission.job.id.partition("_")[2]
     tasks = {int(index): run} if index else None
     asked = _asked_anew(run, sets, python) if sets else None
+    off = () if all_nodes else _excluded([run])
+    hosts = [each.host for each in off]
+    files = _bundle(run.path.parent if index else run.path) | (asked.files if asked else {})
+    warnings = ask(backend, files, spec=None, without=hosts)
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
-        off = () if all_nodes else _excluded([run])
-        hosts = [each.host for each in off]
         with _written(run.path, asked) as changed:
             job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
         upgraded = [*(upgraded or []), *changed] if asked else upgraded
         ref = backend.task_of(job, int(index), run.path) if index else job
         noted = note_submitted(run.path, submission.target, ref, without=hosts)
-        return Resumed(run=noted, job=ref, upgraded=upgraded, without=off)
+        return Resumed(run=noted, job=ref, upgraded=upgraded, without=off, warnings=warnings)
 
 
 def resume_sweep(
@@ -153,7 +160,7 @@ def resume_sweep(
         wall: the clock.
 
     Raises:
-        UserError: HF653 one was never submitted.
+        UserError: HF653 one was never submitted; what the platform would never run.
         PlatformError: the platform is away, or answers garbage.
     """
     targets = {run.path: _submission(run).target for run in runs}
@@ -165,20 +172,29 @@ def resume_sweep(
     tasks = {int(run.path.name): run for run in ended if run not in done}
     if not tasks:
         return ResumedSweep(job=None, again=[], live=live, done=done)
+    off = () if all_nodes else _excluded(tasks.values())
+    hosts = [each.host for each in off]
+    warnings = ask(backend, _bundle(runs[0].path.parent), spec=None, without=hosts)
     with permissions.umask(permissions.umask_of(runs[0].path)):
         upgraded = {
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
             for run in tasks.values()
         }
-        off = () if all_nodes else _excluded(tasks.values())
-        hosts = [each.host for each in off]
         job = _submit_again(list(tasks.values()), backend, tasks=tasks, without=hosts, wall=wall)
         again = []
         for index, run in tasks.items():
             ref = backend.task_of(job, index, run.path)
             again.append(note_submitted(run.path, targets[run.path], ref, without=hosts))
     said = upgraded if upgrade_code else None
-    return ResumedSweep(job=job, again=again, live=live, done=done, upgraded=said, without=off)
+    return ResumedSweep(
+        job=job,
+        again=again,
+        live=live,
+        done=done,
+        upgraded=said,
+        without=off,
+        warnings=warnings,
+    )
 
 
 def _excluded(runs: Iterable[Run]) -> tuple[ExcludedMachine, ...]:

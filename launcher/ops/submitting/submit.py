@@ -86,6 +86,8 @@ class Submitted:
     run_dir: Path
     runs: list[Run]
     frozen: Frozen | None = None
+    warnings: tuple[Problem, ...] = ()
+    """What the platform has said that it waits for."""
 
 
 def prepare(
@@ -160,13 +162,15 @@ def prepare(
 def submit(
     prepared: Prepared, backend: Backend, *, wall: Callable[[], float] = time.time
 ) -> Submitted:
-    """Make the run directory, freeze the code, submit. All or nothing.
+    """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
 
     Raises:
-        UserError: HF611, HF612, HF616, HF617 the run directory; HF652 the platform refuses; others.
+        UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
+            HF652 the platform refuses; others.
         PlatformError: the platform is away, or answers garbage.
     """
     slurm = prepared.specs[0].slurm
+    warnings = ask(backend, prepared.files, spec=prepared.specs[0])
     # For sbatch too, which hands it on to the job.
     with permissions.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
@@ -182,8 +186,36 @@ def submit(
             ref = job if index is None else backend.task_of(job, index, run_dir)
             runs.append(note_submitted(run_dir, prepared.target, ref))
     return Submitted(
-        target=prepared.target, job=job, run_dir=prepared.run_dir, runs=runs, frozen=frozen
+        target=prepared.target,
+        job=job,
+        run_dir=prepared.run_dir,
+        runs=runs,
+        frozen=frozen,
+        warnings=warnings,
     )
+
+
+def ask(
+    backend: Backend, files: Bundle, *, spec: JobSpec | None, without: Sequence[str] = ()
+) -> tuple[Problem, ...]:
+    """Ask the platform what can be known of a bundle before it is submitted; return warnings.
+
+    Args:
+        backend: the platform's.
+        files: the bundle.
+        spec: whose lines are named; None: of a run that resumes.
+        without: nodes that are not to be used, besides those of the bundle.
+
+    Raises:
+        UserError: what keeps it from ever running there, all at once.
+    """
+    found = backend.find_problems(files, without=without)
+    if spec is not None:
+        found = [spec.problem(each.code, each.where.key, each.message) for each in found]
+    warnings = [problem for problem in found if problem.is_warning]
+    if errors := [problem for problem in found if not problem.is_warning]:
+        raise UserError.many(errors, warnings)
+    return tuple(warnings)
 
 
 def _render_sweep(

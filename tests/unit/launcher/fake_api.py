@@ -43,6 +43,8 @@ class FakeApi:
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     """METHOD path?query, without dry runs' bodies."""
+    accepted: list[tuple[str, str]] = field(default_factory=list)
+    """The same, with the content type that is asked for."""
     replies: list[tuple[Callable[[str], bool], list[Reply]]] = field(default_factory=list)
     lines: list[list[str]] = field(default_factory=list)
     """What watches send, one list for each."""
@@ -106,6 +108,7 @@ def fake_api() -> Iterator[FakeApi]:
             body = json.loads(self.rfile.read(size) or b"null")
             call = f"{self.command} {self.path}"
             fake.calls.append(call)
+            fake.accepted.append((call, self.headers.get("Accept") or ""))
             reply = fake.reply(call)
             if reply is None and "Upgrade" in self.headers:
                 self.close_connection = True
@@ -251,12 +254,14 @@ def _get(fake: FakeApi, path: str, query: dict[str, str]) -> Reply:
 
 _PLURALS = {
     *("pods", "configmaps", "events", "pytorchjobs", "jobsets", "trainjobs", "workloads"),
-    "secrets",
+    *("secrets", "nodes", "resourcequotas"),
     *("poddisruptionbudgets", "roles", "rolebindings", "serviceaccounts", "trainingruntimes"),
 }
 
 
 def _create(fake: FakeApi, path: str, body: dict[str, Any], query: dict[str, str]) -> Reply:
+    if path.endswith("/selfsubjectaccessreviews"):
+        return Reply(201, body | {"status": {"allowed": True}})
     name = body["metadata"]["name"]
     whole = f"{path}/{name}"
     if whole in fake.objects:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from launcher.backends.slurm.parse import expand_nodes
 
-PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo")
+PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 SUBMIT = 1_767_225_600
 
 _PROGRAM = """\
 #!/bin/sh
 cd {folder}
-printf '%s' "${{0##*/}}" >>calls
-for word in "$@"; do printf ' %s' "$word" >>calls; done
-echo >>calls
+call="${{0##*/}}"
+for word in "$@"; do call="$call $word"; done
+printf '%s\\n' "$call" >>calls  # at once: some are asked together
 [ -e {name}.then ] && . ./{name}.then
 [ -e {name}.err ] && cat {name}.err >&2
 [ -e {name}.out ] && cat {name}.out

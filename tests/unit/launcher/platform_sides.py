@@ -28,6 +28,7 @@ _ROOTS = {
     "trainjob": "/apis/trainer.kubeflow.org/v1alpha1/namespaces/train/trainjobs",
 }
 _DONE = {"pytorchjob": "Succeeded", "jobset": "Completed", "trainjob": "Complete"}
+CLAIM = "/api/v1/namespaces/train/persistentvolumeclaims/runs"
 _PODS = "/api/v1/namespaces/train/pods"
 _SPAN = r"\d+ (?:d|h|min|s)(?: \d+ (?:h|min|s))?"
 _WHEN = re.compile(rf"(?:in )?{_SPAN}(?: ago)? \([\d: -]+\)")
@@ -235,6 +236,9 @@ class KubernetesSide(Side):
 
     def __init__(self, kind: str, home: Path, server: FakeApi, capsys, monkeypatch) -> None:
         self.server = server
+        server.put(
+            CLAIM, {"metadata": {"name": "runs"}, "spec": {"accessModes": ["ReadWriteMany"]}}
+        )
         path = home.with_name("kubeconfig")
         path.write_text(kubeconfig(server.url))
         monkeypatch.setenv("KUBECONFIG", str(path))

@@ -32,6 +32,7 @@ from launcher.ops.submitting.submit import submit as submit_prepared
 
 QUOTA = Reply(403, status_object(403, "Forbidden", "exceeded quota: jobs"))
 SECRETS = "/api/v1/namespaces/train/secrets"
+CLAIMS = "/api/v1/namespaces/train/persistentvolumeclaims"
 __all__ = ["backend", "run", "server", "waits"]  # fixtures
 
 
@@ -158,11 +159,12 @@ def test_a_claim_without_links_that_is_mounted_here_holds_data(
     asked = {"board": board, "mount": str(claim), "namespace": "train", "context": "here"}
     values = {f"kubernetes.{key}": value for key, value in asked.items()}
     job.write_text(job_with({**values, "data.path": f"{claim}/corpus"}))
+    server.put(f"{CLAIMS}/runs", {"metadata": {"name": "runs"}, "spec": {}})
     prepared = prepare(str(job), target="pytorchjob", stamp="now", python="", run_dir=claim / "one")
     if board == "file":
         with pytest.raises(UserError, match=r"HF617 .* no hard links"):
             submit_prepared(prepared, backend)
-        assert server.objects == {}
+        assert list(server.objects) == [f"{CLAIMS}/runs"]
     else:
         submit_prepared(prepared, backend)
         [secret] = secrets_of(server)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT, tree
-from slurm_bench import TINY, fresh, refused, submit
+from slurm_bench import TINY, cli, fresh, refused, slurm, submit
 
 from elastic_trainer.storage_probe import probe_storage
 from launcher.backends.slurm.queries import Patience
 from launcher.cli.main import run_cli
 from launcher.ops import run_dir as run_dirs
 
-__all__ = ["fresh"]  # the fixture
+__all__ = ["fresh", "slurm"]  # fixtures
 
 
 def test_a_job_is_submitted_with_all_that_belongs_to_it(fresh, capsys):
@@ -124,7 +124,7 @@ def test_a_slurm_that_answers_garbage(fresh, capsys, monkeypatch):
 def test_mistakes_are_found_before_slurm_is_asked(fresh, capsys, sets, told):
     err = refused(capsys, *(word for text in sets for word in ("--set", text)))
     assert told in err
-    assert fresh.calls() == []
+    assert fresh.calls("sbatch") == []
 
 
 def test_paths_that_only_nodes_see(fresh, capsys):
@@ -202,7 +202,7 @@ def test_a_sweep_is_one_array_with_a_run_for_each_task(fresh, capsys):
 )
 def test_sweeps_that_cannot_be(fresh, capsys, options, told):
     assert told in refused(capsys, *options)
-    assert fresh.calls() == []
+    assert fresh.calls("sbatch") == []
 
 
 def test_check_live_asks_slurm_without_submitting(fresh, capsys):
@@ -211,7 +211,7 @@ def test_check_live_asks_slurm_without_submitting(fresh, capsys):
     )
     assert run_cli(["check", "job.yaml", "--to", "slurm", "--live"]) == 0
     assert "Slurm would start it at " in capsys.readouterr().out
-    assert fresh.calls() == ["sbatch --test-only"]
+    assert fresh.calls("sbatch") == ["sbatch --test-only"]
     fresh.says("sbatch", err="allocation failure: Invalid qos specification", code=1)
     assert run_cli(["check", "job.yaml", "--to", "slurm", "--live", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["problems"][0]["key"] == "slurm.qos"
@@ -252,7 +252,7 @@ def test_a_file_system_without_hard_links_is_refused(fresh, capsys, monkeypatch)
 
     monkeypatch.setattr(run_dirs, "probe_storage", partial(probe_storage, link=link))
     assert "HF617 " in refused(capsys, "--run-dir", "runs/one")
-    assert fresh.calls() == []
+    assert fresh.calls("sbatch") == []
 
 
 def test_a_run_directory_that_all_may_write_is_refused(fresh, capsys):
@@ -260,4 +260,53 @@ def test_a_run_directory_that_all_may_write_is_refused(fresh, capsys):
     Path("all").chmod(0o777)
     for run_dir in ("all", "all/run"):
         assert "HF616 " in refused(capsys, "--run-dir", run_dir)
-    assert fresh.calls() == []
+    assert fresh.calls("sbatch") == []
+
+
+ASKED = """\
+case "$*" in
+  "show config") printf '%s\\n' 'ClusterName = c' 'AccountingStorageType = x/none' MORE; exit 0;;
+  *partition) echo 'PartitionName=main Default=YES State=UP MaxNodes=1 MaxTime=10:00:00'; exit 0;;
+esac
+"""
+
+
+def asked(slurm, more="''"):
+    """Let Slurm say that partition main gives a job one node; the job asks for two."""
+    slurm.says("scontrol", then=ASKED.replace("MORE", more), code=1)
+
+
+def test_what_slurm_would_never_start_is_refused_before_anything_is_made(fresh, capsys):
+    asked(fresh)
+    told = refused(capsys, "--run-dir", "runs/one")
+    assert "job.yaml:4: HF680 cluster.nodes: " in told
+    assert "main" in told
+    assert fresh.calls("sbatch") == []
+    err = cli(capsys, "check", "job.yaml", "--to", "slurm", "--live", code=2)[1]
+    assert "HF680" in err
+
+
+def test_a_run_that_resumes_is_asked_for_too(slurm, capsys):
+    slurm.is_now("FAILED")
+    asked(slurm)
+    before = slurm.calls("sbatch")
+    err = cli(capsys, "submit", "--resume", "runs/one", code=2)[1]
+    assert "HF680 cluster.nodes: " in err
+    assert slurm.calls("sbatch") == before
+
+
+@pytest.mark.parametrize(("test_code", "code"), [(0, 0), (1, 2)])
+def test_where_a_plugin_may_change_the_job_slurms_own_test_decides(fresh, test_code, code):
+    asked(fresh, more="'JobSubmitPlugins = lua'")
+    fails = f'[ "$1" = --test-only ] && exit {test_code}'
+    then = (fresh.folder / "sbatch.then").read_text()
+    (fresh.folder / "sbatch.then").write_text(f"{fails}\n{then}")
+    submit("--run-dir", "runs/one", code=code)
+    assert fresh.calls("sbatch")[0] == "sbatch --test-only"
+
+
+def test_a_slurm_that_does_not_answer_is_left_to_sbatch(fresh, capsys):
+    for name in ("scontrol", "sinfo", "sacctmgr"):
+        (fresh.bin / name).unlink()
+    submit("--run-dir", "runs/one")
+    assert "HF" not in capsys.readouterr().err
