@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,6 +22,11 @@ for _profile, _examples in (("holdfast", 25), ("chaos", 200)):
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
 settings.load_profile("holdfast")
+
+# A shell starts what it puts into the background with SIGINT ignored, and so would be all that the
+# tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # what is imported stays, and is a million objects to look at
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import subprocess
 import threading
 from base64 import b64encode
@@ -196,7 +197,8 @@ def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
         threading.Thread(target=gives_output, args=(1, process.stdout)),
         threading.Thread(target=gives_output, args=(2, process.stderr)),
     ]
-    for thread in (*threads, threading.Thread(target=takes_input, daemon=True)):
+    reader = threading.Thread(target=takes_input)
+    for thread in (*threads, reader):
         thread.start()
     for thread in threads:
         thread.join()
@@ -207,6 +209,9 @@ def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
         told["details"] = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
     send(b"\x03" + json.dumps(told).encode())
     send(b"\x03\xe8", ABNF.OPCODE_CLOSE)
+    with suppress(OSError):
+        handler.connection.shutdown(socket.SHUT_RD)
+    reader.join()
 
 
 @pytest.fixture

@@ -112,17 +112,19 @@ def test_a_begin_that_is_killed_without_having_been_asked_ends_the_job(run):
 
 def test_a_chain_keeps_its_successor_as_long_as_there_is_something_to_do(run):
     chain = "slurm.restart=chain"
-    assert run(chain, srun=SAVES) == (["begin", "sbatch", "srun", "end", "beat"], 91)
+    calls = ["begin", "sbatch", "keep-off", "srun", "end", "keep-off", "beat"]
+    assert run(chain, srun=SAVES) == (calls, 91)
 
 
 def test_a_chain_that_is_asked_before_anything_runs_leaves_it_to_the_successor(run):
-    assert run("slurm.restart=chain", begin=ASKED) == (["begin", "sbatch", "end"], 91)
+    found = run("slurm.restart=chain", begin=ASKED)
+    assert found == (["begin", "sbatch", "keep-off", "end", "keep-off"], 91)
 
 
 @pytest.mark.parametrize("code", [0, 93, 94])
 def test_a_chain_with_nothing_to_do_ends(run, code):
     found = run("slurm.restart=chain", end=f"exit {code}\n")
-    assert found == (["begin", "sbatch", "srun", "end", "scancel", "beat"], code)
+    assert found == (["begin", "sbatch", "keep-off", "srun", "end", "scancel", "beat"], code)
 
 
 def test_no_restarts_left_is_94_and_no_requeue(run):
