@@ -30,7 +30,9 @@ from launcher.backends.kubernetes.errors import BrokenOffError, Call, refusal
 from launcher.errors import PermanentError
 
 _STDIN, _STDOUT, _STDERR, _ERROR, _RESIZE = range(5)
-_CHUNK_BYTES: Final = 64 * 1024
+_CHUNK_BYTES: Final = 4 * 1024
+"""Sent at once. A socket that is ready has a third of its buffer free, 16 KiB by default (tcp(7),
+tcp_wmem), so that this does not block while the command waits for what it writes to be read."""
 _MOST_STDERR: Final = 64 * 1024
 _EXEC: Final = Resource("v1", "pods/exec")
 
@@ -209,9 +211,13 @@ def _frames(
             sources = [socket] if stdin is None else [socket, stdin]
             ready = select.select(sources, (), (), 0.0 if ahead else min(left_s, 60.0))[0]
             if stdin is not None and stdin in ready:
-                if data := os.read(stdin, _CHUNK_BYTES):
+                # What comes is read meanwhile: the command may wait for that before it reads on.
+                wait_s = 0.0 if ahead else min(left_s, 60.0)
+                ready, has_room, _ = select.select([socket], [socket], (), wait_s)
+                data = os.read(stdin, _CHUNK_BYTES) if has_room else None
+                if data:
                     socket.send_binary(bytes([_STDIN]) + data)
-                else:
+                elif data is not None:
                     stdin = None  # it has ended; the command cannot be notified
             if ahead or socket in ready:
                 opcode, data = socket.recv_data(control_frame=True)

@@ -178,7 +178,7 @@ def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
 
     def takes_input() -> None:
         frames = frame_buffer(receive, skip_utf8_validation=True)
-        with process.stdin, suppress(OSError):
+        with process.stdin, suppress(OSError, ValueError):  # the connection is closed meanwhile
             while (frame := frames.recv_frame()).opcode == ABNF.OPCODE_BINARY:
                 fake.frames.append((frame.data[0], frame.data[1:]))
                 if frame.data[0] == 0:
