@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 import subprocess
 import threading
 from base64 import b64encode
@@ -197,8 +196,7 @@ def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
         threading.Thread(target=gives_output, args=(1, process.stdout)),
         threading.Thread(target=gives_output, args=(2, process.stderr)),
     ]
-    reader = threading.Thread(target=takes_input)
-    for thread in (*threads, reader):
+    for thread in (*threads, threading.Thread(target=takes_input, daemon=True)):
         thread.start()
     for thread in threads:
         thread.join()
@@ -209,9 +207,6 @@ def _exec(fake: FakeApi, handler: BaseHTTPRequestHandler) -> None:
         told["details"] = {"causes": [{"reason": "ExitCode", "message": str(code)}]}
     send(b"\x03" + json.dumps(told).encode())
     send(b"\x03\xe8", ABNF.OPCODE_CLOSE)
-    with suppress(OSError):
-        handler.connection.shutdown(socket.SHUT_RD)
-    reader.join()
 
 
 @pytest.fixture
