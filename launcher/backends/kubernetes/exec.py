@@ -214,11 +214,11 @@ def _frames(
                 # What comes is read meanwhile: the command may wait for that before it reads on.
                 wait_s = 0.0 if ahead else min(left_s, 60.0)
                 ready, has_room, _ = select.select([socket], [socket], (), wait_s)
-                data = os.read(stdin, _CHUNK_BYTES) if has_room else None
-                if data:
-                    socket.send_binary(bytes([_STDIN]) + data)
-                elif data is not None:
-                    stdin = None  # it has ended; the command cannot be notified
+                if has_room:
+                    if data := os.read(stdin, _CHUNK_BYTES):
+                        socket.send_binary(bytes([_STDIN]) + data)
+                    else:
+                        stdin = None  # it has ended; the command cannot be notified
             if ahead or socket in ready:
                 opcode, data = socket.recv_data(control_frame=True)
                 if opcode == ABNF.OPCODE_CLOSE:

@@ -56,6 +56,15 @@ def test_large_input_and_output_pass_whole_and_at_once(ran):
         assert (answer.code, answer.out, out.read() == data) == (0, "", True)
 
 
+def test_a_command_may_write_all_before_it_reads(ran):
+    num_bytes = 32 << 20
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out:
+        stdin.truncate(num_bytes)
+        script = f"head -c {num_bytes} /dev/zero; head -c {num_bytes} | wc -c >&2"
+        answer = ran(script, stdin=stdin, out=out)
+        assert (answer.code, int(answer.err), out.tell()) == (0, num_bytes, num_bytes)
+
+
 def test_of_endless_complaints_the_end_is_kept(ran):
     answer = ran("head -c 300000 /dev/zero | tr '\\0' a >&2; echo end >&2; exit 1")
     assert len(answer.err) == 64 * 1024
