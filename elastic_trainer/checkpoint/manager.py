@@ -14,7 +14,6 @@ import torch
 
 from elastic_trainer.anomalies import Record
 from elastic_trainer.board.state import AGAIN_S, Board, BoardBusyError, BoardState, update
-from elastic_trainer.checkpoint.fault_in import start_idle
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manifest import with_origin
 from elastic_trainer.checkpoint.memory import MemoryTier
@@ -198,9 +197,12 @@ class CheckpointManager:
         seconds = round(self._mono() - started, 4)
         self._emit("snapshot.restored", found.step, written_in_epoch=found.epoch, seconds=seconds)
         if found.singles:
-            start_idle(
-                partial(copy_again, found.singles, self.memory.place), "snapshot-copies-again"
-            )
+            # Not by `start_idle`: until it is done, the loss of one more node costs the state.
+            threading.Thread(
+                target=partial(copy_again, found.singles, self.memory.place),
+                name="snapshot-copies-again",
+                daemon=True,
+            ).start()
         return found
 
     def _cannot_use(self, step: int, reason: str) -> None:
