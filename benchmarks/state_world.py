@@ -232,7 +232,7 @@ class State:
             events,
             CPU,
             ranks=RankGrid(timedelta(seconds=WORLD_S)),
-            state=TrainingState(self.model, self.optimizer),
+            state=TrainingState(self.model, (self.optimizer,)),
             memory=memory,
         )
 

@@ -24,7 +24,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,10 +37,12 @@ from elastic_trainer.progress import ApiError, step_counter
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.stateful import Stateful
 
     from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
+    from elastic_trainer.training.script_state import Sharding
 
-    Extra = Mapping[str, torch.Tensor]
+    Extra = Mapping[str, torch.Tensor | Stateful]
 
 __all__ = ["ApiError", "Run", "progress", "start"]
 
@@ -131,32 +133,49 @@ class Run:
     def restore(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         extra: Extra | None = None,
+        *,
+        per_rank: Mapping[str, Stateful] | None = None,
+        sharding: Sharding | None = None,
     ) -> int:
         """Load the newest valid state in place, from memory or else from storage; collective.
 
         What is given here is what `completed` and `save` keep from now on. Tensors that are
-        plain on every rank must be equal on all of them; parts of a tensor must be DTensors,
-        and are cut anew for each layout. torch's CPU generator is kept too, as rank 0 has it.
+        plain on every rank must be equal on all of them; parts of a tensor must be DTensors, or
+        named by `sharding`, and are cut anew for each layout. torch's CPU generator is kept too,
+        as rank 0 has it.
 
         Args:
             model: before DistributedDataParallel wraps it, or after FSDP2's `fully_shard`.
-            optimizer: of its parameters. Its tensors are kept, not its `param_groups`: set the
-                learning rate from the step.
-            extra: tensors of one's own by name, the same names in every epoch; for a number use
-                a tensor without dimensions.
+            optimizer: of its parameters, or several. Their tensors are kept, and the values of
+                their `param_groups`.
+            extra: tensors of one's own by name, for a number one without dimensions; and
+                objects with `state_dict` and `load_state_dict`, such as a scheduler or a scaler.
+                The same on all ranks, with the same names in every epoch.
+            per_rank: objects whose state is this rank's alone, such as torchdata's
+                StatefulDataLoader. It is given back only to as many ranks.
+            sharding: `sharding(name)` of a plain parameter that is a part, as of tensor
+                parallelism without DTensor: (mesh, placements) as of `DTensor.from_local`; None
+                for any other.
 
         Returns:
             Completed steps of what was loaded; 0 where there is nothing, or no agent.
 
         Raises:
             elastic_trainer.checkpoint.errors.CheckpointError: there is state and none is valid.
-            ApiError: HF532, plain tensors differ between ranks.
+            ApiError: HF532, plain tensors differ between ranks; HF533, what was kept of an object
+                is missing or does not fit; HF534, its state dict cannot be kept.
         """
         if self._state is None:
             return 0
-        step = self._state.load(model, optimizer, extra or {})
+        step = self._state.load(
+            model,
+            optimizer if isinstance(optimizer, Sequence) else (optimizer,),
+            extra or {},
+            per_rank=per_rank or {},
+            sharding=sharding,
+        )
         self._report(step, Section.FIRST_STEP)
         self._last_mono = time.monotonic()
         return step

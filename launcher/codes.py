@@ -206,6 +206,10 @@ CODES: Final[dict[str, Code]] = {
     "HF530": Code("api.start() without a process group.", "Call init_process_group() first."),
     "HF531": Code("A script's state could not be kept.", "See checkpoint.failed in the events."),
     "HF532": Code("Plain parameters differ between ranks.", "Seed ranks alike, or use DTensors."),
+    "HF533": Code(
+        "An object's kept state is missing or does not fit.", "Give restore what was given before."
+    ),
+    "HF534": Code("A script's state dict cannot be kept.", "Keep plain values that do not grow."),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -54,11 +54,11 @@ class State(Protocol):
 
 
 class TrainingState:
-    """Parameters, optimizer, torch's generator, and what else the trainer wants kept.
+    """Parameters, optimizers, torch's generator, and what else the trainer wants kept.
 
     Args:
         model: whose values are kept.
-        optimizer: of its parameters.
+        optimizers: of its parameters; each parameter has one.
         keeps: more small tensors of the trainer's, the same on all ranks; those that the data
             has are overwritten by `load`.
     """
@@ -66,14 +66,14 @@ class TrainingState:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         keeps: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._model, self._optimizer, self._keeps = model, optimizer, keeps or {}
+        self._model, self._optimizers, self._keeps = model, optimizers, keeps or {}
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
         """See State."""
-        live = live_tensors(self._model, self._optimizer)
+        live = self._tensors()
         if speaks:
             own = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
             live[TRAINER] = {**own, **self._keeps}
@@ -82,15 +82,25 @@ class TrainingState:
     def load(self, reader: StorageReader) -> int:
         """See State. A fresh optimizer's empty state is made first."""
         metadata = reader.read_metadata()
-        create_optimizer_state(self._model, self._optimizer, _tensor_sizes(metadata))
+        sizes = self._sizes(metadata)
+        for optimizer in self._optimizers:
+            create_optimizer_state(self._model, optimizer, sizes)
         rng, step = torch.get_rng_state(), torch.zeros((), dtype=torch.int64)
         there = metadata.state_dict_metadata
         keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
-        live = live_tensors(self._model, self._optimizer)
+        live = self._tensors()
         live[TRAINER] = {STEP: step, RNG: rng, **keeps}
         read_into(live, reader, metadata)
         torch.set_rng_state(rng)
         return int(step.item())
+
+    def _tensors(self) -> NamedTensors:
+        """Return sections `model` and `optim`."""
+        return live_tensors(self._model, *self._optimizers)
+
+    def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Return full name -> size and dtype of what an optimizer's state is made like."""
+        return _tensor_sizes(metadata)
 
 
 def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:

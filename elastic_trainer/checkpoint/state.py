@@ -49,15 +49,15 @@ def _optimizer_tensors(
                 yield f"state.{names[id(param)]}.{key}", value
 
 
-def live_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedTensors:
-    """Return the tensors of `model` and `optimizer` themselves, not copies."""
+def live_tensors(model: nn.Module, *optimizers: torch.optim.Optimizer) -> NamedTensors:
+    """Return the tensors of `model` and `optimizers` themselves, not copies."""
     return {
         MODEL: {
             clean_name(name): value
             for name, value in model.state_dict().items()
             if isinstance(value, Tensor)
         },
-        OPTIM: dict(_optimizer_tensors(model, optimizer)),
+        OPTIM: dict(pair for each in optimizers for pair in _optimizer_tensors(model, each)),
     }
 
 

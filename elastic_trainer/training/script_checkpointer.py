@@ -7,21 +7,22 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.progress import ApiError
 from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.training.script_state import ScriptState, Sharding
 from elastic_trainer.training.session import Agreed, Session, WorkerContext
 
 _LOOK_BYTES = 65536
@@ -57,18 +58,38 @@ class ScriptCheckpointer(Session):
         self.end_phase("process_group")
 
     def load(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        extra: Mapping[str, Tensor | Stateful],
+        *,
+        per_rank: Mapping[str, Stateful],
+        sharding: Sharding | None,
     ) -> int:
         """Load what there is and return its step; see `api.Run.restore`."""
         self.end_phase("model")
+        state = ScriptState(
+            model,
+            optimizers,
+            tensors={name: value for name, value in extra.items() if isinstance(value, Tensor)},
+            objects={name: o for name, o in extra.items() if not isinstance(o, Tensor)},
+            per_rank=per_rank,
+            rank=self.who.rank,
+            world_size=self.who.world_size,
+            sharding=sharding,
+        )
+        sizes = torch.tensor(state.size())
+        self.ranks.all_reduce(sizes, dist.ReduceOp.MAX)  # images of one part have one form
+        state.reserve(*sizes.tolist())
         plain = not any(isinstance(value, DTensor) for value in model.state_dict().values())
         placement = self.layout
-        if plain and placement.dp == placement.world_size:
+        if plain and not per_rank and sharding is None and placement.dp == placement.world_size:
             # Every rank holds all of it: no copy is needed where there is a second node.
             placement = dataclasses.replace(placement, dp_replicate=placement.dp)
-        own = {f"own.{name}": value for name, value in extra.items()}
-        found = self.restore(TrainingState(model, optimizer, own), placement=placement)
-        _check_equal(model, self.ranks)
+        found = self.restore(state, placement=placement)
+        if found is not None:
+            state.hand_out(found)
+        _check_equal(model, sharding, self.ranks)
         self.end_phase("restore")
         self.started(found or 0)
         return found or 0
@@ -114,7 +135,7 @@ def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) 
     return dataclasses.replace(policy, section=section)
 
 
-def _check_equal(model: nn.Module, ranks: RankGrid) -> None:
+def _check_equal(model: nn.Module, sharding: Sharding | None, ranks: RankGrid) -> None:
     """Refuse plain parameters that differ between ranks: only one rank's would be kept.
 
     Raises:
@@ -122,7 +143,8 @@ def _check_equal(model: nn.Module, ranks: RankGrid) -> None:
     """
     names, sums = [], []
     for name, value in model.named_parameters():
-        if not isinstance(value, DTensor):
+        part = isinstance(value, DTensor) or (sharding is not None and sharding(name) is not None)
+        if not part:
             head = value.detach().flatten()[: _LOOK_BYTES // value.element_size()].cpu()
             names.append(name)
             sums.append(zlib.crc32(head.contiguous().view(torch.uint8).numpy().tobytes()))

@@ -124,7 +124,7 @@ class Trainer:
             self.config, session.board, session.events, ranks=session.ranks, epoch=self.who.epoch
         )
         restored = session.restore(
-            TrainingState(self.model, self.optimizer, self.guard.keeps),
+            TrainingState(self.model, (self.optimizer,), self.guard.keeps),
             ready=lambda: not self.feed.behind,
         )
         if restored is None:

@@ -113,7 +113,7 @@ class Trainer:
             self.events,
             CPU,
             ranks=RankGrid(timedelta(seconds=config.elastic.start_ceiling_s)),
-            state=TrainingState(self.model, self.optimizer),
+            state=TrainingState(self.model, (self.optimizer,)),
             at=at or (lambda _: None),
         )
 

@@ -115,7 +115,7 @@ class World:
             local.copy_(wanted)
         torch.set_rng_state(rng_of(root))
         memory = self._memory(nodes, root, 0, epoch=1)
-        state = TrainingState(self.model, self.optimizer)
+        state = TrainingState(self.model, (self.optimizer,))
         live = state.live(STEP, speaks=memory.shard[0] == 0)
         assert memory.take(live, STEP)
         memory.wait(20)
@@ -131,7 +131,7 @@ class World:
         grid = RankGrid(timedelta(seconds=1800))
         place = self._memory(nodes, root, first, epoch=2).place
         found = restore_from_memory(
-            TrainingState(self.model, self.optimizer),
+            TrainingState(self.model, (self.optimizer,)),
             place,
             Collective(grid),
             at_least=STEP,
@@ -226,7 +226,7 @@ class World:
             events,
             CPU,
             ranks=RankGrid(timedelta(seconds=1800)),
-            state=TrainingState(self.model, self.optimizer),
+            state=TrainingState(self.model, (self.optimizer,)),
         )
 
 

@@ -84,7 +84,7 @@ def save_by_dcp_too(run):
     trainer = Trainer(run, replicate=2)
     trainer.step()
     assert trainer.save(1)
-    live = TrainingState(trainer.model, trainer.optimizer).live(1, speaks=dist.get_rank() == 0)
+    live = TrainingState(trainer.model, (trainer.optimizer,)).live(1, speaks=dist.get_rank() == 0)
     state = Stager().stage(live)
     dcp.save(state, storage_writer=Writer(run / "by-dcp"), planner=DefaultSavePlanner())
     trainer.close()

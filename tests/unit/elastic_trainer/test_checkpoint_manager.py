@@ -113,7 +113,7 @@ class Run:
             self.log,
             CPU,
             ranks=RankGrid(timedelta(seconds=20)),
-            state=TrainingState(self.model, self.optimizer),
+            state=TrainingState(self.model, (self.optimizer,)),
             memory=images and memory_tier(images, epoch),
             at=at,
             since_mono=since,

@@ -164,7 +164,7 @@ def manager(root, keeps):
         EventLog(root, "manager"),
         torch.device("cpu"),
         ranks=RankGrid(WAIT),
-        state=TrainingState(model, torch.optim.AdamW(model.parameters()), keeps),
+        state=TrainingState(model, (torch.optim.AdamW(model.parameters()),), keeps),
     )
 
 

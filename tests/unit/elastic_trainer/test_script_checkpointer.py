@@ -50,7 +50,7 @@ def checkpointer(root, **more):
 def test_every_part_of_a_recovery_is_on_record_once(tmp_path):
     state = checkpointer(tmp_path, HOLDFAST_BORN=str(time.monotonic() - 5.0))
     model = nn.Linear(2, 2)
-    state.load(model, torch.optim.AdamW(model.parameters()), {})
+    state.load(model, (torch.optim.AdamW(model.parameters()),), {}, per_rank={}, sharding=None)
     for step in (1, 2):
         state.record("step.completed", step, committed=None, loss=0.5, step_s=0.25)
     state.close()
@@ -69,7 +69,7 @@ def test_the_clock_of_saves_goes_on_from_when_the_agent_began(tmp_path, ago_s, d
     old = Commit(epoch=0, step=1, dir="d", manifest_sha256="0", t_unix=time.time() - 1000)
     model = nn.Linear(2, 2)
     state = checkpointer(tmp_path, HOLDFAST_SINCE=str(time.monotonic() - ago_s))
-    state.load(model, torch.optim.AdamW(model.parameters()), {})
+    state.load(model, (torch.optim.AdamW(model.parameters()),), {}, per_rank={}, sharding=None)
     update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=(old,)))
     assert bool(state.agree(2, Request.NONE).requests) == due
     state.close()
