@@ -142,6 +142,8 @@ def _environment(options: Options, address: str) -> dict[str, str]:
         env |= frozen_python_path(env)
     env |= nccl_net(env)
     env["HOLDFAST_SINCE"] = str(time.monotonic())
+    # What a batch is that is given for each worker, should there be fewer of them.
+    env["HOLDFAST_FULL_WORLD_SIZE"] = str(options.ladder.max_nodes * options.workers)
     if options.board is not None:
         env[BOARD_VARIABLE] = options.board
     return env

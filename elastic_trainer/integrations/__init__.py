@@ -1,0 +1,1 @@
+"""Other trainers under Holdfast, one module each, which imports its framework."""
