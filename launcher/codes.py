@@ -210,7 +210,7 @@ CODES: Final[dict[str, Code]] = {
         "An object's kept state is missing or does not fit.", "Give restore what was given before."
     ),
     "HF534": Code("A script's state dict cannot be kept.", "Keep plain values that do not grow."),
-    "HF535": Code("The batch cannot be kept on fewer ranks.", "Accumulate a multiple, or fix nodes."),
+    "HF535": Code("The batch cannot be kept on fewer ranks.", "Accumulate more, or fix the nodes."),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 from elastic_trainer import api
 from elastic_trainer.progress import ApiError
@@ -29,7 +30,7 @@ _KEPT: Final = (
 )  # fmt: skip
 """Of TrainerState. Its history of logs grows, and is in the logs."""
 _FROM_MEMORY: Final = "the state that Holdfast kept"
-"""In place of a checkpoint's path, for the parts of the Trainer that only ask whether it resumes."""
+"""In place of a checkpoint's path, where the Trainer only asks whether there is one."""
 
 
 class HoldfastCallback(TrainerCallback):
@@ -61,8 +62,8 @@ class HoldfastCallback(TrainerCallback):
         batches = args.gradient_accumulation_steps * full
         if batches % ranks:
             raise ApiError(
-                f"HF535 the {batches} batches of a step ({args.gradient_accumulation_steps} on each "
-                f"of {full} ranks) cannot be divided by {ranks} ranks: choose "
+                f"HF535 the {batches} batches of a step ({args.gradient_accumulation_steps} on "
+                f"each of {full} ranks) cannot be divided by {ranks} ranks: choose "
                 "gradient_accumulation_steps so that they can, or keep the number of nodes fixed"
             )
         args.gradient_accumulation_steps = batches // ranks
@@ -144,28 +145,33 @@ class HoldfastCallback(TrainerCallback):
 
 
 class _Progress:
-    """What a Trainer knows of its progress besides the step: a state dict."""
+    """What a Trainer and its callbacks know of its progress besides the step: a state dict."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.state
-        kept = {name: getattr(state, name) for name in _KEPT}
-        kept["callbacks"] = TrainerState(
-            stateful_callbacks=[
-                each
-                for each in [*self._trainer.callback_handler.callbacks, self._trainer.control]
-                if hasattr(each, "from_state")
-            ]
-        ).stateful_callbacks
+        kept = {name: getattr(self._trainer.state, name) for name in _KEPT}
+        kept["callbacks"] = [
+            (type(each).__name__, each.state()["attributes"]) for each in self._exportable()
+        ]
         return {name: _plain(value) for name, value in kept.items()}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        state = self._trainer.state
         for name in _KEPT:
-            setattr(state, name, kept[name])
-        state.stateful_callbacks = kept["callbacks"]
+            setattr(self._trainer.state, name, kept[name])
+        left = list(kept["callbacks"])
+        # In place: the Trainer's own way makes new ones, while it is calling them.
+        for each in self._exportable():
+            found = next((one for one in left if one[0] == type(each).__name__), None)
+            if found is not None:
+                left.remove(found)
+                for name, value in found[1].items():
+                    setattr(each, name, value)
+
+    def _exportable(self) -> list[Any]:
+        callbacks = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+        return [each for each in callbacks if isinstance(each, ExportableState)]
 
 
 def _plain(value: Any) -> Any:
@@ -200,7 +206,6 @@ def _continue_from(trainer: Trainer, step: int) -> None:
     state.global_step = step
     trainer._initial_global_step = trainer._globalstep_last_logged = step  # noqa: SLF001
     trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen  # noqa: SLF001
-    trainer._load_callback_state()  # noqa: SLF001
     run_epoch: Callable[..., None] = trainer._run_epoch  # noqa: SLF001
 
     def run_rest(*, epoch: int, num_update_steps_per_epoch: int, **given: Any) -> None:
@@ -219,9 +224,9 @@ def _continue_from(trainer: Trainer, step: int) -> None:
             **{**given, **resuming},
         )
 
-    trainer._run_epoch = run_rest  # type: ignore[method-assign]  # noqa: SLF001
+    trainer._run_epoch = run_rest  # noqa: SLF001
     # Generators follow the step, see `_seed`.
-    trainer._load_rng_state = lambda _: None  # type: ignore[method-assign]  # noqa: SLF001
+    trainer._load_rng_state = lambda _: None  # noqa: SLF001
 
 
 def _seed(seed: int, step: int, rank: int) -> None:
@@ -237,5 +242,5 @@ def _loss(trainer: Trainer | None) -> float | None:
     if trainer is None:
         return None
     newest = (e for e in reversed(trainer.state.log_history or []) if "loss" in e)
-    last = next(newest, {})
+    last: dict[str, Any] = next(newest, {})
     return last.get("loss") if last.get("step") == trainer.state.global_step else None
