@@ -10,7 +10,6 @@ Tested with transformers 5.23 and accelerate 1.15. Without an agent the callback
 from __future__ import annotations
 
 import os
-import random
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from elastic_trainer import api
-from elastic_trainer.progress import ApiError
+from elastic_trainer.integrations.steps import batches_of_rank, seed_step
 
 _KEPT: Final = (
     "epoch", "total_flos", "num_input_tokens_seen", "best_metric", "best_global_step",
@@ -57,16 +56,9 @@ class HoldfastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Accumulate over more batches where ranks are missing."""
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        full = int(os.environ.get("HOLDFAST_FULL_WORLD_SIZE", ranks))
-        batches = args.gradient_accumulation_steps * full
-        if batches % ranks:
-            raise ApiError(
-                f"HF535 the {batches} batches of a step ({args.gradient_accumulation_steps} on "
-                f"each of {full} ranks) cannot be divided by {ranks} ranks: choose "
-                "gradient_accumulation_steps so that they can, or keep the number of nodes fixed"
-            )
-        args.gradient_accumulation_steps = batches // ranks
+        args.gradient_accumulation_steps = batches_of_rank(
+            os.environ, args.gradient_accumulation_steps, "gradient_accumulation_steps"
+        )
 
     def on_train_begin(
         self,
@@ -107,7 +99,7 @@ class HoldfastCallback(TrainerCallback):
         if self._run is not None and leaves:
             self._run.leave()
         if self._run is not None and self._run.managed:
-            _seed(args.seed, state.global_step, self._run.rank)
+            seed_step(args.seed, state.global_step, self._run.rank)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -225,16 +217,8 @@ def _continue_from(trainer: Trainer, step: int) -> None:
         )
 
     trainer._run_epoch = run_rest  # noqa: SLF001
-    # Generators follow the step, see `_seed`.
+    # Generators follow the step, see `seed_step`.
     trainer._load_rng_state = lambda _: None  # noqa: SLF001
-
-
-def _seed(seed: int, step: int, rank: int) -> None:
-    """Set all generators from what identifies this step of this rank."""
-    mixed = int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0])
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)  # noqa: NPY002  the one that datasets and collators draw from
-    torch.manual_seed(mixed % 2**63)
 
 
 def _loss(trainer: Trainer | None) -> float | None:

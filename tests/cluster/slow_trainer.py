@@ -1,23 +1,23 @@
-"""examples/hf_trainer.py, at a pace at which a test can meet a step."""
+"""An example, at a pace at which a test can meet a step: slow_trainer.py EXAMPLE ARGUMENTS..."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from pathlib import Path
 
-from transformers import Trainer
+from elastic_trainer import api
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import hf_trainer
-
-real = Trainer.training_step
+real = api.Run.completed
 
 
-def training_step(self, *args, **kwargs):
+def completed(self, *args, **kwargs):
     time.sleep(0.05)
     return real(self, *args, **kwargs)
 
 
-Trainer.training_step = training_step
-hf_trainer.main()
+api.Run.completed = completed
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+example = importlib.import_module(sys.argv.pop(1))
+example.main()
