@@ -21,7 +21,7 @@ class Sines(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         """Return the loss of a batch."""

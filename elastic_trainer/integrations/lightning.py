@@ -49,10 +49,16 @@ class HoldfastCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Accumulate over more batches where ranks are missing."""
-        if stage == "fit":
-            trainer.accumulate_grad_batches = batches_of_rank(
-                os.environ, trainer.accumulate_grad_batches, "accumulate_grad_batches"
-            )
+        if stage != "fit":
+            return
+        given = trainer.accumulate_grad_batches
+        now = batches_of_rank(os.environ, given, "accumulate_grad_batches")
+        trainer.accumulate_grad_batches = now
+        # These count batches of a rank, too.
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval = -(-trainer.val_check_interval * now // given)
+        if isinstance(trainer.limit_train_batches, int):
+            trainer.limit_train_batches = -(-trainer.limit_train_batches * now // given)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what there is; from here on the agent's stops are heard."""

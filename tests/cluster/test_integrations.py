@@ -9,7 +9,7 @@ import signal
 import pytest
 from fault_matrix import leftovers
 from test_run import HOLDFAST, ROOT, arguments, holdfast, launched, summary_of, wait_for_step
-from tiny_run import events, losses
+from tiny_run import LOSS_REL, events, losses
 
 STEPS = 24
 FRAMEWORKS = {"hf_trainer": "accelerate", "lightning_trainer": "lightning"}
@@ -71,8 +71,9 @@ def test_a_trainer_loses_a_worker_and_then_a_node(plain, example, tmp_path):
     assert sorted(curve) == list(range(1, STEPS + 1))
     same = {step: loss for step, loss in curve.items() if step <= shrunk}
     assert same == {step: wanted[step] for step in same}, "the same ranks: bit for bit"
-    # On two ranks dropout draws other numbers, for the same samples.
-    assert evaluations(run_dir)[-1] == pytest.approx(evaluations(plain)[-1], rel=0.02)
+    # On two ranks dropout, which one of them has, draws other numbers, for the same samples.
+    rel = {"hf_trainer": 0.02, "lightning_trainer": LOSS_REL}[example]
+    assert evaluations(run_dir)[-1] == pytest.approx(evaluations(plain)[-1], rel=rel)
     assert leftovers(run_dir) == []
 
 
@@ -87,7 +88,8 @@ def test_a_trainer_is_stopped_and_continues_as_if_it_had_not_been(plain, example
     assert 9 <= stopped["step"] < STEPS
     summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json", timeout=120))
     assert events(run_dir, "trainer.started")[-1]["resume_step"] == stopped["step"]
-    assert losses(run_dir) == losses(plain)
+    # Ranks may be on other nodes: sums in another order.
+    assert losses(run_dir) == pytest.approx(losses(plain), rel=LOSS_REL)
     assert leftovers(run_dir) == []
 
 
