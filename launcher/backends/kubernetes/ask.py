@@ -26,6 +26,7 @@ from launcher.backends.kubernetes.admission import (
 from launcher.backends.kubernetes.api import GLANCE, KubernetesApi
 from launcher.backends.kubernetes.documents import NODE, POD, Object, Resource, resource_of
 from launcher.backends.kubernetes.errors import missing_right
+from launcher.backends.kubernetes.pods import name_of
 from launcher.errors import PlatformError, UserError
 
 _Answer = TypeVar("_Answer")
@@ -121,7 +122,12 @@ def _lacking(api: KubernetesApi, request: Request) -> str:
     if len(request.bundle.documents) < 2:
         return ""
     resource = resource_of(request.bundle.documents[0])
-    about = {"namespace": request.namespace, "verb": "patch", "group": resource.group}
+    about = {
+        "namespace": request.namespace,
+        "verb": "patch",
+        "group": resource.group,
+        "name": name_of(request.bundle.documents[0]),  # Roles may name what they are about
+    }
     review = {
         "apiVersion": _REVIEW.api,
         "kind": "SelfSubjectAccessReview",

@@ -213,6 +213,11 @@ def test_nodes_are_only_warned_of_for_some_may_be_added(nodes, values, code):
             "HF757",
             "kubernetes.cpus",
         ),
+        (
+            'pods "a" is forbidden: no service account: serviceaccount "default" not found',
+            None,
+            "",
+        ),
         ('pods "a" is forbidden: exceeded quota: q, requested: pods=1', None, ""),
         ('admission webhook "w" denied the request: pods need an owner', "HF183", "kubernetes"),
         ("you may not create pods in namespace train", None, ""),
@@ -244,6 +249,8 @@ def test_the_class_that_a_claim_waits_for():
     assert class_of(claim) == "fast"
     assert class_of({**claim, "status": {"phase": "Bound"}}) == ""
     assert class_of({"spec": {}, "status": {"phase": "Pending"}}) == ""
+    named = {"storageClassName": "manual", "volumeName": "disk-1"}
+    assert class_of({"spec": named, "status": {"phase": "Pending"}}) == "", "it has its volume"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +281,10 @@ def test_a_cluster_that_has_all_finds_nothing_and_makes_nothing(backend, ready, 
     assert backend.find_problems(bundle(run)) == []
     assert ready.objects == before
     assert sorted(ready.asked("POST")) == sorted([DRY_POD, f"{REVIEW}?fieldValidation=Strict"])
+    [review] = [body for call, body in ready.bodies if call.startswith(REVIEW)]
+    about = review["spec"]["resourceAttributes"]
+    assert (about["verb"], about["resource"]) == ("patch", "configmaps")
+    assert about["name"] == "tiny-1-job", "a Role may allow this one only"
 
 
 def test_each_fact_is_asked_for(backend, ready, run):
