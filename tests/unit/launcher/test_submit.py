@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT, tree
-from slurm_bench import TINY, cli, fresh, refused, slurm, submit
+from slurm_bench import TINY, asked, cli, fresh, refused, slurm, submit
 
 from elastic_trainer.storage_probe import probe_storage
 from launcher.backends.slurm.queries import Patience
@@ -263,19 +263,6 @@ def test_a_run_directory_that_all_may_write_is_refused(fresh, capsys):
     assert fresh.calls("sbatch") == []
 
 
-ASKED = """\
-case "$*" in
-  "show config") printf '%s\\n' 'ClusterName = c' 'AccountingStorageType = x/none' MORE; exit 0;;
-  *partition) echo 'PartitionName=main Default=YES State=UP MaxNodes=1 MaxTime=10:00:00'; exit 0;;
-esac
-"""
-
-
-def asked(slurm, more="''"):
-    """Let Slurm say that partition main gives a job one node; the job asks for two."""
-    slurm.says("scontrol", then=ASKED.replace("MORE", more), code=1)
-
-
 def test_what_slurm_would_never_start_is_refused_before_anything_is_made(fresh, capsys):
     asked(fresh)
     told = refused(capsys, "--run-dir", "runs/one")
@@ -295,9 +282,46 @@ def test_a_run_that_resumes_is_asked_for_too(slurm, capsys):
     assert slurm.calls("sbatch") == before
 
 
+def test_the_user_may_know_better(fresh, capsys):
+    asked(fresh)
+    assert "submit --force" in refused(capsys, "--run-dir", "runs/one")
+    submit("--run-dir", "runs/one", "--force")
+    assert "job.yaml:4: warning: HF680 cluster.nodes: " in capsys.readouterr().err
+    assert fresh.calls("sbatch") == [f"sbatch --parsable {Path('runs/one').absolute()}/job.sbatch"]
+    submit("--run-dir", "runs/two", "--force", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], [each["code"] for each in answer["warnings"]]) == (True, ["HF680"])
+
+
+def test_the_user_may_know_better_of_a_run_that_resumes(slurm, capsys):
+    slurm.is_now("FAILED")
+    asked(slurm)
+    err = cli(capsys, "submit", "--resume", "runs/one", "--force")[1]
+    assert "warning: HF680 cluster.nodes: " in err
+    assert len(slurm.calls("sbatch")) == 2
+
+
+def test_the_user_may_know_better_of_a_sweep(fresh, capsys):
+    asked(fresh)
+    sweep = ("--sweep", "train.seed=1,2", "--run-dir", "s")
+    assert "HF680" in refused(capsys, *sweep)
+    submit(*sweep, "--force")
+    fresh.says("squeue", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert "HF680" in cli(capsys, "submit", "--resume", "s", code=2)[1]
+    assert "warning: HF680" in cli(capsys, "submit", "--resume", "s", "--force")[1]
+    assert len(fresh.calls("sbatch")) == 2
+
+
+def test_what_is_wrong_with_the_job_itself_is_no_matter_of_opinion(fresh, capsys):
+    assert "HF160" in refused(capsys, "--force", "--set", "slurm.time=1")
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert "HF652" in refused(capsys, "--force")
+
+
+@pytest.mark.parametrize("kind", ["JobSubmitPlugins", "CliFilterPlugins"])
 @pytest.mark.parametrize(("test_code", "code"), [(0, 0), (1, 2)])
-def test_where_a_plugin_may_change_the_job_slurms_own_test_decides(fresh, test_code, code):
-    asked(fresh, more="'JobSubmitPlugins = lua'")
+def test_where_a_plugin_may_change_the_job_slurms_own_test_decides(fresh, test_code, code, kind):
+    asked(fresh, more=f"'{kind} = lua'")
     fails = f'[ "$1" = --test-only ] && exit {test_code}'
     then = (fresh.folder / "sbatch.then").read_text()
     (fresh.folder / "sbatch.then").write_text(f"{fails}\n{then}")
