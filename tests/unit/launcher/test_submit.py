@@ -282,6 +282,17 @@ def test_a_run_that_resumes_is_asked_for_too(slurm, capsys):
     assert slurm.calls("sbatch") == before
 
 
+def test_check_live_shows_what_a_job_waits_for_beside_why_it_is_refused(fresh, capsys):
+    asked(fresh)
+    said = fresh.folder / "scontrol.then"
+    said.write_text(said.read_text().replace("State=UP MaxNodes=1", "State=DOWN"))
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    out = cli(capsys, "check", "job.yaml", "--to", "slurm", "--live", "--json", code=2)[0]
+    answer = json.loads(out)
+    assert [each["code"] for each in answer["problems"]] == ["HF652"]
+    assert [each["code"] for each in answer["warnings"]] == ["HF180"]
+
+
 def test_the_user_may_know_better(fresh, capsys):
     asked(fresh)
     assert "submit --force" in refused(capsys, "--run-dir", "runs/one")
