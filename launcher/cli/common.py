@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -13,6 +15,8 @@ import click
 from launcher.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from click.shell_completion import CompletionItem
 
     from launcher.sites import Site
@@ -158,6 +162,19 @@ def runs_option(function: _Function) -> _Function:
         "--runs", default=Path("runs"), show_default="./runs", help="Folder of the runs."
     )
     return option(_with_site(function, here, "Run it on this cluster, of sites.yaml."))
+
+
+@contextmanager
+def handling(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
+    """Let `handler` serve these signals meanwhile."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def print_json(value: Any) -> None:
