@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from launcher.cli.common import (
     EXIT_FAILED,
     dicts,
     exit_with_problems,
+    handling,
     json_option,
     print_json,
     print_problems,
@@ -113,40 +115,44 @@ def submit(  # noqa: PLR0917  click passes options by name
     Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
     --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
     """
+    # A closed terminal leaves no more behind than Ctrl-C; what nohup ignores stays ignored.
+    ends = (signal.SIGHUP, signal.SIGTERM)
+    default = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        if resume is not None:
-            given = {
-                "JOB": job,
-                "--run-dir": run_dir,
-                "--sweep": sweep,
-                "--to": target,
-                "--site": site,
-            }
-            _refuse_with("--resume", given | {"--dry-run": dry_run})
-            return _resume(
-                resume,
-                upgrade=upgrade,
-                all_nodes=all_nodes,
-                force=force,
+        with handling(default, signal.default_int_handler):
+            if resume is not None:
+                given = {
+                    "JOB": job,
+                    "--run-dir": run_dir,
+                    "--sweep": sweep,
+                    "--to": target,
+                    "--site": site,
+                }
+                _refuse_with("--resume", given | {"--dry-run": dry_run})
+                return _resume(
+                    resume,
+                    upgrade=upgrade,
+                    all_nodes=all_nodes,
+                    force=force,
+                    sets=sets,
+                    watch=watch,
+                    as_json=as_json,
+                )
+            _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
+            _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
+            return _submit(
+                _needed(job),
+                target=target or (None if site is None else site.target) or "slurm",
                 sets=sets,
+                site=site,
+                sweep=sweep,
+                run_dir=run_dir,
+                look=not unseen,
+                dry_run=dry_run,
+                force=force,
                 watch=watch,
                 as_json=as_json,
             )
-        _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
-        _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
-        return _submit(
-            _needed(job),
-            target=target or (None if site is None else site.target) or "slurm",
-            sets=sets,
-            site=site,
-            sweep=sweep,
-            run_dir=run_dir,
-            look=not unseen,
-            dry_run=dry_run,
-            force=force,
-            watch=watch,
-            as_json=as_json,
-        )
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
 

@@ -119,7 +119,7 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
-    values = sweep_tasks(sweep) if sweep else [{}]
+    values = sweep_tasks(sweep)
     specs = [
         load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
         for each in values
@@ -438,6 +438,8 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
 
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
+
+    Without any there is one task, of no values.
 
     Args:
         texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.

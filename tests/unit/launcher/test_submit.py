@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +22,8 @@ from launcher.cli.main import run_cli
 from launcher.ops import run_dir as run_dirs
 
 __all__ = ["fresh", "slurm"]  # fixtures
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_job_is_submitted_with_all_that_belongs_to_it(fresh, capsys):
@@ -94,6 +101,25 @@ def test_what_sbatch_refuses_leaves_nothing_behind(fresh, capsys, said, told):
     assert told in refused(capsys, "--run-dir", "deep/down/here")
     Path("mine").mkdir()  # an empty folder of the user's stays
     assert told in refused(capsys, "--run-dir", "mine")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_who_is_ended_while_sbatch_runs_leaves_nothing_behind(fresh, number):
+    (fresh.folder / "wait").touch()
+    fresh.says("sbatch", then="while [ -e wait ]; do sleep 0.1; done")
+    before = tree(".")
+    words = [sys.executable, "-m", "launcher.cli.main", "submit", "job.yaml", "--to", "slurm"]
+    try:
+        with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+            deadline = time.monotonic() + 60
+            while not (fresh.calls("sbatch") and list(Path("runs").glob("*/job.json"))):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(60) == 130
+    finally:
+        (fresh.folder / "wait").unlink()
+    assert tree(".") == before
 
 
 def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
