@@ -503,7 +503,17 @@ class _Manifest:
                 column = len(line) - len(line.lstrip())
         end = self.text.find("\n", len(self.text[: span.end].rstrip()))
         end = len(self.text) if end < 0 else end
+        before = self.get(*path)
         self._splice(end, end, "".join(f"\n{' ' * column}{line}" for line in _lines(value)))
+        after = self.get(*path)
+        if isinstance(before, list):
+            is_kept = after[: len(before)] == before
+        else:
+            is_kept = {name: after.get(name) for name in before} == before
+        if not is_kept:  # as a block (|+) that ends in empty lines
+            self.refuse(
+                "nothing can be written behind its last value; write that another way", path
+            )
 
     def _dash(self, start: int) -> tuple[int, int]:
         """Return where the - of an item of a list is, and its column."""

@@ -110,6 +110,7 @@ def with_containers(*more):
         (SCRIPT + "              torchrun a.py > log --lr 3\n", 19),
         (SCRIPT + "              torchrun --standalone a.py\n", 19),
         (PLAIN.replace("torchrun, ", "torchrun, --nonsense, "), 15),
+        (f"{PLAIN}  note: |+\n    a\n\n\n", 4),
         (PLAIN.replace("torchrun, ", "python, -m, torch.distributed.launch, "), 15),
     ],
 )
