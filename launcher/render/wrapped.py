@@ -388,6 +388,12 @@ def _kept(options: Sequence[str]) -> list[str]:
         elif word.startswith("-"):
             kept.append(word)
             takes_value = "=" not in word
+            value = word.partition("=")[2] or (left[0] if left else "")
+            if name == "--export" and "ALL" not in value.split(","):
+                cannot_wrap(
+                    f"srun {name}={value} would keep the job's settings from the agents: write "
+                    "ALL first, as in --export=ALL,NAME=value, or leave it out"
+                )
         elif takes_value:
             kept.append(word)
             takes_value = False

@@ -84,7 +84,9 @@ def _claim(api: KubernetesApi, namespace: str, wanted: Named) -> tuple[Object | 
     """Return a claim, and the storage class that it waits for."""
     found = _known(lambda: api.get(CLAIM, namespace, wanted.name))
     waits_for = class_of(found) if found else ""
-    return found, Named((STORAGE_CLASS,), waits_for, wanted.key) if waits_for else None
+    # Volumes that are there may name a class of which there is no object.
+    waits = Named((STORAGE_CLASS,), waits_for, wanted.key, needed=False)
+    return found, waits if waits_for else None
 
 
 def _nodes(api: KubernetesApi, request: Request) -> list[Object] | None:
@@ -135,6 +137,7 @@ def _lacking(api: KubernetesApi, request: Request) -> str:
         "spec": {"resourceAttributes": about | {"resource": resource.plural}},
     }
     answer = api.create(_REVIEW, "", review)
-    if (answer.get("status") or {}).get("allowed") is not False:
+    status = answer.get("status") or {}
+    if status.get("allowed") is not False or status.get("evaluationError"):
         return ""
     return missing_right("patch", resource.name, request.namespace)

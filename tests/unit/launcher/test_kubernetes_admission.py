@@ -298,6 +298,19 @@ def test_each_fact_is_asked_for(backend, ready, run):
     assert found == ["HF753", "HF760", "HF757", "HF756", "HF182"]
 
 
+def test_a_class_without_an_object_and_a_right_that_was_not_found_out_are_no_errors(
+    backend, ready, run
+):
+    """Volumes of the class may be there; a webhook that authorizes may be away."""
+    ready.objects[f"{CLAIMS}/runs"] |= {
+        "spec": {"storageClassName": "manual", "accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Pending"},
+    }
+    status = {"allowed": False, "evaluationError": "no answer"}
+    ready.says(REVIEW, Reply(201, {"status": status}))
+    assert codes(backend.find_problems(bundle(run))) == ["HF184"]
+
+
 def test_of_a_namespace_that_is_not_there_only_that_is_said(backend, server, run):
     message = 'namespaces "train" not found'
     answer = status_object(404, "NotFound", message, name="train", kind="namespaces")

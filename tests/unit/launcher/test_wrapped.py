@@ -168,6 +168,13 @@ def test_all_other_lines_stay_as_they_are(before, after):
         (("srun", "-N", "2", "-n2", "--label", "torchrun", "a.py"), [], (4, 4), 1, ["a.py"]),
         (("srun", "--mem=0", "--", "torchrun", "a.py"), ["--mem=0"], (4, 4), 1, ["a.py"]),
         (
+            ("srun", "--export", "ALL,A=1", "torchrun", "a.py"),
+            ["--export", "ALL,A=1"],
+            (4, 4),
+            1,
+            ["a.py"],
+        ),
+        (
             ("srun", "--mem", "0", "-K", "-o", "x", "torchrun", "--nnodes=2:4", "-m", "pkg.train"),
             ["--mem", "0"],
             (2, 4),
@@ -212,6 +219,8 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun torchrun --standalone t.py",
         "srun apptainer exec image torchrun t.py",
         "srun --export=ALL env A=1 torchrun t.py",
+        "srun --export=NONE torchrun t.py",
+        "srun --export HOME,PATH torchrun t.py",
     ],
 )
 def test_an_srun_that_cannot_be_taken_apart(argv):
