@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import HoldfastError, UserError
+from launcher.errors import HoldfastError, Problem, UserError
 from launcher.jobspec.reading import load_spec as load_job
 from launcher.jobspec.spec import JobSpec
 from launcher.planning.search import Plan, plan
@@ -96,6 +96,7 @@ def submit(
     sets: Sequence[str] = (),
     site: Site | None = None,
     run_dir: str | Path | None = None,
+    force: bool = False,
 ) -> Run:
     """Submit a job as `holdfast submit` does: all or nothing.
 
@@ -105,12 +106,16 @@ def submit(
         sets: overrides, as `train.steps=50`.
         site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>.
+        force: why the platform, asked before, would never start it is a warning.
+
+    Returns:
+        The run, with the `warnings` of the job and of its platform.
 
     Raises:
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
-    [run] = _submit(job, to=to, sets=sets, sweep=(), site=site, run_dir=run_dir)
+    [run] = _submit(job, to=to, sets=sets, sweep=(), site=site, run_dir=run_dir, force=force)
     return run
 
 
@@ -122,6 +127,7 @@ def submit_sweep(
     sets: Sequence[str] = (),
     site: Site | None = None,
     run_dir: str | Path | None = None,
+    force: bool = False,
 ) -> list[Run]:
     """Submit one run for every combination of values, as tasks of an array.
 
@@ -132,16 +138,17 @@ def submit_sweep(
         sets: overrides for all of them.
         site: from `find_site`.
         run_dir: None: ./runs/<name>-<time>; task i runs in its folder i.
+        force: see `submit`.
 
     Returns:
-        The runs, the last key's values changing fastest.
+        The runs, the last key's values changing fastest; each has the `warnings` of all.
 
     Raises:
         UserError: what is wrong with the job, or what the platform refuses.
         PlatformError: the platform is away, or answers garbage.
     """
     texts = [f"{key}={','.join(map(_value, values))}" for key, values in sweep.items()]
-    return _submit(job, to=to, sets=sets, sweep=texts, site=site, run_dir=run_dir)
+    return _submit(job, to=to, sets=sets, sweep=texts, site=site, run_dir=run_dir, force=force)
 
 
 def open_run(name: str | Path, folder: str | Path = "runs") -> Run:
@@ -170,13 +177,21 @@ class Run:
     `status`, which says so.
     """
 
-    def __init__(self, submitted: Found, backend: Backend | None = None) -> None:
+    def __init__(
+        self,
+        submitted: Found,
+        backend: Backend | None = None,
+        warnings: Sequence[Problem] = (),
+    ) -> None:
         """Use `submit` or `open_run`; `backend`: of the run's platform, where there is one."""
         from launcher.ops.watching.run_status import target_of
 
         self.target = target_of(submitted)
         self.submitted = submitted
         self.backend = backend or target_named(self.target).load_backend()
+        self.warnings = tuple(warnings)
+        """Of the job and of its platform, from `submit` or `resume`; of a run that was opened
+        none."""
 
     def __repr__(self) -> str:
         """Return what a notebook shows."""
@@ -300,13 +315,19 @@ class Run:
         return canceller.cancel(save=save)
 
     def resume(
-        self, *, upgrade: bool = False, all_nodes: bool = False, sets: Sequence[str] = ()
+        self,
+        *,
+        upgrade: bool = False,
+        all_nodes: bool = False,
+        force: bool = False,
+        sets: Sequence[str] = (),
     ) -> Resumed:
         """Submit the run again: it resumes from its newest checkpoint.
 
         Args:
             upgrade: freeze code and environment anew.
             all_nodes: use nodes again that were excluded since the last submission.
+            force: see `submit`.
             sets: what it asks of its platform otherwise from now on, as `slurm.time=1-00:00:00`.
 
         Raises:
@@ -316,9 +337,14 @@ class Run:
         from launcher.ops.submitting.resume import resume
 
         done = resume(
-            self.submitted, self.backend, upgrade_code=upgrade, all_nodes=all_nodes, sets=sets
+            self.submitted,
+            self.backend,
+            upgrade_code=upgrade,
+            all_nodes=all_nodes,
+            force=force,
+            sets=sets,
         )
-        self.submitted = done.run
+        self.submitted, self.warnings = done.run, done.warnings
         return done
 
     def restart(self, *, say: Say | None = None) -> Restarted:
@@ -339,6 +365,7 @@ def _submit(
     sweep: Sequence[str],
     site: Site | None,
     run_dir: str | Path | None,
+    force: bool,
 ) -> list[Run]:
     from launcher.ops.submitting.submit import prepare
     from launcher.ops.submitting.submit import submit as submit_prepared
@@ -357,7 +384,9 @@ def _submit(
         run_dir=None if run_dir is None else Path(run_dir),
     )
     backend = target_named(target).load_backend()
-    return [Run(found, backend) for found in submit_prepared(prepared, backend).runs]
+    done = submit_prepared(prepared, backend, force=force)
+    warnings = (*prepared.warnings, *done.warnings)
+    return [Run(found, backend, warnings) for found in done.runs]
 
 
 def _value(value: object) -> str:

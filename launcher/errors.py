@@ -42,7 +42,7 @@ class Problem:
 
     An error stops the job. A warning is of a job that can run, but may not be what was meant: it
     is shown apart from errors, and only `holdfast check --strict` takes it for one. The code
-    decides which of the two a problem is.
+    decides which of the two a problem is, unless the user has.
     """
 
     code: str
@@ -50,6 +50,8 @@ class Problem:
     message: str
     offers: tuple[Offer, ...] = field(default=(), compare=False)
     """What the message offers: each one, put in, removes the problem and brings no new error."""
+    overruled: bool = False
+    """The user knows better (`submit --force`): an error is a warning."""
 
     def __post_init__(self) -> None:
         """Leave out what looks like a secret, whoever wrote it into a value or a path."""
@@ -62,7 +64,7 @@ class Problem:
     @property
     def is_warning(self) -> bool:
         """Whether the job may continue nevertheless."""
-        return self.code in WARNINGS
+        return self.overruled or self.code in WARNINGS
 
     def offering(self, offers: Sequence[Offer]) -> Problem:
         """Return the problem with these ways out in its message; without any, the code's own."""

@@ -136,9 +136,11 @@ _NO_NAME: Final = re.compile(r"[0-9a-f]{32,}|[A-Za-z0-9]{40,}")
 _ASSIGNED: Final = re.compile(
     r"(?<![\w.$-])(?<!\$\{)(?P<flag>--?)?(?P<name>[A-Za-z_][\w.-]*)[\"']?"
     r"(?P<sign>[ \t]*[=:](?![=:])[ \t]*|[ \t]+)"
-    r"(?:\\?\"(?P<double>[^\"\n]*)\"|'(?P<single>[^'\n]*)'|(?P<bare>[^\s\"']+))"
+    r"(?:\\?\"(?P<double>[^\"\n]*)\"|'(?P<single>[^'\n]*)'|(?P<bare>[^\s\"']{1,1024}))"
 )
-"""NAME=value, "name": "value", --name value."""
+"""NAME=value, "name": "value", --name value; of a bare value the beginning, or a row of names
+would take a time that grows with its square."""
+_REST: Final = re.compile(r"[^\s\"']*")
 _SENTENCE: Final = re.compile(r"[a-z]+[.,;]?[ \t]+[A-Za-z]")
 """What may follow `password: `."""
 _VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -199,8 +201,11 @@ def find_secrets(text: str) -> Iterator[tuple[str, int, int, str]]:
         if ":" in sign and kind == "bare" and _SENTENCE.match(text, match.start("bare")):
             continue
         if is_secret(name, value):
-            yield f"the value of {match['flag'] or ''}{name}", *match.span(kind), name
             at = match.end()
+            start, end = match.span(kind)
+            if kind == "bare" and (rest := _REST.match(text, end)):
+                at = end = rest.end()
+            yield f"the value of {match['flag'] or ''}{name}", start, end, name
 
 
 def masked(text: str) -> str:

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
+from elastic_trainer.regular_file import open_regular
 from launcher.errors import UserError, Where
-from launcher.jobspec.source import read_source
+from launcher.jobspec.source import MAX_BYTES, read_source
 from launcher.jobspec.spec import JobSpec, keys_of
 from launcher.jobspec.values import Section
 from launcher.targets import target_named
@@ -35,6 +38,8 @@ _HOST: Final = r"^[\w][\w.@:/%\[\]-]*$"
 _FOLDER: Final = r"^[^~\x00][^\x00]*$"
 _PROGRAM: Final = r"^[\w~/.][\w~/.+@-]*$"
 """No blanks or quotes: these are the words that a shell there reads as they are."""
+_SET_KEY: Final = re.compile(r"[\w-]+")
+"""What a --set takes for one key."""
 
 
 class Site(Section):
@@ -87,7 +92,12 @@ def find_site(name: str, env: Mapping[str, str] = os.environ) -> Site:
 
 def _read(path: Path) -> dict[str, Site]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            # As ssh refuses its own: a site names commands, and hosts that are trusted.
+            if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                message = f"anybody may write it; chmod o-w {path}"
+                raise UserError("HF209", message, where=Where(str(path)))
+            text = file.read(4 * MAX_BYTES).decode()
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +108,7 @@ def _read(path: Path) -> dict[str, Site]:
         raise UserError.many(source.problems)
     found = {}
     for name, raw in source.data.items():
-        where = source.where_key(name)
+        where = source.where((name,))
         try:
             site = found[name] = Site.model_validate(raw)
         except ValidationError as error:
@@ -114,9 +124,19 @@ def _read(path: Path) -> dict[str, Site]:
 
 
 def _missing(defaults: Mapping[str, Any], job: Mapping[str, Any], above: str) -> Iterator[str]:
+    if not all(map(_SET_KEY.fullmatch, defaults)):  # as labels of nodes: only the whole can be set
+        yield f"{above.removesuffix('.')}={json.dumps(_merged(defaults, job), ensure_ascii=False)}"
+        return
     for key, value in defaults.items():
         given = job.get(key)
         if given is None:
             yield f"{above}{key}={json.dumps(value, ensure_ascii=False)}"
         elif isinstance(given, dict) and isinstance(value, dict):
             yield from _missing(value, given, f"{above}{key}.")
+
+
+def _merged(default: Any, given: Any) -> Any:
+    if isinstance(default, dict) and isinstance(given, dict):
+        names = {**default, **given}
+        return {name: _merged(default.get(name), given.get(name)) for name in names}
+    return default if given is None else given

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from elastic_trainer.atomic_file import publish, write_atomic
-from elastic_trainer.board.file_board import FileBoard
+from elastic_trainer.board.file_board import HEAL_S, FileBoard
 from elastic_trainer.board.state import Board, BoardState, Token
 from elastic_trainer.fresh_look import look_afresh
 from elastic_trainer.regular_file import read_regular
@@ -64,6 +64,7 @@ def open_board(
     *,
     env: Mapping[str, str] = os.environ,
     on_damage: Callable[[str], None] = lambda _: None,
+    heal_s: float = HEAL_S,
 ) -> Board:
     """Return the board of the run whose folder for it is `folder`.
 
@@ -73,6 +74,7 @@ def open_board(
             by default in files in `folder`.
         env: of a pod, where the board is a ConfigMap.
         on_damage: called with a sentence when a swap of a board of files was lost to damage.
+        heal_s: seconds until then, see HEAL_S.
 
     Raises:
         BoardPlaceError: HF521, see there.
@@ -89,7 +91,7 @@ def open_board(
         )
     where = known or address
     if not where:
-        return FileBoard(folder, on_damage=on_damage)
+        return FileBoard(folder, on_damage=on_damage, heal_s=heal_s)
     # Late: most runs need no HTTP and no TLS.
     from elastic_trainer.board.kubernetes_board import ApiServer, KubernetesBoard
 
@@ -121,10 +123,12 @@ def read_board(
     *,
     env: Mapping[str, str] = os.environ,
     on_damage: Callable[[str], None] = lambda _: None,
+    heal_s: float = HEAL_S,
 ) -> BoardState | None:
     """Return what is on a run's board, for who only looks; None: nothing was ever written.
 
-    Outside the cluster the copy that was fetched last (`keep_copy`) stands for a ConfigMap.
+    Outside the cluster the copy that was fetched last (`keep_copy`) stands for a ConfigMap. Other
+    arguments are those of `open_board`.
 
     Raises:
         BoardPlaceError: HF521, the word in `folder` is damaged.
@@ -133,9 +137,9 @@ def read_board(
     """
     current: tuple[bytes, Token] | None
     try:
-        current = open_board(
-            folder, env.get(BOARD_VARIABLE) or None, env=env, on_damage=on_damage
-        ).get_state()
+        address = env.get(BOARD_VARIABLE) or None
+        board = open_board(folder, address, env=env, on_damage=on_damage, heal_s=heal_s)
+        current = board.get_state()
     except OSError:
         with contextlib.suppress(FileNotFoundError):
             return BoardState.decode(read_regular(folder / COPY))

@@ -89,8 +89,7 @@ def check(
         target_named(shown).check(spec, planned, **places)
         said: list[str] = []
         if live and not errors:
-            waits, said = _ask(spec, planned, name or "slurm", folder_of(job))
-            warnings += waits
+            said = _ask(spec, planned, name or "slurm", folder_of(job), warnings)
     except UserError as error:
         errors += error.problems
         warnings += error.warnings
@@ -111,12 +110,12 @@ def check(
 
 
 def _ask(
-    spec: JobSpec, planned: Plan, target: str, base_dir: Path
-) -> tuple[tuple[Problem, ...], list[str]]:
+    spec: JobSpec, planned: Plan, target: str, base_dir: Path, warnings: list[Problem]
+) -> list[str]:
     """Render the job for `target` and ask the platform about it; nothing is submitted.
 
     Returns:
-        Warnings, and what it says besides.
+        What it says; what the job would wait for is added to `warnings`, should it refuse it too.
 
     Raises:
         UserError: it would refuse the job, or never start it.
@@ -131,4 +130,5 @@ def _ask(
         spec, planned, run_id=spec.name, run_dir=run_dir, base_dir=base_dir, python=sys.executable
     )
     backend = platform.load_backend()
-    return ask(backend, files, spec=spec), backend.check(files)
+    warnings += ask(backend, files, spec=spec)
+    return backend.check(files)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -13,6 +15,8 @@ import click
 from launcher.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from click.shell_completion import CompletionItem
 
     from launcher.sites import Site
@@ -53,37 +57,45 @@ def site_option(function: _Function) -> _Function:
 def _with_site(function: _Function, here: Callable[..., Any], text: str) -> _Function:
     """Add `--site` to `function`; `here` does what it does, and takes the site too."""
 
-    def found(_ctx: click.Context, _param: click.Parameter, name: str | None) -> Site | None:
-        from launcher.sites import find_site
-
-        return None if name is None else find_site(name)
-
     @functools.wraps(function)
     def here_or_there(**given: Any) -> Any:
-        site: Site | None = given["site"]
-        if site is None or site.ssh is None:
-            return here(**given)
         try:
-            return _there(site, click.get_current_context(), given)
+            if given["site"] is not None:
+                from launcher.sites import find_site
+
+                site = given["site"] = find_site(given["site"])
+                if site.ssh is not None:
+                    return _there(site, click.get_current_context(), given)
         except UserError as error:
             return exit_with_problems(error, as_json=given.get("as_json", False))
+        return here(**given)
 
-    option = click.option("--site", metavar="NAME", callback=found, help=text)
-    return cast("_Function", option(here_or_there))
+    return cast("_Function", click.option("--site", metavar="NAME", help=text)(here_or_there))
 
 
 def _there(site: Site, ctx: click.Context, given: dict[str, Any]) -> int:
     """Run the command on the site, with the files and the site's defaults where it takes a job."""
     from launcher.ops import over_ssh
 
+    if given.get("upgrade"):
+        raise UserError(
+            "HF205",
+            f"--upgrade: changed code is not sent to a run that is there; log in to {site.ssh}, "
+            "change it in the `source` of the run's code.json, and run this there without --site",
+        )
     if given.get("job") is None:
         return over_ssh.run_there(site, words_of(ctx, given))
     from launcher.jobspec.reading import load_spec
+    from launcher.ops.submitting.submit import sweep_tasks
 
-    spec = load_spec(given["job"], given["sets"], site=site)
+    # Of a sweep the first task is looked at here, and all of them there.
+    [first, *_] = sweep_tasks(given.get("sweep", ()))
+    swept = [f"{key}={value}" for key, value in first.items()]
+    spec = load_spec(given["job"], [*given["sets"], *swept], site=site)
     sent = over_ssh.pack(spec)
     print_problems(sent.warnings)
-    asked = {**given, "job": sent.job, "sets": (*spec.sets, *sent.sets)}
+    sets = spec.sets[: len(spec.sets) - len(swept)]
+    asked = {**given, "job": sent.job, "sets": (*sets, *sent.sets)}
     if "target" in given:
         asked["target"] = given["target"] or site.target
     with sent.archive:
@@ -150,6 +162,19 @@ def runs_option(function: _Function) -> _Function:
         "--runs", default=Path("runs"), show_default="./runs", help="Folder of the runs."
     )
     return option(_with_site(function, here, "Run it on this cluster, of sites.yaml."))
+
+
+@contextmanager
+def handling(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], Any]
+) -> Iterator[None]:
+    """Let `handler` serve these signals meanwhile."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def print_json(value: Any) -> None:

@@ -159,6 +159,7 @@ gke:
 
 `--site alps` (`check`, `plan`, `render`, `submit`) fills in what the job file does not say, as
 --set's that come before those of the command line. The job file that is kept with the run has them.
+A file of sites that anybody may write is refused, as it names commands that run for its readers.
 
 A cluster elsewhere is reached over SSH:
 
@@ -175,6 +176,10 @@ and exit code: `holdfast status RUN --site lumi`. `code.dir` and the job file ar
 without what `submit` would not freeze; git's revision is not. All other paths are paths there. A
 job needs the same version of Holdfast here and there (HF212). Nobody is asked for a password where
 there is no terminal. A command that is interrupted here ends there too.
+
+What was sent is kept in `sent` of that folder: relative paths of the job are relative to it, so
+remove it only once its runs have ended. `submit --watch` shows plain lines, since the files come
+where a terminal would be. `submit --resume --upgrade` sends no code and is refused (HF205).
 """
 
 

@@ -7,7 +7,7 @@ import importlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Final, TextIO, cast
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -173,8 +173,10 @@ def main() -> None:
         from click.shell_completion import shell_complete
 
         sys.exit(shell_complete(cli, {}, "holdfast", COMPLETE, instruction))
-    sys.stdout = cast("TextIO", VisibleStream(sys.stdout))
-    sys.stderr = cast("TextIO", VisibleStream(sys.stderr))
+    for name in ("stdout", "stderr"):
+        # There is none where the caller has closed it, as cron and daemons do.
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, PTH123
+        setattr(sys, name, VisibleStream(stream))
     try:
         code = run_cli()
         sys.stdout.flush()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from launcher.cli.common import (
     EXIT_INTERRUPTED,
     EXIT_USER,
     exit_with_problems,
+    handling,
     json_option,
     path_option,
     print_json,
@@ -109,7 +109,7 @@ def run(
                 click.echo((resume / SUMMARY).read_text(encoding="utf-8"), nl=False)
             return EXIT_DONE
         interrupts = Interrupts()
-        with _counting_signals(interrupts):
+        with handling((signal.SIGINT, signal.SIGTERM), interrupts):
             view = _view(as_json=as_json, quiet=quiet)
             result = local_job.execute(prepared, interrupts=interrupts, view=view)
     except UserError as error:
@@ -160,18 +160,6 @@ def _prepare(
         start=start,
         stamp=datetime.fromtimestamp(time.time()).astimezone().strftime("%Y%m%d-%H%M%S"),
     )
-
-
-@contextmanager
-def _counting_signals(interrupts: Interrupts) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM ask for the end; the watching loop serves them."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, interrupts) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _view(*, as_json: bool, quiet: bool) -> View:

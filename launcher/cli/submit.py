@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from launcher.cli.common import (
     EXIT_FAILED,
     dicts,
     exit_with_problems,
+    handling,
     json_option,
     print_json,
     print_problems,
@@ -83,6 +85,12 @@ Examples:
     is_flag=True,
     help="With --resume: use nodes again that were excluded since the last submission.",
 )
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Submit although the platform, asked before, would never start the job: these errors "
+    "become warnings. Errors of JOB, and what the platform itself refuses, stay errors.",
+)
 @json_option
 def submit(  # noqa: PLR0917  click passes options by name
     job: str | None,
@@ -97,6 +105,7 @@ def submit(  # noqa: PLR0917  click passes options by name
     resume: str | None,
     upgrade: bool,
     all_nodes: bool,
+    force: bool,
     as_json: bool,
 ) -> int:
     """Render JOB, freeze its code, make the run directory and submit. All or nothing.
@@ -106,38 +115,44 @@ def submit(  # noqa: PLR0917  click passes options by name
     Ctrl-C ends the watching, not the job. Exit codes: 0 done, 1 the platform is away or (with
     --watch) the job failed, 2 the input is wrong or was refused, 130 interrupted.
     """
+    # A closed terminal leaves no more behind than Ctrl-C; what nohup ignores stays ignored.
+    ends = (signal.SIGHUP, signal.SIGTERM)
+    default = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        if resume is not None:
-            given = {
-                "JOB": job,
-                "--run-dir": run_dir,
-                "--sweep": sweep,
-                "--to": target,
-                "--site": site,
-            }
-            _refuse_with("--resume", given | {"--dry-run": dry_run})
-            return _resume(
-                resume,
-                upgrade=upgrade,
-                all_nodes=all_nodes,
+        with handling(default, signal.default_int_handler):
+            if resume is not None:
+                given = {
+                    "JOB": job,
+                    "--run-dir": run_dir,
+                    "--sweep": sweep,
+                    "--to": target,
+                    "--site": site,
+                }
+                _refuse_with("--resume", given | {"--dry-run": dry_run})
+                return _resume(
+                    resume,
+                    upgrade=upgrade,
+                    all_nodes=all_nodes,
+                    force=force,
+                    sets=sets,
+                    watch=watch,
+                    as_json=as_json,
+                )
+            _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
+            _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
+            return _submit(
+                _needed(job),
+                target=target or (None if site is None else site.target) or "slurm",
                 sets=sets,
+                site=site,
+                sweep=sweep,
+                run_dir=run_dir,
+                look=not unseen,
+                dry_run=dry_run,
+                force=force,
                 watch=watch,
                 as_json=as_json,
             )
-        _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
-        _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
-        return _submit(
-            _needed(job),
-            target=target or (None if site is None else site.target) or "slurm",
-            sets=sets,
-            site=site,
-            sweep=sweep,
-            run_dir=run_dir,
-            look=not unseen,
-            dry_run=dry_run,
-            watch=watch,
-            as_json=as_json,
-        )
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
 
@@ -152,6 +167,7 @@ def _submit(
     run_dir: Path | None,
     look: bool,
     dry_run: bool,
+    force: bool,
     watch: bool,
     as_json: bool,
 ) -> int:
@@ -176,7 +192,7 @@ def _submit(
         return _show(prepared, as_json=as_json)
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    done = ops.submit(prepared, backend)
+    done = ops.submit(prepared, backend, force=force)
     if not as_json:
         print_problems(done.warnings)
     if as_json:
@@ -198,6 +214,7 @@ def _resume(
     *,
     upgrade: bool,
     all_nodes: bool,
+    force: bool,
     sets: Sequence[str],
     watch: bool,
     as_json: bool,
@@ -208,11 +225,13 @@ def _resume(
     if (sweep := find_sweep(name, Path("runs"))) is not None:
         _refuse_with("--watch, which shows one run", {"--resume of a sweep": watch})
         _refuse_with("--resume of a sweep", {"--set": sets})
-        return _resume_sweep(sweep, upgrade=upgrade, all_nodes=all_nodes, as_json=as_json)
+        return _resume_sweep(
+            sweep, upgrade=upgrade, all_nodes=all_nodes, force=force, as_json=as_json
+        )
     run = open_run(name)
     target = run.target
     _say_ignored(run.backend)
-    done = run.resume(upgrade=upgrade, all_nodes=all_nodes, sets=sets)
+    done = run.resume(upgrade=upgrade, all_nodes=all_nodes, force=force, sets=sets)
     if not as_json:
         print_problems(done.warnings)
     if as_json:
@@ -246,7 +265,9 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
         )
 
 
-def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool) -> int:
+def _resume_sweep(
+    folder: Path, *, upgrade: bool, all_nodes: bool, force: bool, as_json: bool
+) -> int:
     from launcher.ops.runs import runs_of_sweep
     from launcher.ops.submitting.resume import resume_sweep
     from launcher.ops.watching.run_status import make_backends, target_of
@@ -257,7 +278,7 @@ def _resume_sweep(folder: Path, *, upgrade: bool, all_nodes: bool, as_json: bool
     target = target_of(runs[0])
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    found = resume_sweep(runs, backend, upgrade_code=upgrade, all_nodes=all_nodes)
+    found = resume_sweep(runs, backend, upgrade_code=upgrade, all_nodes=all_nodes, force=force)
     if as_json:
         print_json(
             {

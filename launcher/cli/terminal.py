@@ -6,8 +6,10 @@ import re
 from typing import Any, Final, TextIO
 
 _COLOUR: Final = r"\x1b\[[0-9;]*m"
-_CONTROL: Final = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-"""All but tab and newline; and what turns the direction of writing."""
+_CONTROL: Final = (
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""All but tab and newline; what turns the direction of writing; bytes that are not UTF-8."""
 
 
 def visible(text: str, *, keep_colours: bool = False) -> str:

@@ -57,12 +57,17 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
             notes = [
                 f"{images} must contain holdfast, in the environment that has torch",
                 f"the run's directory is {made.run_dir}, as the pods see it",
+                *(
+                    f"{name} is an init container with restartPolicy: Always now, which Kubernetes "
+                    "has since 1.29: in containers it would keep an ended pod from being replaced"
+                    for name in made.sidecars
+                ),
             ]
         else:
             wrapped = wrap_script(text)
         if output is not None:
             with writing(output, "choose another"):
-                output.write_text(wrapped, encoding="utf-8")
+                _write(output, wrapped, like=file)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -90,10 +95,34 @@ def _shown(line: str, secrets: tuple[str, ...]) -> str:
     return masked(line)
 
 
+def _write(path: Path, text: str, *, like: Path) -> None:
+    """Write a file for those who may read `like`: both may hold a secret.
+
+    Raises:
+        OSError: it cannot be written, or a link or no plain file is there.
+    """
+    from elastic_trainer.atomic_file import beside, write_new
+    from launcher.atomic_file import check_output
+
+    check_output(path)
+    with beside(path) as temp:
+        write_new(temp, b"")
+        temp.chmod(like.stat().st_mode & 0o777)
+        temp.write_text(text, encoding="utf-8")
+        temp.replace(path)
+
+
 def _text(path: Path) -> str:
+    from launcher.jobspec.reading import job_text
+    from launcher.jobspec.source import MAX_BYTES
+
     try:
-        return path.read_text(encoding="utf-8")
+        text = job_text(path).replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         message = f"cannot be read: {reason}; check the path"
         raise UserError("HF001", message, where=Where(str(path))) from error
+    if len(text) > MAX_BYTES:
+        message = f"longer than {MAX_BYTES:,} characters: neither a batch script nor a PyTorchJob"
+        raise UserError("HF002", message, where=Where(str(path)))
+    return text

@@ -213,7 +213,11 @@ class Volume(Section):
 class Security(Section):
     """User and rights of pods: by default all that Pod Security's level restricted asks for."""
 
-    run_as_user: Id | None = Field(None, description="Numeric user id.")
+    run_as_user: Id | None = Field(
+        None,
+        description="Numeric user id; null: the image's. Needed where that is root, as of NGC's "
+        "images (nvcr.io/nvidia/pytorch), or a name.",
+    )
     run_as_group: Id | None = Field(None, description="Numeric group id.")
     supplemental_groups: Annotated[tuple[Id, ...], Field(strict=False)] = Field(
         (), description="Further numeric group ids, as of the shared storage."

@@ -35,6 +35,18 @@ _MERGE_KEYS: Final = {
 }
 """patchMergeKey of the fields of PodSpec and Container (k8s.io/api/core/v1/types.go)."""
 _ADDED: Final = "tolerations"
+_ROWS: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (key,) for name, key in _MERGE_KEYS.items()},
+    _ADDED: (),
+    "nodeSelectorTerms": (),
+    "matchExpressions": ("key", "operator"),
+}
+"""Lists of mappings that are read here or in the renderer -> what each of them has."""
+_NUMBERS: Final = ("containerPort",)
+_MAPPINGS: Final = frozenset(
+    {"resources", "requests", "limits", "affinity", "nodeAffinity", "securityContext"}
+)
+_NODES: Final = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution"
 _WHOLE: Final = ("env", "volumes")
 """Their elements have one of several sources: two of them merged would have two."""
 _OF_POD: Final = {
@@ -137,13 +149,31 @@ def _check_value(value: Any, where: str, depth: int) -> None:
 def _check_field(name: Any, value: Any, where: str) -> None:
     if not isinstance(name, str) or name.startswith("$"):
         raise refuse("HF015", f"{where}: expected the name of a field, found {describe(name)}")
-    key = _MERGE_KEYS.get(name)
-    if key is None and name != _ADDED:
-        return
-    rows: list[Any] = value if isinstance(value, list) else [None]
-    if not all(isinstance(row, dict) and (key is None or row.get(key)) for row in rows):
-        named = f"mappings, each with {key}" if key else "mappings"
-        raise refuse("HF015", f"{where}.{name}: expected a list of {named}")
+    here = f"{where}.{name}"
+    is_mapping = name in _MAPPINGS or here.endswith(_NODES)
+    if is_mapping and not isinstance(value, dict | None):
+        raise refuse("HF015", f"{here}: expected a mapping, found {describe(value)}")
+    if name == "values" and not _are_texts(value):
+        raise refuse("HF015", f"{here}: expected a list of texts, found {describe(value)}")
+    keys = _ROWS.get(name)
+    if keys is not None and not _are_rows(value, keys):
+        named = f"mappings, each with {' and '.join(keys)}" if keys else "mappings"
+        raise refuse("HF015", f"{here}: expected a list of {named}")
+
+
+def _are_rows(value: Any, keys: tuple[str, ...]) -> bool:
+    """Return whether a value is a list of mappings that have a name, or a number, at `keys`."""
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and all(
+            row.get(key) and type(row[key]) is (int if key in _NUMBERS else str) for key in keys
+        )
+        for row in value
+    )
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def agent_rows(patch: Object) -> list[Object]:
@@ -168,8 +198,13 @@ def own_fields(
     for row in agent_rows(patch):
         here = f"containers.{row['name']}"
         yield from ((f"{here}.{name}", why) for name, why in _OF_AGENT.items() if name in row)
+        if row.get("resources", {}) is None:
+            yield f"{here}.resources", "it has the CPUs, the memory and the GPUs"
         for kind in ("requests", "limits"):
-            asked = (row.get("resources") or {}).get(kind) or {}
+            asked = (row.get("resources") or {}).get(kind, {})
+            if asked is None:
+                yield f"{here}.resources.{kind}", "it has the CPUs, the memory and the GPUs"
+                continue
             for name in asked.keys() & resources.keys():
                 yield f"{here}.resources.{kind}.{name}", f"use {resources[name]}"
         for mount in row.get("volumeMounts", ()):

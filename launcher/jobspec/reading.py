@@ -242,7 +242,7 @@ def load_spec(
 def _text(path: str | Path) -> str:
     file = str(path)
     try:
-        return _job_text(Path(path))
+        return job_text(Path(path))
     except UnicodeDecodeError as error:
         message = f"byte {error.start} is not UTF-8; save the file as UTF-8 text"
         raise UserError("HF002", message, where=Where(file)) from error
@@ -287,7 +287,7 @@ def _fill_values(source: Source) -> list[Problem]:
     ]
 
 
-def _job_text(path: Path) -> str:
+def job_text(path: Path) -> str:
     """Return the text of a job file, cut behind what a job file may have."""
     if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # a shell's <(...), or its input
         with path.open("rb") as file:

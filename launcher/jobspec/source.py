@@ -229,7 +229,7 @@ class _Builder:
     def __init__(self, source: Source, events: Sequence[Any]) -> None:
         self.source, self.events = source, events
         self.next = 0
-        self.num_nodes = 0
+        self.num_nodes = self.num_chars = 0
         self.anchors: dict[str, int] = {}
         """Name -> index of the event that has it."""
         self.open: set[int] = set()
@@ -244,7 +244,8 @@ class _Builder:
         index, event = self.next, self.events[self.next]
         self.next += 1
         self.num_nodes += 1
-        if self.num_nodes > MAX_NODES:
+        self.num_chars += len(event.value) if isinstance(event, yaml.ScalarEvent) else 0
+        if self.num_nodes > MAX_NODES or self.num_chars > MAX_BYTES:
             raise self._endless(event, path)
         if isinstance(event, yaml.AliasEvent):
             self._note(path, event, event.end_mark.index, "scalar")
@@ -321,6 +322,7 @@ class _Builder:
                 continue
             inner = (*path, str(event.value))
             self.next += 1
+            self.num_chars += len(event.value)
             if event.value in out:
                 first = self.source.lines[inner]
                 message = f"duplicate key, first in line {first}; keep one"

@@ -10,8 +10,10 @@ is left behind by Ctrl-C, a killed process or a lost connection.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -93,18 +95,18 @@ def pack(spec: JobSpec) -> Sent:
         UserError: HF205 the job file has no folder; HF201, HF202, HF640 see `list_code`; HF641 a
             file cannot be read.
     """
-    job = Path(os.path.abspath(spec.source.file))  # noqa: PTH100  without .. and with its links
+    job = Path(spec.source.file)
+    job = job.parent.resolve() / job.name  # no link leads to it in the archive
     if job.parts[1] in ("dev", "proc"):
         raise UserError("HF205", f"{job}: its folder is sent to the site; name a job file in one")
-    folder = Path(os.path.normpath(resolve(spec.code.dir, job.parent)))
+    folder = Path(resolve(spec.code.dir, job.parent)).resolve()
     files = list_code(folder, spec.code)
     root = os.path.commonpath([job.parent, folder])
     archive = tempfile.TemporaryFile()  # noqa: SIM115  it is returned
-    inside = Path(files.about.source)
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name in files.names:
             if folder / name != job:
-                _add(tar, inside / name, str((folder / name).relative_to(root)))
+                _add(tar, folder / name, str((folder / name).relative_to(root)))
         text = spec.text.encode()
         entry = tarfile.TarInfo(str(job.relative_to(root)))
         entry.size = len(text)
@@ -114,14 +116,16 @@ def pack(spec: JobSpec) -> Sent:
     digest = hashlib.file_digest(archive, "sha256").hexdigest()
     archive.seek(0)
     name = f"{spec.name}-{digest[:12]}"
-    absolute = Path(spec.code.dir).expanduser().is_absolute()
+    code_dir = os.path.relpath(folder, job.parent)
     return Sent(
         archive=archive,
         name=name,
         size=size,
         digest=digest,
         job=f"{SENT}/{name}/{job.relative_to(root)}",
-        sets=(f"code.dir={os.path.relpath(folder, job.parent)}",) if absolute else (),
+        sets=()
+        if code_dir == os.path.normpath(spec.code.dir)
+        else (f"code.dir={json.dumps(code_dir)}",),
         warnings=tuple(left_out(files.about)),
     )
 
@@ -169,8 +173,11 @@ def unpack(content: IO[bytes], size: int, digest: str, folder: Path) -> None:
                 # Links out of the folder are the user's own, as in the code that is frozen.
                 tar.extraction_filter = staticmethod(lambda entry, _: entry)
                 tar.extractall(fresh)  # noqa: S202  its digest is right
-            with suppress(FileExistsError):  # another submission was faster
+            try:
                 fresh.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another submission was faster
+                    raise
 
 
 # -- here -----------------------------------------------------------------------------------
@@ -218,6 +225,11 @@ def run_there(site: Site, words: Sequence[str], sent: Sent | None = None) -> int
         process = subprocess.Popen(argv, stdin=stdin)
     except FileNotFoundError:
         raise UserError("HF650", "ssh is not installed here, or not on the PATH") from None
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise UserError("HF650", f"ssh cannot be started: {error.strerror}") from error
+        message = "too much for one command line; write what --set gives into the job file"
+        raise UserError("HF205", message) from error
     try:
         if sent is not None:
             assert process.stdin is not None

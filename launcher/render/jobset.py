@@ -83,7 +83,6 @@ def _indexed_job(job: PodJob) -> dict[str, Any]:
         "backoffLimit": job.restart_limit,
         # By index, or the delay before a pod is replaced would grow with every other's failures.
         "backoffLimitPerIndex": math.ceil(job.restart_limit / job.num_pods),
-        "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
                 _on_codes(job, "FailJob", *FINAL_CODES),

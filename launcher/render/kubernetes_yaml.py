@@ -16,7 +16,7 @@ _PLAIN: Final = re.compile(
     r"[A-Za-z/][A-Za-z0-9_./-]*[A-Za-z0-9_/]|[A-Za-z]|[0-9]+[KMGTP]i|--?[A-Za-z][A-Za-z0-9_-]*"
 )
 _WORDS: Final = re.compile(r"y|n|yes|no|on|off|true|false|null", re.IGNORECASE)
-_FLOW: Final = 88
+_FLOW: Final = 100
 """Longest list or mapping that is written on one line, in characters."""
 
 

@@ -96,7 +96,6 @@ def _metadata(job: PodJob) -> Object:
         "labels": job.labels,
         "annotations": {
             **job.spec.kubernetes.annotations,
-            "kubectl.kubernetes.io/default-container": CONTAINERS[job.kind],
             # A pod that is moved costs the others a recovery.
             "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
             "karpenter.sh/do-not-disrupt": "true",
@@ -267,13 +266,13 @@ def without_nodes(affinity: Object | None, hosts: tuple[str, ...]) -> Object:
     """
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     affinity = affinity or {}
-    terms = affinity.get(required, {}).get("nodeSelectorTerms") or [{}]
+    terms = (affinity.get(required) or {}).get("nodeSelectorTerms") or [{}]
     wanted = []
     for term in terms:
         others, listed = [], set(hosts)
         for each in term.get("matchExpressions", ()):
             if (each["key"], each["operator"]) == (HOSTNAME, "NotIn"):
-                listed |= set(each["values"])
+                listed |= set(each.get("values", ()))
             else:
                 others.append(each)
         off = {"key": HOSTNAME, "operator": "NotIn", "values": sorted(listed)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,17 +22,48 @@ from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan
 from launcher.render.sbatch import CONTAINER_PYTHON, SET_BY_SCRIPT, step_log
 from launcher.render.shell import check_path, template, words
+from launcher.secret_forms import leaks
 
 LEAD_S: Final = 180
 """Of --signal: `clock_chain` of a script with the usual elastic.stop_grace_s needs less."""
 _ADDED: Final = ("no-kill", "requeue", "open-mode=append", f"signal=B:USR2@{LEAD_S}")
 """Options of #SBATCH that the job needs."""
 _REPLACED: Final = re.compile(
-    r"#SBATCH\s+(--no-kill|-k|--no-requeue|--requeue|--open-mode|--signal)\b.*"
+    r"#SBATCH\s+(--no-kill(=\S*)?|-k|--no-requeue|--requeue|--(open-mode|signal)[=\s]\s*\S+)\s*(#.*)?"
 )
+"""Lines that say only what ours say; of others sbatch takes the last word, which is ours."""
+_HETEROGENEOUS: Final = re.compile(r"#SBATCH\s+(het|pack)job\b")
+_BASH: Final = re.compile(r"#!.*\bbash\b")
 _COMMAND: Final = "holdfast batch"
 _START: Final = re.compile(r"(?<![\w./-])srun\b")
-_TORCHRUN: Final = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
+TORCHRUN: Final = re.compile(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b")
+_HERE: Final = re.compile(r"(?<!<)<<-?\s*\\?(?P<quote>[\"']?)(?P<end>[A-Za-z_]\w*)(?P=quote)")
+_LOOP: Final = re.compile(
+    r"(?:^|[;&|(]|\b(?:do|then|else)\s)\s*(?:(?P<begins>for|while|until|select)|done)\b",
+    re.MULTILINE,
+)
+OUTPUT: Final = re.compile(
+    r"(?:(?:\s+\d+|\s*&|\s*)(?:>>|>\||[<>]&|>|<(?!<))\s*[^\s<>|]+)*\s*(?:\|.*|#[^\n]*)?", re.DOTALL
+)
+"""What may follow a command: where its input and output are, and a pipe, or a comment."""
+_OPENING: Final = {
+    '"': '"',
+    "`": "`",
+    "$(": ")",
+    "<(": ")",
+    ">(": ")",
+    "(": ")",
+    "${": "}",
+    "$'": "'",
+}
+"""What begins a part of a command that is no words of it -> what ends it."""
+_ESCAPED: Final = re.compile(r"\\.|\\\Z", re.DOTALL)
+_UNREAD: Final = re.compile(r"'[^']*'|(?<!\S)#[^\n]*")
+_MOST_DEPTH: Final = 20
+_EXPANSION: Final = re.compile(
+    r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*\}|`[^`]*`|\$\w+|\$[@*#?!-]"
+)
+_UNKNOWN: Final = "…"
 _OURS: Final = {
     "-N": 1, "--nodes": 1, "-n": 1, "--ntasks": 1, "--ntasks-per-node": 1, "-w": 1, "--nodelist": 1,
     "-K": 0, "--kill-on-bad-exit": 0, "-k": 0, "--no-kill": 0, "-W": 1, "--wait": 1,
@@ -75,31 +106,56 @@ def wrap_script(text: str) -> str:
     if _COMMAND in text:
         cannot_wrap("it is wrapped already")
     lines = text.split("\n")
+    head = _head(lines)
     first, last = _the_srun(lines)
     command = "\n".join(lines[first : last + 1])
     bare = hidden(command)
-    if bad := re.search(r"&&|\|\||;|(?<![<>&])&(?![>&])", bare):
+    if re.search(r"[\"'`]|\$[({]", bare):
+        cannot_wrap(f"line {first + 1}: a quote or an expansion does not end in this command")
+    if bad := re.search(r"&&|\|\||;|(?<![<>&|])&(?![>&])", bare):
         cannot_wrap(
             f"line {first + 1}: {bad[0]} beside the srun; make it a command of its own, which the "
             "script waits for"
         )
     # The workers' output goes to the run's logs, so a file or a `tee` of it would stay empty.
-    output = re.search(r"\s(\d*|&)[<>|]|\s#", bare)
-    command = command[: output.start()] if output else command.rstrip()
+    begin = output_at(bare)
+    if not OUTPUT.fullmatch(bare, begin):
+        cannot_wrap(
+            f"line {first + 1}: a here-document, or words after a redirection; write it last"
+        )
+    command = command[:begin].rstrip()
+    try_out(command)
     indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
     new = [
         f"{indent}hf_batch=$({_COMMAND} -- {command.lstrip()}",
         f"{indent}) || exit",
         f'{indent}source "$hf_batch"',
     ]
-    kept = [line for line in lines[:first] if not _REPLACED.fullmatch(line.rstrip())]
-    at = _after_options(kept)
+    kept = [line for line in lines[:head] if not _REPLACED.fullmatch(line.rstrip())]
     options = [f"#SBATCH --{option}" for option in _ADDED]
-    return "\n".join([*kept[:at], *options, *kept[at:], *new, *lines[last + 1 :]])
+    return "\n".join([*kept, *options, *lines[head:first], *new, *lines[last + 1 :]])
+
+
+def _head(lines: Sequence[str]) -> int:
+    """Return how many lines there are to the last option: sbatch reads none after a command."""
+    if not _BASH.match(lines[0]):
+        cannot_wrap(f"line 1: {lines[0][:40]!r} starts no bash; write #!/bin/bash")
+    head = 1
+    for number, line in enumerate(lines):
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            head = number + 1
+        if _HETEROGENEOUS.match(line):
+            cannot_wrap(
+                f"line {number + 1}: a heterogeneous job; its parts cannot replace each other"
+            )
+    return head
 
 
 def _the_srun(lines: Sequence[str]) -> tuple[int, int]:
     """Return the first and the last line of the one srun that runs torchrun."""
+    lines = _without_here(lines)
     found = []
     number = 0
     while number < len(lines):
@@ -107,7 +163,7 @@ def _the_srun(lines: Sequence[str]) -> tuple[int, int]:
         while lines[number].endswith("\\") and number + 1 < len(lines):
             number += 1
         whole = "\n".join(lines[first : number + 1])
-        if not whole.lstrip().startswith("#") and _TORCHRUN.search(whole):
+        if not whole.lstrip().startswith("#") and TORCHRUN.search(whole):
             if not _START.match(whole.lstrip()):
                 cannot_wrap(
                     f"line {first + 1} runs torchrun, but does not begin with srun; write `srun "
@@ -118,7 +174,28 @@ def _the_srun(lines: Sequence[str]) -> tuple[int, int]:
     if len(found) != 1:
         what = "nothing runs torchrun" if not found else f"{len(found)} lines run torchrun"
         cannot_wrap(f"{what}; expected one line `srun [OPTIONS] torchrun [OPTIONS] SCRIPT …`")
+    loops = [match["begins"] for match in _LOOP.finditer(hidden("\n".join(lines[: found[0][0]])))]
+    if sum(1 if begins else -1 for begins in loops) > 0:
+        cannot_wrap(
+            f"line {found[0][0] + 1} is in a loop, and a job has one run: submit a job for each "
+            "turn (to start it again needs no loop)"
+        )
     return found[0]
+
+
+def _without_here(lines: Sequence[str]) -> list[str]:
+    """Return the lines, those of here-documents empty."""
+    shown, number = list(lines), 0
+    while number < len(lines):
+        line, number = lines[number], number + 1
+        if line.lstrip().startswith("#"):
+            continue
+        for here in _HERE.finditer(line):
+            ends = (at for at in range(number, len(lines)) if lines[at].strip("\t") == here["end"])
+            if (end := next(ends, None)) is not None:
+                shown[number : end + 1] = [""] * (end + 1 - number)
+                number = end + 1
+    return shown
 
 
 def hidden(command: str) -> str:
@@ -127,21 +204,85 @@ def hidden(command: str) -> str:
     That is x for what is in quotes, in $(…), in >(…) or in a comment, whose # stays, and blanks for
     the end of a line that continues.
     """
-    quotes = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|[$<>]\([^()]*\)|\$\{[^}]*\}|\\.|(?<!\S)#[^\n]*"
+    shown, at = "", 0
+    while at < len(command):
+        end = _end_of(command, at) or at + 1
+        part, at = command[at:end], end
+        if part == "\\\n":
+            shown += "  "
+        elif len(part) == 1:
+            shown += part
+        else:
+            shown += "#".ljust(len(part), "x") if part[0] == "#" else "x" * len(part)
+    return shown
 
-    def blank(match: re.Match[str]) -> str:
-        text = match[0]
-        if text == "\\\n":
-            return "  "
-        return "#".ljust(len(text), "x") if text[0] == "#" else "x" * len(text)
 
-    return re.sub(quotes, blank, command, flags=re.DOTALL)
+def _end_of(text: str, at: int, around: str = "", depth: int = 0) -> int | None:
+    """Return where what begins at `at` ends: a quote, an expansion, a comment or a character.
+
+    Args:
+        text: a command.
+        at: in it.
+        around: what begins the part of it that `at` is in.
+        depth: how many such parts there are.
+
+    Returns:
+        None where it does not end.
+    """
+    if escaped := _ESCAPED.match(text, at):
+        return escaped.end()
+    if around != '"' and (ended := _UNREAD.match(text, at)):
+        return ended.end()
+    opening = next((each for each in _openings(around) if text.startswith(each, at)), None)
+    if opening is None:
+        return at + 1
+    at += len(opening)
+    while depth < _MOST_DEPTH and at < len(text):
+        if text[at] == _OPENING[opening]:
+            return at + 1
+        end = _end_of(text, at, opening, depth + 1)
+        if end is None:
+            break
+        at = end
+    return None
 
 
-def _after_options(lines: Sequence[str]) -> int:
-    """Return where another #SBATCH line goes: after the last one, else after the first line."""
-    last = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    return last[-1] + 1 if last else min(1, len(lines))
+def _openings(around: str) -> Iterator[str]:
+    """Yield what may begin within `around`."""
+    for each in _OPENING if around != "$'" else ():
+        of_words = around != '"' and (each != "(" or around.endswith("("))
+        if of_words or each in ("$(", "${", "`"):
+            yield each
+
+
+def output_at(bare: str) -> int:
+    """Return where in a `hidden` command its redirections, its pipe or its comment begin."""
+    found = re.search(r"\s+\d+[<>]|\s*&>|\s*[<>|]|\s#", bare)
+    return found.start() if found else len(bare)
+
+
+def try_out(command: str) -> None:
+    """Refuse what `launch_of` would, as far as the text of a command says, before a job waits.
+
+    Raises:
+        UserError: HF169; HF163 a secret in it, which would be kept in job.json.
+    """
+    flat, before = command.replace("\\\n", " "), ""
+    while flat != before:
+        before, flat = flat, _EXPANSION.sub(_UNKNOWN, flat)
+    try:
+        argv = shlex.split(flat)
+    except ValueError:
+        return  # bash has more quotes
+    for leak in leaks(argv):
+        message = f"the command holds what looks like {leak.what}, and is kept in job.json"
+        raise UserError("HF163", f"{message}: let the program read a variable or a file")
+    if (found := find_torchrun(argv)) is None:
+        if any(TORCHRUN.search(word) for word in argv):
+            cannot_wrap("torchrun is within quotes; srun must start it itself")
+        return
+    _kept([word for word in argv[1 : found[0]] if _UNKNOWN not in word])
+    _torchrun(argv, found[1])
 
 
 # --- the srun -----------------------------------------------------------------------------------
@@ -173,8 +314,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
     if found is None or not started:
         expected = "torchrun …" if in_pod else "srun [OPTIONS] torchrun …"
         cannot_wrap(f"expected {expected}, found {shlex.join(argv[:8])} …")
-    at, rest = found[0], argv[found[1] :]
-    given = _torchrun(rest)
+    given = _torchrun(argv, found[1])
     notes = [
         f"--{name.replace('_', '-')} is not needed"
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
@@ -184,7 +324,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
     least, _, most = nodes.partition(":")
     kinds = {"-m": given.module, "--no-python": given.no_python}
     return Launch(
-        srun=tuple(_kept(argv[1:at])),
+        srun=tuple(_kept(argv[1 : found[0]])),
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(*(flag for flag, is_set in kinds.items() if is_set), *given.command),
@@ -198,8 +338,8 @@ class _Parser(argparse.ArgumentParser):
         cannot_wrap(f"torchrun: {message}")
 
 
-def _torchrun(words: Sequence[str]) -> argparse.Namespace:
-    """Read torchrun's arguments (torch/distributed/run.py, get_args_parser)."""
+def _torchrun(argv: Sequence[str], at: int) -> argparse.Namespace:
+    """Read torchrun's arguments, from `at` on (torch/distributed/run.py, get_args_parser)."""
     parser = _Parser(add_help=False)
     for name in (
         *("nnodes", "nproc_per_node", "max_restarts", "node_rank", "master_addr", "master_port"),
@@ -213,9 +353,15 @@ def _torchrun(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--standalone", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("--no-python", "--no_python", dest="no_python", action="store_true")
+    parser.add_argument("--use-env", "--use_env", dest="use_env", action="store_true")
     parser.add_argument("--run-path", "--run_path", dest="run_path", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    given = parser.parse_args(list(words))
+    given = parser.parse_args(list(argv[at:]))
+    if argv[at - 1] == _MODULES[1] and not given.use_env:
+        cannot_wrap(
+            "torch.distributed.launch passes --local-rank to the script, which holdfast does not: "
+            "let it read LOCAL_RANK, and use torchrun"
+        )
     if not given.command:
         cannot_wrap("torchrun: no script is named")
     if given.run_path or given.standalone:
@@ -231,6 +377,8 @@ def _kept(options: Sequence[str]) -> list[str]:
     while left:
         word = left.pop(0)
         name = word.partition("=")[0]
+        if word == "--" and not left:
+            break  # ours follow
         if name in _OURS:
             if _OURS[name] and word in _OURS and left:
                 left.pop(0)
@@ -240,6 +388,12 @@ def _kept(options: Sequence[str]) -> list[str]:
         elif word.startswith("-"):
             kept.append(word)
             takes_value = "=" not in word
+            value = word.partition("=")[2] or (left[0] if left else "")
+            if name == "--export" and "ALL" not in value.split(","):
+                cannot_wrap(
+                    f"srun {name}={value} would keep the job's settings from the agents: write "
+                    "ALL first, as in --export=ALL,NAME=value, or leave it out"
+                )
         elif takes_value:
             kept.append(word)
             takes_value = False

@@ -10,17 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, NoReturn
 
 from launcher.errors import UserError, Where
-from launcher.jobspec.source import Path, Source, read_documents
+from launcher.jobspec.source import Path, Source, describe, read_documents
 from launcher.render.kubernetes_names import API_VERSIONS, CONTAINERS, KINDS, SHM_VOLUME
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
-from launcher.render.wrapped import cannot_wrap, find_torchrun, hidden
+from launcher.render.wrapped import (
+    OUTPUT,
+    TORCHRUN,
+    cannot_wrap,
+    find_torchrun,
+    hidden,
+    output_at,
+    try_out,
+)
 from launcher.secret_forms import leaks
 
 GRACE_S: Final = 120
@@ -38,7 +47,6 @@ _LAUNCHER: Final = re.compile(
     r"(?:torchrun|python[\d.]*\s+(?:-\S+\s+)*?-m\s*torch\.distributed\.(?:run|launch))(?!\S)"
 )
 _BEFORE: Final = re.compile(r"\s*(exec\s+)?(\w+=\S*\s+)*")
-_PIPED: Final = re.compile(r"\s(?:\d*|&)[<>]|\s*(?<!\|)\|(?!\|)|\s#")
 _END: Final = re.compile(r"[;\n)]|&&|\|\||(?<![<>&|])&(?![>&])")
 
 
@@ -51,6 +59,8 @@ class Wrapped:
     """As the pods see it."""
     images: tuple[str, ...]
     """Those that must contain holdfast."""
+    sidecars: tuple[str, ...]
+    """Containers that are initContainers now."""
     secrets: tuple[str, ...]
     """Texts in the manifest that are not to be shown."""
 
@@ -74,12 +84,14 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
         UserError: HF169, what keeps it from that; HF003 and HF007, it cannot be read.
     """
     job = _Manifest(text, file)
-    head = job.get("metadata") or {}
+    head = job.mapping("metadata")
     name = head.get("name") or f"{head.get('generateName', '')}…"
-    roles = job.get("spec", "pytorchReplicaSpecs")
-    if not isinstance(roles, dict) or not roles:
+    roles = job.mapping("spec", "pytorchReplicaSpecs")
+    if not roles:
         job.refuse("it has no pytorchReplicaSpecs", ("spec",))
-    pods = [_Pods(job, ("spec", "pytorchReplicaSpecs", role)) for role in roles]
+    places = [("spec", "pytorchReplicaSpecs", role) for role in roles]
+    sidecars = dict.fromkeys(name for place in places for name in _move_sidecars(job, place))
+    pods = [_Pods(job, place) for place in places]
     folders = {pod.runs(runs) for pod in pods}
     if len(folders) > 1:
         job.refuse(
@@ -93,7 +105,34 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
         job.put(("spec", "runPolicy", "cleanPodPolicy"), "Running")
     for pod in pods:
         pod.wrap(folder)
-    return Wrapped(text=job.text, run_dir=f"{folder}/{name}", images=tuple(images), secrets=secrets)
+    return Wrapped(
+        text=job.text,
+        run_dir=f"{folder}/{name}",
+        images=tuple(images),
+        sidecars=tuple(sidecars),
+        secrets=secrets,
+    )
+
+
+def _move_sidecars(job: _Manifest, role: Path) -> list[str]:
+    """Make all containers but the agent's into sidecars; return their names.
+
+    In `containers` one that still runs keeps its pod from ending, and so from being replaced.
+    """
+    here = (*role, "template", "spec", "containers")
+    rows = list(enumerate(job.rows(*here)))
+    others = [(index, row) for index, row in rows if row.get("name") != CONTAINERS[_TARGET]]
+    if len(rows) - len(others) != 1:
+        return []  # `_Pods` says what is wrong with it
+    for index, row in others:
+        if TORCHRUN.search(json.dumps([row.get("command"), row.get("args")])):
+            job.refuse(f"it runs torchrun, as only {CONTAINERS[_TARGET]} may", (*here, index))
+    for index, _ in reversed(others):
+        job.remove((*here, index))
+    job.extend(
+        (*here[:-1], "initContainers"), [{**row, "restartPolicy": "Always"} for _, row in others]
+    )
+    return [str(row.get("name")) for _, row in others]
 
 
 class _Pods:
@@ -104,13 +143,13 @@ class _Pods:
         role: path of the role.
 
     Raises:
-        UserError: HF169, nothing or more than one container of theirs runs torchrun.
+        UserError: HF169, none of their containers is the operator's, or it is wrapped already.
     """
 
     def __init__(self, job: _Manifest, role: Path) -> None:
         self._job, self._role, self._spec = job, role, (*role, "template", "spec")
-        rows = job.get(*self._spec, "containers")
-        if not isinstance(rows, list) or not rows:
+        rows = job.rows(*self._spec, "containers")
+        if not rows:
             job.refuse("its pods have no containers", role)
         named = CONTAINERS[_TARGET]
         places = [(*self._spec, "containers", index) for index in range(len(rows))]
@@ -118,18 +157,6 @@ class _Pods:
         if len(ours) != 1:
             job.refuse(f"expected one container called {named}, which the operator asks for", role)
         (self.container,) = ours
-        for at in places:
-            if at == self.container:
-                continue
-            if any(
-                "torchrun" in word or "torch.distributed" in word for _, word in self._words(at)
-            ):
-                job.refuse(f"it runs torchrun, as only {named} may", at)
-            job.refuse(
-                f"beside {named} it keeps a pod that has ended from being replaced; move it to "
-                "initContainers with restartPolicy: Always",
-                at,
-            )
         if self._is_wrapped():
             job.refuse("it is wrapped already", self.container)
 
@@ -153,11 +180,11 @@ class _Pods:
         Raises:
             UserError: HF169, it is on no volume that all nodes share, or on one of several.
         """
-        job, volumes = self._job, self._job.get(*self._spec, "volumes") or []
+        job = self._job
         mounts = {
             str(mount["mountPath"]).rstrip("/"): str(mount.get("name"))
-            for mount in job.get(*self.container, "volumeMounts") or []
-            if isinstance(mount, dict) and mount.get("mountPath") and not mount.get("readOnly")
+            for mount in job.rows(*self.container, "volumeMounts")
+            if mount.get("mountPath") and not mount.get("readOnly")
         }
         if wanted is not None:
             path = PurePosixPath(wanted)
@@ -165,9 +192,9 @@ class _Pods:
                 job.refuse(f"--runs {wanted} is on none of its volumes", self.container)
             return str(path)
         shared = {
-            volume.get("name")
-            for volume in volumes
-            if isinstance(volume, dict) and any(kind in volume for kind in _SHARED)
+            str(volume.get("name"))
+            for volume in job.rows(*self._spec, "volumes")
+            if any(kind in volume for kind in _SHARED)
         }
         found = [mount for mount, name in mounts.items() if name in shared]
         if len(found) != 1:
@@ -193,18 +220,18 @@ class _Pods:
         if not self._is_wrapped():  # as by an alias of those before
             self._wrap_command()
         job.extend((*container, "env"), list(self._variables(runs, grace_s - _END_S)))
-        mounts = job.get(*container, "volumeMounts") or []
+        mounts = job.rows(*container, "volumeMounts")
         if job.get(*spec, "hostIPC") or any(one.get("mountPath") == SHM for one in mounts):
             return
         job.extend((*container, "volumeMounts"), [{"name": SHM_VOLUME, "mountPath": SHM}])
         volume = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
-        if volume not in (job.get(*spec, "volumes") or []):
+        if volume not in job.rows(*spec, "volumes"):
             job.extend((*spec, "volumes"), [volume])
 
     def _variables(self, runs: str, shutdown_s: int) -> Iterator[Object]:
         """Yield the variables of the agent's container that are not there yet."""
         job, container = self._job, self.container
-        limits = job.get(*container, "resources", "limits") or {}
+        limits = job.mapping(*container, "resources", "limits")
         gpus = [str(count) for name, count in limits.items() if name.endswith("/gpu")]
         wanted = [
             *(from_field(name, path) for name, path in OF_POD),
@@ -216,7 +243,8 @@ class _Pods:
             *({"name": "HOLDFAST_GPUS", "value": count} for count in gpus[:1]),
         ]
         there = {
-            row["name"]: (index, row) for index, row in enumerate(job.get(*container, "env") or [])
+            str(row.get("name")): (index, row)
+            for index, row in enumerate(job.rows(*container, "env"))
         }
         for row in wanted:
             index, before = there.get(row["name"], (0, None))
@@ -239,7 +267,7 @@ class _Pods:
         for index, (path, word) in enumerate(words):
             is_script = index > 1 and re.fullmatch(r"-[a-z]*c[a-z]*", texts[index - 1])
             if is_script and any(PurePosixPath(each).name in _SHELLS for each in texts[:index]):
-                if not re.search(r"\btorchrun\b|\btorch\.distributed\.(run|launch)\b", word):
+                if not TORCHRUN.search(word):
                     break
                 self._wrap_script(path, word)
                 return
@@ -250,7 +278,15 @@ class _Pods:
                 self.container,
             )
         path, word = words[found[0]]
+        self._try_out(shlex.join(texts[found[0] :]), path)
         job.insert(path, [f"{_folder(word)}holdfast", "batch", "--"])
+
+    def _try_out(self, command: str, path: Path, row: int | None = None) -> None:
+        try:
+            try_out(command)
+        except UserError as error:
+            where = self._job.place(path, row)
+            raise UserError(error.code, error.message, where=where) from error
 
     def _wrap_script(self, path: Path, script: str) -> None:
         """Put holdfast before the torchrun of a shell script."""
@@ -273,7 +309,9 @@ class _Pods:
         end = _END.search(bare, after)
         last = len(bare) if end is None else end.start()
         # The workers' output goes to the run's logs, so a file or a `tee` of it would stay empty.
-        piped = _PIPED.search(bare, after, last)
+        kept = after + output_at(bare[after:last])
+        if not OUTPUT.fullmatch(bare, kept, last):
+            refuse("words follow a redirection; write it last", kept)
         rest = re.sub(r"(?<!\S)#[^\n]*", "", bare[last:])
         if rest.strip("; \t\n"):
             at = last + len(bare[last:]) - len(bare[last:].lstrip())
@@ -281,7 +319,7 @@ class _Pods:
         holdfast = f"{_folder(script[begin:after].split(maxsplit=1)[0])}holdfast batch -- "
         if before[1] is None:  # else the shell, not the agent, would hear of signals
             holdfast = f"exec {holdfast}"
-        kept = last if piped is None else piped.start()
+        self._try_out(script[begin:kept], path, script.count("\n", 0, begin))
         self._job.rewrite(path, begin, holdfast, (kept, last))
 
 
@@ -316,12 +354,15 @@ class _Manifest:
         return source
 
     def refuse(self, message: str, path: Path = (), row: int | None = None) -> NoReturn:
-        """Refuse the manifest for what is at `path`; `row`: of the text there, from 0."""
-        where = self.source.where(path) if path else Where(self.file)
-        span = self.source.spans.get(path)
+        """Refuse the manifest for what is at `place(path, row)`."""
+        cannot_wrap(message, self.place(path, row) if path else Where(self.file))
+
+    def place(self, path: Path, row: int | None = None) -> Where:
+        """Return where the value at `path` is; `row`: of the text there, from 0."""
+        where, span = self.source.where(path), self.source.spans.get(path)
         if row is not None and span and where.line and self.text[span.start] == "|":
-            where = Where(where.file, where.line + 1 + row, where.key)
-        cannot_wrap(message, where)
+            return Where(where.file, where.line + 1 + row, where.key)
+        return where
 
     def get(self, *path: str | int) -> Any:
         """Return the value at `path`; None where there is none."""
@@ -334,6 +375,21 @@ class _Manifest:
             else:
                 return None
         return here
+
+    def mapping(self, *path: str | int) -> Object:
+        """Return the mapping at `path`; empty where there is none."""
+        found = self.get(*path)
+        if found is not None and not isinstance(found, dict):
+            self.refuse(f"expected a mapping, found {describe(found)}", path)
+        return found or {}
+
+    def rows(self, *path: str | int) -> list[Object]:
+        """Return the list of mappings at `path`; empty where there is none."""
+        found = self.get(*path)
+        is_list = isinstance(found, list) and all(isinstance(row, dict) for row in found)
+        if found is not None and not is_list:
+            self.refuse("expected a list of mappings", path)
+        return found or []
 
     def put(self, path: Path, value: Any) -> None:
         """Write the value at `path`, over what is there or to the end of what is around it."""
@@ -360,6 +416,23 @@ class _Manifest:
         else:
             self.put(path, rows)
         self._check((*path, len(before or []) + len(rows) - 1))
+
+    def remove(self, path: Path) -> None:
+        """Take an item out of a list that has others."""
+        around, index = path[:-1], int(path[-1])
+        wanted = self.get(*around)[:index] + self.get(*around)[index + 1 :]
+        span = self.source.spans[path]
+        start, end = span.start, span.end
+        if self.source.spans[around].style != "flow":
+            start = self.text.rfind("\n", 0, self._dash(start)[0]) + 1
+            end = self.text.find("\n", len(self.text[:end].rstrip())) + 1 or len(self.text)
+        elif index:
+            start = self.source.spans[(*around, index - 1)].end
+        else:
+            end = self.source.spans[(*around, 1)].start
+        self._splice(start, end, "")
+        if self.get(*around) != wanted:
+            self.refuse("it cannot be changed here; write out what is around it", around)
 
     def insert(self, path: Path, words: list[str]) -> None:
         """Write words before the one at `path`, an item of a list."""
@@ -430,7 +503,17 @@ class _Manifest:
                 column = len(line) - len(line.lstrip())
         end = self.text.find("\n", len(self.text[: span.end].rstrip()))
         end = len(self.text) if end < 0 else end
+        before = self.get(*path)
         self._splice(end, end, "".join(f"\n{' ' * column}{line}" for line in _lines(value)))
+        after = self.get(*path)
+        if isinstance(before, list):
+            is_kept = after[: len(before)] == before
+        else:
+            is_kept = {name: after.get(name) for name in before} == before
+        if not is_kept:  # as a block (|+) that ends in empty lines
+            self.refuse(
+                "nothing can be written behind its last value; write that another way", path
+            )
 
     def _dash(self, start: int) -> tuple[int, int]:
         """Return where the - of an item of a list is, and its column."""
@@ -462,5 +545,7 @@ def _folder(word: str) -> str:
 
 def _source(row: Object) -> str:
     """Return where a variable's value is from."""
-    fields = (row.get("valueFrom") or {}).get("fieldRef") or {}
-    return str(row.get("value", fields.get("fieldPath", "")))
+    match row:
+        case {"value": value} | {"valueFrom": {"fieldRef": {"fieldPath": value}}}:
+            return str(value)
+    return ""

@@ -35,7 +35,8 @@ _KEYS: Final = {
 _OWN_WORDS: Final = (
     (r"no PriorityClass with name", "kubernetes.priority_class"),
     (r'RuntimeClass "[^"]*" not found', "kubernetes.pod_patch"),
-    (r'serviceaccount "[^"]*" not found', "kubernetes.service_account"),
+    # A namespace that was just made has its own account a moment later.
+    (r'serviceaccount "(?!default")[^"]*" not found', "kubernetes.service_account"),
     (r"violates PodSecurity", "kubernetes.security"),
     (r"(maximum|minimum) [\w./-]+ usage per |limit to request ratio per ", "kubernetes.memory"),
     (r"failed quota: ", "kubernetes.cpus"),
@@ -158,8 +159,9 @@ def named(bundle: Bundle) -> list[Named]:
 
 def class_of(claim: Mapping[str, Any]) -> str:
     """Return the storage class that a claim waits for; empty: it waits for none."""
-    waits = (claim.get("status") or {}).get("phase") == "Pending"
-    return str(claim["spec"].get("storageClassName") or "") if waits else ""
+    spec = claim.get("spec") or {}
+    waits = (claim.get("status") or {}).get("phase") == "Pending" and not spec.get("volumeName")
+    return str(spec.get("storageClassName") or "") if waits else ""
 
 
 def sample_pod(request: Request) -> Object:
@@ -212,7 +214,7 @@ def _missing(request: Request, cluster: Cluster) -> Iterator[Problem]:
 def _claims(request: Request, cluster: Cluster) -> Iterator[Problem]:
     """Yield claims that pods on several nodes cannot mount together."""
     for claim in cluster.claims:
-        modes = claim["spec"].get("accessModes") or ()
+        modes = (claim.get("spec") or {}).get("accessModes") or ()
         if request.bundle.num_pods > 1 and modes and not {*modes} & _SHARED:
             message = (
                 f"claim {name_of(claim)} is {', '.join(modes)}: the {request.bundle.num_pods:,} "

@@ -26,6 +26,7 @@ from launcher.backends.kubernetes.admission import (
 from launcher.backends.kubernetes.api import GLANCE, KubernetesApi
 from launcher.backends.kubernetes.documents import NODE, POD, Object, Resource, resource_of
 from launcher.backends.kubernetes.errors import missing_right
+from launcher.backends.kubernetes.pods import name_of
 from launcher.errors import PlatformError, UserError
 
 _Answer = TypeVar("_Answer")
@@ -83,7 +84,9 @@ def _claim(api: KubernetesApi, namespace: str, wanted: Named) -> tuple[Object | 
     """Return a claim, and the storage class that it waits for."""
     found = _known(lambda: api.get(CLAIM, namespace, wanted.name))
     waits_for = class_of(found) if found else ""
-    return found, Named((STORAGE_CLASS,), waits_for, wanted.key) if waits_for else None
+    # Volumes that are there may name a class of which there is no object.
+    waits = Named((STORAGE_CLASS,), waits_for, wanted.key, needed=False)
+    return found, waits if waits_for else None
 
 
 def _nodes(api: KubernetesApi, request: Request) -> list[Object] | None:
@@ -121,7 +124,12 @@ def _lacking(api: KubernetesApi, request: Request) -> str:
     if len(request.bundle.documents) < 2:
         return ""
     resource = resource_of(request.bundle.documents[0])
-    about = {"namespace": request.namespace, "verb": "patch", "group": resource.group}
+    about = {
+        "namespace": request.namespace,
+        "verb": "patch",
+        "group": resource.group,
+        "name": name_of(request.bundle.documents[0]),  # Roles may name what they are about
+    }
     review = {
         "apiVersion": _REVIEW.api,
         "kind": "SelfSubjectAccessReview",
@@ -129,6 +137,7 @@ def _lacking(api: KubernetesApi, request: Request) -> str:
         "spec": {"resourceAttributes": about | {"resource": resource.plural}},
     }
     answer = api.create(_REVIEW, "", review)
-    if (answer.get("status") or {}).get("allowed") is not False:
+    status = answer.get("status") or {}
+    if status.get("allowed") is not False or status.get("evaluationError"):
         return ""
     return missing_right("patch", resource.name, request.namespace)

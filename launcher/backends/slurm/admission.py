@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +92,13 @@ class Cluster:
     @property
     def rewrites(self) -> bool:
         """Whether a plugin of the site may change what is submitted, as its partition."""
-        return bool(self.config.get("JobSubmitPlugins"))
+        return any(self.config.get(key) for key in ("JobSubmitPlugins", "CliFilterPlugins"))
+
+    @property
+    def keeps_accounts(self) -> bool:
+        """Whether there is a database of accounts."""
+        kind = self.config.get("AccountingStorageType", "")  # later versions: (null)
+        return bool(kind) and not kind.endswith("/none")
 
     @property
     def may_grow(self) -> bool:
@@ -109,16 +116,20 @@ def request_of(script: str, without: Iterable[str] = ()) -> Request | None:
         without: nodes that are not to be used, besides.
     """
     given: dict[str, str] = {}
-    for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE):
-        for word in shlex.split(line):
-            name, _, value = word.removeprefix("--").partition("=")
-            given[name] = value
+    try:
+        for line in re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE):
+            for word in shlex.split(line):
+                name, _, value = word.removeprefix("--").partition("=")
+                given[name] = value
+    except ValueError:  # somebody has changed it; sbatch says what is wrong with it
+        return None
     if not given.get("nodes", "").isdigit() or {"clusters", "cluster"} & given.keys():
         return None
     gres, key = given.get("gres", ""), "slurm.gres"
     if gpus := given.get("gpus-per-node", ""):
         gres, key = f"gpu:{gpus}", "cluster.gpus_per_node"
     memory = re.fullmatch(r"(\d+)([KMGT]?)", given.get("mem", "0").upper())
+    cpus = given.get("cpus-per-task", "")
     wanted = given.get("constraint", "")
     return Request(
         nodes=int(given["nodes"]),
@@ -126,7 +137,7 @@ def request_of(script: str, without: Iterable[str] = ()) -> Request | None:
         account=given.get("account", "").lower(),  # as the database has it
         qos=given.get("qos", "").lower(),
         time_s=None if "time-min" in given else limit_seconds(given.get("time")),
-        cpus=int(given.get("cpus-per-task") or 0),
+        cpus=int(cpus) if cpus.isdecimal() else 0,
         memory_mib=int(memory[1]) * _MIB[memory[2]] if memory else 0.0,
         gres=tuple(_gres(gres)),
         gres_key=key,
@@ -144,6 +155,8 @@ def problems(job: Request, cluster: Cluster) -> list[Problem]:
 
     HF680 to HF682, of the partition; HF683 and HF684, of the account and its limits.
     """
+    if not cluster.config:  # whatever is found might be lifted there
+        return []
     known = {part.get("PartitionName", ""): part for part in cluster.partitions}
     default = [name for name, part in known.items() if part.get("Default") == "YES"]
     names = [name for name in job.partitions or default if name in known]
@@ -242,20 +255,26 @@ def _too_many(job: Request, cluster: Cluster, part: Mapping[str, str]) -> Iterat
         yield _problem("HF680", "cluster.nodes", message)
         return
     groups = [group for group in cluster.nodes if group.partition == name]
-    if not groups or cluster.may_grow:
+    shown = sum(len(group.names) for group in groups)
+    configured = part.get("TotalNodes", "")
+    # sinfo leaves out nodes of a cloud that are powered down (PrivateData), and future ones.
+    hides = configured.isdigit() and int(configured) > shown
+    if not groups or hides or cluster.may_grow:
         return
     left = [(group, len(group.names - job.excluded)) for group in groups]
     total = sum(count for _, count in left)
     if total < job.nodes:
-        kept_off = sum(len(group.names) for group in groups) - total
-        besides = f" besides {kept_off:,} that are excluded" if kept_off else ""
+        besides = ""
+        if kept_off := shown - total:
+            besides = f" besides {kept_off:,} that are excluded"
+            other = f"exclude fewer (slurm.exclude, submit --resume --all-nodes), {other}"
         message = f"{asked}, partition {name} has {total:,}{besides}; {other}"
         yield _problem("HF680", "cluster.nodes", message)
         return
-    for key, what, has, shown in _wishes(job):
+    for key, what, has, show in _wishes(job):
         count = sum(number for group, number in left if has(group))
         if count < job.nodes:
-            there = list(dict.fromkeys(shown(group) for group, _ in left))
+            there = list(dict.fromkeys(show(group) for group, _ in left))
             message = (
                 f"{count:,} of {total:,} nodes of partition {name} have {what}, {asked}; its "
                 f"nodes have {_listed(there, ' or ')}; ask for what {job.nodes:,} nodes have, or "
@@ -333,7 +352,7 @@ def _has_gres(wish: tuple[str, str, int], group: NodeGroup) -> bool:
 def _gres(text: str) -> Iterator[tuple[str, str, int]]:
     """Yield name, type and number of each GRES of a request or of a node's configuration."""
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        name, *more = item.split(":")
+        name, *more = (part for part in item.split(":") if part != "no_consume")
         amount = re.fullmatch(r"(\d+)([kmgt]?)", more[-1], re.IGNORECASE) if more else None
         kind = ":".join(more[: len(more) - (amount is not None)])
         scale = 1024 ** " KMGT".index(amount[2].upper() or " ") if amount else 1
@@ -343,7 +362,7 @@ def _gres(text: str) -> Iterator[tuple[str, str, int]]:
 
 def _lifts(job: Request, cluster: Cluster, limit: str) -> bool:
     """Whether a QOS that the job may have overrides this limit of partitions."""
-    if cluster.config.get("AccountingStorageType", "").endswith("/none"):
+    if not cluster.keeps_accounts:
         return False
     candidates = _candidates(job, cluster)
     # None are known: then one of them may.
@@ -375,9 +394,10 @@ def _of_account(
         return
     accounts = sorted({row["Account"] for row in cluster.associations})
     account = job.account or (accounts[0] if len(accounts) == 1 else "")
-    if not accounts or (account and account not in accounts):
-        yours = f"use one of yours: {_listed(accounts)}" if accounts else "ask an administrator"
-        message = f"{cluster.user} is not in account {account or 'any'}; {yours}"
+    if not accounts:
+        return  # the database may know the user by another name; if not, sbatch says so
+    if account and account not in accounts:
+        message = f"{cluster.user} is not in account {account}; use one of {_listed(accounts)}"
         yield _problem("HF683", "slurm.account", message)
         return
     names = {part["PartitionName"] for part in partitions}
@@ -451,6 +471,8 @@ _KEYS: Final = {"time": "slurm.time", "node": "cluster.nodes", "cpu": "slurm.cpu
 
 def _limits(row: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
     """Yield limit, TRES (or time, in seconds) and number of a QOS or an association."""
+    # Percentages then, from 23.11 on: they count before lower limits, but not in numbers.
+    is_relative = "Relative" in row.get("Flags", "").split(",")
     wall_s = limit_seconds(row.get("MaxWall"))
     if wall_s:
         yield "MaxWall", "time", wall_s
@@ -458,7 +480,7 @@ def _limits(row: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
         for item in row.get(limit, "").split(","):
             tres, _, number = item.partition("=")
             if number.isdigit():
-                yield limit, tres, int(number)
+                yield limit, tres, sys.maxsize if is_relative else int(number)
 
 
 def _time(seconds: int) -> str:

@@ -132,7 +132,7 @@ class SlurmQueries:
                 nodes=parse.parse_sinfo(nodes or ""),
             )
             name = found.config.get("ClusterName", "")
-            if not name or found.config.get("AccountingStorageType", "/none").endswith("/none"):
+            if not name or not found.keeps_accounts:
                 return found
             user = _user_name()
             mine = f"cluster={name}", f"user={user}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.board.file_board import HEAL_S
 from elastic_trainer.board.open_board import read_board
 from elastic_trainer.board.state import Commit
 from elastic_trainer.checkpoint.errors import DamagedError
@@ -297,7 +298,7 @@ def _commits(run: Path) -> tuple[Commit, ...]:
     """
     board = run / "board"
     try:
-        state = read_board(board, on_damage=_refuse)
+        state = read_board(board, on_damage=_refuse, heal_s=0.0)
     except (OSError, ValueError) as error:
         raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
     return state.commits if state else ()
@@ -305,7 +306,10 @@ def _commits(run: Path) -> tuple[Commit, ...]:
 
 def _refuse(damage: str) -> None:
     # What counts then is for the run's agents to settle, who see more than this look does.
-    raise ValueError(f"{damage}; resume the run, and its agents continue from there")
+    raise ValueError(
+        f"{damage}; if the run is live, its agents write a new version within {HEAL_S:g} s: ask "
+        "again; else resume the run, and they continue from there"
+    )
 
 
 def _no_run(run: Path) -> UserError:

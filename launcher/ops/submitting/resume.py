@@ -91,6 +91,7 @@ def resume(
     *,
     upgrade_code: bool = False,
     all_nodes: bool = False,
+    force: bool = False,
     sets: Sequence[str] = (),
     python: str = sys.executable,
     wall: Callable[[], float] = time.time,
@@ -102,6 +103,7 @@ def resume(
         backend: its platform's.
         upgrade_code: freeze the working directory anew.
         all_nodes: use nodes too that were excluded.
+        force: see `ask`.
         sets: what is asked of the platform otherwise from now on, as `kubernetes.image=…`.
         python: interpreter with holdfast, for nodes where the job names none.
         wall: the clock.
@@ -131,7 +133,7 @@ def resume(
     off = () if all_nodes else _excluded([run])
     hosts = [each.host for each in off]
     files = _bundle(run.path.parent if index else run.path) | (asked.files if asked else {})
-    warnings = ask(backend, files, spec=None, without=hosts)
+    warnings = ask(backend, files, spec=None, without=hosts, force=force)
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
         with _written(run.path, asked) as changed:
@@ -148,6 +150,7 @@ def resume_sweep(
     *,
     upgrade_code: bool = False,
     all_nodes: bool = False,
+    force: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> ResumedSweep:
     """Submit those runs of an array again that have ended before their last step, as one array.
@@ -157,6 +160,7 @@ def resume_sweep(
         backend: the platform's.
         upgrade_code: freeze the working directory anew, for each of them.
         all_nodes: use nodes too that were excluded.
+        force: see `ask`.
         wall: the clock.
 
     Raises:
@@ -174,7 +178,8 @@ def resume_sweep(
         return ResumedSweep(job=None, again=[], live=live, done=done)
     off = () if all_nodes else _excluded(tasks.values())
     hosts = [each.host for each in off]
-    warnings = ask(backend, _bundle(runs[0].path.parent), spec=None, without=hosts)
+    files = _bundle(runs[0].path.parent)
+    warnings = ask(backend, files, spec=None, without=hosts, force=force)
     with permissions.umask(permissions.umask_of(runs[0].path)):
         upgraded = {
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
@@ -453,7 +458,10 @@ def restart(run: Run, backend: Backend, *, say: Callable[[str], None]) -> Restar
             return Restarted(job=job if again else None, requeued=again, saved_step=saved_step)
     else:
         saved_step = canceller.cancel(save=True).saved_step
-    resumed = resume(run, backend)
+    # It has run there until now, and has ended for this: it does not stay down for a judgement.
+    resumed = resume(run, backend, force=True)
+    for problem in resumed.warnings:
+        say(str(problem))
     return Restarted(
         job=resumed.job, requeued=False, saved_step=saved_step, done=resumed.job is None
     )

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def prepare(
         UserError: anything wrong with the above.
     """
     platform = target_named(target)
-    values = sweep_tasks(sweep) if sweep else [{}]
+    values = sweep_tasks(sweep)
     specs = [
         load_spec(job, [*sets, *(f"{key}={value}" for key, value in each.items())], site=site)
         for each in values
@@ -160,9 +160,19 @@ def prepare(
 
 
 def submit(
-    prepared: Prepared, backend: Backend, *, wall: Callable[[], float] = time.time
+    prepared: Prepared,
+    backend: Backend,
+    *,
+    force: bool = False,
+    wall: Callable[[], float] = time.time,
 ) -> Submitted:
     """Ask the platform, make the run directory, freeze the code, submit. All or nothing.
+
+    Args:
+        prepared: what is submitted.
+        backend: the platform's.
+        force: see `ask`.
+        wall: the clock.
 
     Raises:
         UserError: what the platform would never run; HF611, HF612, HF616, HF617 the run directory;
@@ -170,7 +180,7 @@ def submit(
         PlatformError: the platform is away, or answers garbage.
     """
     slurm = prepared.specs[0].slurm
-    warnings = ask(backend, prepared.files, spec=prepared.specs[0])
+    warnings = ask(backend, prepared.files, spec=prepared.specs[0], force=force)
     # For sbatch too, which hands it on to the job.
     with permissions.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
@@ -196,7 +206,12 @@ def submit(
 
 
 def ask(
-    backend: Backend, files: Bundle, *, spec: JobSpec | None, without: Sequence[str] = ()
+    backend: Backend,
+    files: Bundle,
+    *,
+    spec: JobSpec | None,
+    without: Sequence[str] = (),
+    force: bool = False,
 ) -> tuple[Problem, ...]:
     """Ask the platform what can be known of a bundle before it is submitted; return warnings.
 
@@ -205,6 +220,7 @@ def ask(
         files: the bundle.
         spec: whose lines are named; None: of a run that resumes.
         without: nodes that are not to be used, besides those of the bundle.
+        force: what keeps it from ever running there is a warning too.
 
     Raises:
         UserError: what keeps it from ever running there, all at once.
@@ -212,8 +228,14 @@ def ask(
     found = backend.find_problems(files, without=without)
     if spec is not None:
         found = [spec.problem(each.code, each.where.key, each.message) for each in found]
+    if force:
+        found = [replace(each, overruled=True) for each in found]
     warnings = [problem for problem in found if problem.is_warning]
-    if errors := [problem for problem in found if not problem.is_warning]:
+    if errors := [
+        replace(problem, message=f"{problem.message}; if this is wrong: submit --force")
+        for problem in found
+        if not problem.is_warning
+    ]:
         raise UserError.many(errors, warnings)
     return tuple(warnings)
 
@@ -416,6 +438,8 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
 
 def sweep_tasks(texts: Sequence[str]) -> list[Values]:
     """Return the values of each task: every combination, the last key changing fastest.
+
+    Without any there is one task, of no values.
 
     Args:
         texts: arguments of `--sweep`; commas within brackets, braces or quotes do not part.

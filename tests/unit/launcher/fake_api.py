@@ -45,6 +45,8 @@ class FakeApi:
     """METHOD path?query, without dry runs' bodies."""
     accepted: list[tuple[str, str]] = field(default_factory=list)
     """The same, with the content type that is asked for."""
+    bodies: list[tuple[str, Any]] = field(default_factory=list)
+    """The same, with what is sent."""
     replies: list[tuple[Callable[[str], bool], list[Reply]]] = field(default_factory=list)
     lines: list[list[str]] = field(default_factory=list)
     """What watches send, one list for each."""
@@ -109,6 +111,7 @@ def fake_api() -> Iterator[FakeApi]:
             call = f"{self.command} {self.path}"
             fake.calls.append(call)
             fake.accepted.append((call, self.headers.get("Accept") or ""))
+            fake.bodies.append((call, body))
             reply = fake.reply(call)
             if reply is None and "Upgrade" in self.headers:
                 self.close_connection = True

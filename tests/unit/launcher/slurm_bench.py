@@ -22,6 +22,14 @@ slurm: {partition: main, time: "60", save_s: 5}
 """
 
 
+ASKED = """\
+case "$*" in
+  "show config") printf '%s\\n' 'ClusterName = c' 'AccountingStorageType = x/none' MORE; exit 0;;
+  *partition) echo 'PartitionName=main Default=YES State=UP MaxNodes=1 MaxTime=10:00:00'; exit 0;;
+esac
+"""
+
+
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """Return a Slurm without jobs, in a folder with a job file."""
@@ -50,6 +58,11 @@ def refused(capsys, *options, code=2):
     submit(*options, code=code)
     assert tree(".") == before, "something was left behind"
     return capsys.readouterr().err
+
+
+def asked(slurm, more="''"):
+    """Let Slurm say that partition main gives a job one node; the job asks for two."""
+    slurm.says("scontrol", then=ASKED.replace("MORE", more), code=1)
 
 
 def cli(capsys, *words, code=0):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from slurm_bench import TINY, fresh, slurm, trains, worker_fails
+from slurm_bench import TINY, asked, fresh, slurm, trains, worker_fails
 
 from holdfast import FailedRunError, load_job, open_run, plan, render, submit, submit_sweep
 from launcher.backends.base import JobState
@@ -133,6 +133,33 @@ def test_a_run_that_fails_says_why(slurm):
     resumed = run.resume()
     assert resumed.job is not None
     assert run.submitted == resumed.run
+
+
+def test_a_run_has_the_warnings_of_its_job_and_of_its_platform(fresh):
+    sets = ["train.optimizer.lr=3.0"]
+    assert [each.code for each in submit("job.yaml", sets=sets, run_dir="runs/a").warnings] == [
+        *(each.code for each in plan(load_job("job.yaml", sets)).warnings)
+    ]
+    asked(fresh)
+    with pytest.raises(UserError, match="HF680"):
+        submit("job.yaml", sets=sets, run_dir="runs/b")
+    run = submit("job.yaml", sets=sets, run_dir="runs/b", force=True)
+    assert [each.code for each in run.warnings][-1] == "HF680"
+    assert "HF170" in [each.code for each in run.warnings]
+    assert all(each.is_warning for each in run.warnings)
+    runs = submit_sweep("job.yaml", {"train.seed": [1, 2]}, sets=sets, force=True)
+    assert [each.warnings for each in runs] == [run.warnings, run.warnings]
+    assert open_run("runs/b").warnings == ()
+
+
+def test_a_run_that_resumes_has_the_warnings_of_that(slurm):
+    run = open_run("one")
+    slurm.is_now("FAILED")
+    asked(slurm)
+    with pytest.raises(UserError, match="HF680"):
+        run.resume()
+    assert run.resume(force=True).warnings == run.warnings
+    assert [each.code for each in run.warnings] == ["HF680"]
 
 
 def test_a_sweep_keeps_the_types_of_its_values(fresh):

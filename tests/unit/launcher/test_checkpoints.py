@@ -13,7 +13,7 @@ import pytest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from elastic_trainer.board import open_board
+from elastic_trainer.board import file_board
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
 from elastic_trainer.checkpoint.manifest import Manifest, with_commit
@@ -188,8 +188,8 @@ def test_no_run_and_no_checkpoint(tmp_path):
         RunCheckpoints.of(tmp_path).choose(None)
 
 
-def test_a_damaged_board_is_an_error(run, monkeypatch):
-    monkeypatch.setattr(open_board, "FileBoard", partial(FileBoard, heal_s=0.1))
+def test_a_damaged_board_is_an_error_at_once(run, monkeypatch):
+    monkeypatch.setattr(file_board.time, "sleep", lambda _: pytest.fail("it waits"))
     newest = max((run / "board").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"HF302.*damaged.*resume the run"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT
-from slurm_bench import as_json, cli, fresh, slurm, submit, trains, worker_fails
+from slurm_bench import as_json, asked, cli, fresh, slurm, submit, trains, worker_fails
 
 from launcher import stop_request
 from launcher.backends.base import NO_SUCH_JOB, JobState, JobStatus
@@ -266,6 +266,28 @@ def test_restart_submits_again_what_does_not_put_itself_back(slurm, capsys, quic
     thread.join()
     assert "one is submitted again: slurm job 18, saved: step 4\n" in out
     assert not stop_request.asked(Path("runs/one"))
+
+
+def test_restart_does_not_leave_a_run_down_for_what_slurm_says_of_itself(slurm, capsys, quick):
+    """It ran until restart cancelled it: what is found now is shown, and it is submitted."""
+    script = Path("runs/one/job.sbatch")
+    script.write_text(
+        script.read_text().replace("HOLDFAST_RESTART=requeue", "HOLDFAST_RESTART=none")
+    )
+    slurm.is_now("RUNNING", start=SUBMIT)
+    log = trains()
+
+    def saves():
+        log.emit("job.stopped", node="n1", epoch=1, code=91, reason="asked to")
+        slurm.accepts("18")
+        slurm.is_now("FAILED", ExitCode="91:0")
+        asked(slurm)
+
+    thread = later(slurm, saves)
+    out, err = cli(capsys, "restart", "one")
+    thread.join()
+    assert "one is submitted again: slurm job 18" in out
+    assert "warning: HF680 cluster.nodes: " in err
 
 
 def test_restart_leaves_a_job_that_cannot_save_in_time_running(slurm, capsys, quick, monkeypatch):

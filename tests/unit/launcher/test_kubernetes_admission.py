@@ -213,6 +213,11 @@ def test_nodes_are_only_warned_of_for_some_may_be_added(nodes, values, code):
             "HF757",
             "kubernetes.cpus",
         ),
+        (
+            'pods "a" is forbidden: no service account: serviceaccount "default" not found',
+            None,
+            "",
+        ),
         ('pods "a" is forbidden: exceeded quota: q, requested: pods=1', None, ""),
         ('admission webhook "w" denied the request: pods need an owner', "HF183", "kubernetes"),
         ("you may not create pods in namespace train", None, ""),
@@ -244,6 +249,8 @@ def test_the_class_that_a_claim_waits_for():
     assert class_of(claim) == "fast"
     assert class_of({**claim, "status": {"phase": "Bound"}}) == ""
     assert class_of({"spec": {}, "status": {"phase": "Pending"}}) == ""
+    named = {"storageClassName": "manual", "volumeName": "disk-1"}
+    assert class_of({"spec": named, "status": {"phase": "Pending"}}) == "", "it has its volume"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +281,10 @@ def test_a_cluster_that_has_all_finds_nothing_and_makes_nothing(backend, ready, 
     assert backend.find_problems(bundle(run)) == []
     assert ready.objects == before
     assert sorted(ready.asked("POST")) == sorted([DRY_POD, f"{REVIEW}?fieldValidation=Strict"])
+    [review] = [body for call, body in ready.bodies if call.startswith(REVIEW)]
+    about = review["spec"]["resourceAttributes"]
+    assert (about["verb"], about["resource"]) == ("patch", "configmaps")
+    assert about["name"] == "tiny-1-job", "a Role may allow this one only"
 
 
 def test_each_fact_is_asked_for(backend, ready, run):
@@ -285,6 +296,19 @@ def test_each_fact_is_asked_for(backend, ready, run):
     ready.says(REVIEW, Reply(201, {"status": {"allowed": False}}))
     found = codes(backend.find_problems(bundle(run)))
     assert found == ["HF753", "HF760", "HF757", "HF756", "HF182"]
+
+
+def test_a_class_without_an_object_and_a_right_that_was_not_found_out_are_no_errors(
+    backend, ready, run
+):
+    """Volumes of the class may be there; a webhook that authorizes may be away."""
+    ready.objects[f"{CLAIMS}/runs"] |= {
+        "spec": {"storageClassName": "manual", "accessModes": ["ReadWriteMany"]},
+        "status": {"phase": "Pending"},
+    }
+    status = {"allowed": False, "evaluationError": "no answer"}
+    ready.says(REVIEW, Reply(201, {"status": status}))
+    assert codes(backend.find_problems(bundle(run))) == ["HF184"]
 
 
 def test_of_a_namespace_that_is_not_there_only_that_is_said(backend, server, run):

@@ -26,6 +26,7 @@ from launcher.cli.common import words_of
 from launcher.cli.main import cli, run_cli
 from launcher.errors import UserError
 from launcher.installed import installed_version
+from launcher.jobspec.source import read_source
 from launcher.ops import over_ssh
 from launcher.sites import VARIABLE, Site
 
@@ -40,6 +41,7 @@ DEFAULTS = """\
     cluster: {gpus_per_node: 1, gpu: cpu}
     slurm: {account: a-llm, partition: main, time: "60", save_s: 5}
 """
+CPU = ["cluster.gpu=cpu", "cluster.gpus_per_node=1"]
 SHELLS = [path for name in ("sh", "bash", "zsh", "fish", "tcsh") if (path := shutil.which(name))]
 
 _words = st.text(st.characters(exclude_characters="\0", codec="utf-8")) | st.sampled_from(
@@ -117,7 +119,7 @@ def test_a_site_that_no_shell_should_see(site, tmp_path, monkeypatch):
 
 
 def packed(job):
-    sent = over_ssh.pack(load_job(job, ["cluster.gpu=cpu", "cluster.gpus_per_node=1"]))
+    sent = over_ssh.pack(load_job(job, CPU))
     with sent.archive, tarfile.open(fileobj=sent.archive) as tar:
         return sent, set(tar.getnames())
 
@@ -147,7 +149,37 @@ def test_code_beside_the_job_files_folder_stays_beside_it(tmp_path, absolute):
     sent, names = packed(tmp_path / "jobs/job.yaml")
     assert names == {"src/train.py", "jobs/job.yaml"}
     assert sent.job.endswith("/jobs/job.yaml")
-    assert sent.sets == (("code.dir=../src",) if absolute else ())
+    assert sent.sets == (('code.dir="../src"',) if absolute else ())
+
+
+def test_the_name_of_a_folder_of_code_is_a_text(tmp_path):
+    (tmp_path / "123").mkdir()
+    (tmp_path / "123/train.py").touch()
+    (tmp_path / "job.yaml").write_text(JOB + f"code: {{dir: {tmp_path}/123}}\n")
+    sent, _ = packed(tmp_path / "job.yaml")
+    assert read_source(JOB, "", sent.sets).data["code"] == {"dir": "123"}
+
+
+@pytest.mark.parametrize("code_dir", [".", "..", "../src", "../linked"])
+def test_links_lead_nowhere_else_in_what_is_sent(tmp_path, code_dir):
+    """The job file lies in a folder that its own folder of code has under another name, too."""
+    for name in ("proj/v2/train.py", "proj/train.py", "proj/src/train.py", "else/src/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "proj/current").symlink_to(tmp_path / "proj/v2")
+    (tmp_path / "proj/linked").symlink_to("../else/src")
+    job = tmp_path / "proj/current/job.yaml"
+    job.write_text(JOB + f"code: {{dir: {code_dir}}}\n")
+    spec = load_job(job, CPU)
+    sent, there = over_ssh.pack(spec), tmp_path / "there"
+    with sent.archive as archive:
+        over_ssh.unpack(archive, sent.size, sent.digest, there / over_ssh.SENT / sent.name)
+    found = load_job(there / sent.job, [*spec.sets, *sent.sets])
+    assert not (there / sent.job).parent.is_symlink()
+    local, remote = (
+        Path(each.folder, each.code.dir, "train.py").read_text() for each in (spec, found)
+    )
+    assert remote == local
 
 
 def test_a_job_file_without_a_folder_is_refused():
@@ -165,6 +197,23 @@ def test_half_an_archive_leaves_nothing(tmp_path):
         over_ssh.unpack(io.BytesIO(b"short"), 10_240, "0" * 64, tmp_path / "sent" / "one")
     assert caught.value.code == "HF210"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_submission_of_the_same_files_was_faster(tmp_path, monkeypatch):
+    for name in ("job.yaml", "train.py"):
+        (tmp_path / name).write_text(JOB)
+    sent, folder = over_ssh.pack(load_job(tmp_path / "job.yaml", CPU)), tmp_path / "sent" / "one"
+    rename = Path.rename
+
+    def late(self, target):
+        target.mkdir()
+        (target / "job.yaml").touch()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with sent.archive as archive:
+        over_ssh.unpack(archive, sent.size, sent.digest, folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
 
 
 def test_a_program_cannot_submit_over_ssh():
@@ -241,6 +290,14 @@ def test_a_job_of_five_lines_is_submitted_watched_and_cancelled_there(site, capf
     assert site.calls("scancel")
 
 
+def test_a_sweep_gives_a_command_the_values_that_the_job_file_leaves_out(site, capfd):
+    Path("job.yaml").write_text(JOB.replace("3e-4", "{lr}"))
+    words = ["submit", "job.yaml", "--site", "alps", "--sweep", "values.lr=1e-4,3e-4", "--json"]
+    answer = json.loads(ask(capfd, *words)[0])
+    jobs = [json.loads(Path(run["run"], "job.json").read_text()) for run in answer["runs"]]
+    assert [job["command"][-1] for job in jobs] == ["1e-4", "3e-4"]
+
+
 def test_the_same_files_are_kept_once_there(site, capfd):
     for name in ("one", "two"):
         ask(capfd, "submit", "job.yaml", "--site", "alps", "--run-dir", f"runs/{name}")
@@ -252,6 +309,10 @@ def test_what_is_wrong_is_found_here_or_said_from_there(site, host, capfd):
     out, _ = ask(capfd, "check", "job.yaml", "--site", "alps", "--set", "x=1", "--json", code=2)
     assert [problem["code"] for problem in json.loads(out)["problems"]] == ["HF010"]
     assert (host.calls.read_text() if host.calls.exists() else "") == before, "ssh was called"
+    out, _ = ask(capfd, "status", "--site", "nowhere", "--json", code=2)
+    assert [problem["code"] for problem in json.loads(out)["problems"]] == ["HF208"]
+    words = ["submit", "--resume", "one", "--upgrade", "--site", "alps"]
+    assert "HF205" in ask(capfd, *words, code=2)[1]
     assert "HF613" in ask(capfd, "why", "nothing", "--site", "alps", code=2)[1]
     site.says("sbatch", err="sbatch: error: invalid partition specified: big", code=1)
     assert "HF652" in ask(capfd, "submit", "job.yaml", "--site", "alps", code=2)[1]
@@ -286,9 +347,17 @@ def test_a_site_with_another_version(site, capfd, monkeypatch):
     ask(capfd, "list", "--site", "alps")
 
 
-def test_a_machine_without_ssh(site, capfd, monkeypatch):
+def test_a_machine_without_ssh(site, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "HF650" in ask(capfd, "list", "--site", "alps", code=2)[1]
+    (tmp_path / "ssh").write_text("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "HF650" in ask(capfd, "list", "--site", "alps", code=2)[1]
+
+
+def test_more_than_a_command_line_takes(site, capfd):
+    words = ["check", "job.yaml", "--site", "alps", "--set"]
+    assert "HF205" in ask(capfd, *words, f"env.variables.X={'é' * 30_000}", code=2)[1]
 
 
 FOLLOW = [sys.executable, "-m", "launcher.cli.main", "logs", "one", "-f", "--site", "alps"]

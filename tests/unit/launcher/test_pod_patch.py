@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -118,6 +119,8 @@ def test_excluded_nodes_stay_excluded():
         (agent(volumeMounts=[{"mountPath": "/holdfast", "name": "a"}]), "volumeMounts./holdfast"),
         (agent(resources={"limits": {"memory": "1Gi"}}), "resources.limits.memory"),
         (agent(resources={"requests": {"nvidia.com/gpu": 1}}), "resources.requests.nvidia.com/gpu"),
+        (agent(resources=None), "containers.pytorch.resources"),
+        (agent(resources={"limits": None}), "resources.limits"),
     ],
 )  # fmt: skip
 def test_what_holdfast_sets_is_refused_by_name(patch, field):
@@ -144,6 +147,55 @@ def test_what_holdfast_sets_is_refused_by_name(patch, field):
 )
 def test_a_patch_of_a_wrong_form_is_refused(patch, code):
     assert {line.split()[1] for line in refused({"kubernetes.pod_patch": patch})} == {code}
+
+
+_RICH = {
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [
+                    {
+                        "matchExpressions": [
+                            {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]}
+                        ]
+                    }
+                ]
+            }
+        }
+    },
+    "tolerations": [{"key": "a"}],
+    "volumes": [{"name": "a", "emptyDir": {}}],
+    "hostAliases": [{"ip": "10.0.0.1"}],
+    "containers": [
+        {
+            "name": "pytorch",
+            "env": [{"name": "A", "value": "b"}],
+            "resources": {"limits": {"a/b": 1}, "claims": [{"name": "c"}]},
+            "volumeMounts": [{"name": "a", "mountPath": "/a"}],
+            "ports": [{"containerPort": 9400}],
+        }
+    ],
+}
+_JUNK = (None, 1, True, "x", "", [], {}, [1], [None], [{}], {"a": 1}, [{"name": ["x"]}], [[]])
+
+
+def _places(value, path=()):
+    yield path
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, each in enumerate(value) if isinstance(value, list) else inner:
+        yield from _places(each, (*path, key))
+
+
+@pytest.mark.parametrize("path", list(_places(_RICH))[1:], ids=str)
+def test_a_patch_of_another_shape_is_refused_or_merged_and_nothing_else(path):
+    for junk in _JUNK:
+        patch = copy.deepcopy(_RICH)
+        here = patch
+        for part in path[:-1]:
+            here = here[part]
+        here[path[-1]] = junk
+        with contextlib.suppress(UserError):
+            pod_with(patch, **{"kubernetes.exclude": ["n7"]})
 
 
 NAMES = st.sampled_from(["pytorch", "node", "a", "holdfast-shm"])

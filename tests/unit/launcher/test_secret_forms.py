@@ -219,3 +219,13 @@ def test_usage_errors_leave_secrets_out(capsys):
 def test_long_texts_take_no_longer_than_their_length_allows():
     for text in ("a" * 100_000, "sk-" * 30_000, "A." * 40_000, "--pass " * 10_000, "://" * 30_000):
         assert masked(text) == text
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["://a" * 30_000, "a:" * 50_000, "pass:" * 20_000])
+def test_a_row_of_names_takes_no_longer_than_its_length_allows(text):
+    assert masked(text) == text
+
+
+def test_a_long_secret_is_masked_to_its_end():
+    assert masked(f"--api-key {'a1' * 5000} b") == f"--api-key {MASK} b"

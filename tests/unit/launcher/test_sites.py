@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def test_a_wrong_site(sites, capsys, text, code):
     assert code in capsys.readouterr().err
 
 
+def test_a_file_of_sites_that_anybody_may_write_or_that_is_none(sites, capsys):
+    Path("sites.yaml").chmod(0o666)
+    assert run_cli(["check", "job.yaml", "--site", "alps", "--json"]) == 2
+    assert [each["code"] for each in json.loads(capsys.readouterr().out)["problems"]] == ["HF209"]
+    Path("sites.yaml").unlink()
+    os.mkfifo("sites.yaml")
+    with pytest.raises(UserError) as caught:
+        find_site("alps")
+    assert caught.value.code == "HF209"
+
+
 def test_a_users_site_counts_before_the_systems():
     assert [str(path) for path in files({"XDG_CONFIG_HOME": "/x"})] == [
         "/x/holdfast/sites.yaml",
@@ -88,9 +100,10 @@ def test_a_users_site_counts_before_the_systems():
     ]
 
 
+_keys = st.sampled_from(["a", "b", "c", "cloud.google.com/x", "a=b", "a b"])
 _values = st.recursive(
     st.integers() | st.booleans() | st.text("ab,:{}'\" é", max_size=4),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    lambda inner: st.dictionaries(_keys, inner, max_size=3),
     max_leaves=6,
 )
 _jobs = st.dictionaries(st.sampled_from("abc"), _values, min_size=1)

@@ -111,7 +111,7 @@ def test_of_a_silent_slurm_nothing_is_judged():
         ),
         ("--nodes=4 --gpus-per-node=8", ["3 of 4", "gpu:8", "gpu:4"]),
         ("--nodes=5", ["5 nodes", "main", "4"]),
-        ("--nodes=4 --exclude=n[1-2]", ["2", "excluded"]),
+        ("--nodes=4 --exclude=n[1-2]", ["2", "excluded", "--all-nodes"]),
         ("--nodes=1 --account=moon", ["moon", "big", "ml"]),
         ("--nodes=1 --account=ml --qos=long", ["long", "ml", "normal"]),
         ("--nodes=4 --account=big", ["big", "node=3", "4"]),
@@ -155,6 +155,67 @@ def test_nodes_that_may_be_added_later_are_not_missed(lifted):
     assert judged("--nodes=5 --account=ml", **lifted) == []
 
 
+def test_of_a_slurm_whose_configuration_is_not_known_nothing_is_judged():
+    """Plugins may change the job, and nodes may be added: only the configuration says so."""
+    assert [judged(options, config={}) for options, _ in VERDICTS] == [[]] * len(VERDICTS)
+
+
+def test_nodes_that_sinfo_does_not_show_are_not_missed():
+    """Powered down, in a cloud: they count to the partition, and Slurm starts them."""
+    config = parse.settings(said("config"))
+    del config["MaxNodeCount"]  # Slurm 21.08 does not have it
+    more = [{**row, "TotalNodes": "64"} for row in parse.records(said("partitions"))]
+    for options in ("--nodes=5 --account=ml", "--nodes=4 --account=ml --constraint=large"):
+        assert len(judged(options, config=config)) == 1
+        assert judged(options, config=config, partitions=more) == []
+
+
+@pytest.mark.parametrize("kind", ["accounting_storage/none", ""])
+def test_without_accounts_no_qos_lifts_a_limit_of_the_partition(kind):
+    config = parse.settings(said("config")) | {"AccountingStorageType": kind}
+    config["AccountingStorageEnforce"] = "none"
+    unknown = {"config": config, "associations": None, "qos": None, "accounts": ()}
+    assert judged("--nodes=3 --partition=short", **unknown) == ["HF680"]
+
+
+def test_a_user_whom_the_database_does_not_know_is_left_to_sbatch():
+    assert judged("--nodes=1 --account=ml", associations=[]) == []
+
+
+def test_limits_in_percent_are_not_compared():
+    """QOS of Slurm 23.11 with the flag Relative: node=2 is 2 % of all nodes."""
+    asked = "--account=big --qos=long --nodes=4"
+    assert judged(asked) == ["HF684"]
+    relative = [
+        {**row, "Flags": "DenyOnLimit,Relative", "MaxTRES": "node=2"}
+        for row in rows("qos", admission.QOS_COLUMNS)
+    ]
+    assert judged(asked, qos=relative) == [], "nor the association's, which count after it"
+    assert judged("--account=big --qos=long --nodes=1 --time=3-0", qos=relative) == ["HF684"]
+
+
+@pytest.mark.parametrize(
+    ("gres", "there", "has"),
+    [
+        ("gpu:h100:8", "gpu:h100:8(S:0-1)", True),
+        ("gpu:8", "gpu:h100:4(S:0,2),gpu:a100:4(S:1)", True),
+        ("gpu:h100:8", "gpu:a100:8", False),
+        ("gpu:1g.10gb:7", "gpu:1g.10gb:7(S:0),gpu:3g.40gb:1", True),
+        ("gpu:1g.10gb:8", "gpu:1g.10gb:7(S:0),gpu:3g.40gb:1", False),
+        ("gpu:H100:8", "gpu:h100:8", True),
+        ("gpu:h100:8", "gpu:8", True),
+        ("nic:fast:4", "gpu:8,nic:fast:no_consume:4", True),
+        ("lustre:1G", "lustre:no_consume:4G", True),
+        ("gpu", "(null)", False),
+    ],
+)
+def test_gres_in_all_its_forms(gres, there, has):
+    line = parse.SEPARATOR.join(("main", "n[1-4]", "16", "16000", there, "(null)"))
+    nodes = parse.parse_sinfo(line)
+    found = judged(f"--nodes=4 --gres={gres}", nodes=nodes, associations=None)
+    assert found == ([] if has else ["HF681"])
+
+
 def test_no_limit_of_accounts_counts_that_is_not_enforced():
     config = parse.settings(said("config")) | {"AccountingStorageEnforce": "associations"}
     assert judged("--account=big --nodes=4", config=config) == []
@@ -164,7 +225,14 @@ def test_no_limit_of_accounts_counts_that_is_not_enforced():
 
 
 @pytest.mark.parametrize(
-    "script", ["", "#!/bin/bash\ntrue", "#SBATCH --nodes=2-4", "#SBATCH --nodes=2 --clusters=far"]
+    "script",
+    [
+        "",
+        "#!/bin/bash\ntrue",
+        "#SBATCH --nodes=2-4",
+        "#SBATCH --nodes=2 --clusters=far",
+        '#SBATCH --nodes=2\n#SBATCH --comment="changed by hand',
+    ],
 )
 def test_a_script_that_asks_for_nothing_known_is_not_judged(script):
     assert request_of(script) is None

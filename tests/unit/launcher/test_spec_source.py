@@ -83,6 +83,9 @@ def test_aliases_do_not_unfold_without_end():
     for i in range(1, 9):
         bomb += f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n"
     assert "HF007" in refusal(bomb)
+    long = "x" * 20_000
+    assert "HF007" in refusal(f"a: &a {long}\nb: [{'*a, ' * 100}]\n")
+    assert "HF007" in refusal(f"a: &a {{? {long} : 1}}\nb: [{'*a, ' * 100}]\n")
 
 
 @pytest.mark.parametrize(

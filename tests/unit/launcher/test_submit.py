@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from fake_slurm import SUBMIT, tree
-from slurm_bench import TINY, cli, fresh, refused, slurm, submit
+from slurm_bench import TINY, asked, cli, fresh, refused, slurm, submit
 
 from elastic_trainer.storage_probe import probe_storage
 from launcher.backends.slurm.queries import Patience
@@ -17,6 +22,8 @@ from launcher.cli.main import run_cli
 from launcher.ops import run_dir as run_dirs
 
 __all__ = ["fresh", "slurm"]  # fixtures
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_job_is_submitted_with_all_that_belongs_to_it(fresh, capsys):
@@ -94,6 +101,25 @@ def test_what_sbatch_refuses_leaves_nothing_behind(fresh, capsys, said, told):
     assert told in refused(capsys, "--run-dir", "deep/down/here")
     Path("mine").mkdir()  # an empty folder of the user's stays
     assert told in refused(capsys, "--run-dir", "mine")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_who_is_ended_while_sbatch_runs_leaves_nothing_behind(fresh, number):
+    (fresh.folder / "wait").touch()
+    fresh.says("sbatch", then="while [ -e wait ]; do sleep 0.1; done")
+    before = tree(".")
+    words = [sys.executable, "-m", "launcher.cli.main", "submit", "job.yaml", "--to", "slurm"]
+    try:
+        with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+            deadline = time.monotonic() + 60
+            while not (fresh.calls("sbatch") and list(Path("runs").glob("*/job.json"))):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            assert process.wait(60) == 130
+    finally:
+        (fresh.folder / "wait").unlink()
+    assert tree(".") == before
 
 
 def test_an_sbatch_that_is_not_there(fresh, capsys, monkeypatch):
@@ -263,19 +289,6 @@ def test_a_run_directory_that_all_may_write_is_refused(fresh, capsys):
     assert fresh.calls("sbatch") == []
 
 
-ASKED = """\
-case "$*" in
-  "show config") printf '%s\\n' 'ClusterName = c' 'AccountingStorageType = x/none' MORE; exit 0;;
-  *partition) echo 'PartitionName=main Default=YES State=UP MaxNodes=1 MaxTime=10:00:00'; exit 0;;
-esac
-"""
-
-
-def asked(slurm, more="''"):
-    """Let Slurm say that partition main gives a job one node; the job asks for two."""
-    slurm.says("scontrol", then=ASKED.replace("MORE", more), code=1)
-
-
 def test_what_slurm_would_never_start_is_refused_before_anything_is_made(fresh, capsys):
     asked(fresh)
     told = refused(capsys, "--run-dir", "runs/one")
@@ -295,9 +308,57 @@ def test_a_run_that_resumes_is_asked_for_too(slurm, capsys):
     assert slurm.calls("sbatch") == before
 
 
+def test_check_live_shows_what_a_job_waits_for_beside_why_it_is_refused(fresh, capsys):
+    asked(fresh)
+    said = fresh.folder / "scontrol.then"
+    said.write_text(said.read_text().replace("State=UP MaxNodes=1", "State=DOWN"))
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    out = cli(capsys, "check", "job.yaml", "--to", "slurm", "--live", "--json", code=2)[0]
+    answer = json.loads(out)
+    assert [each["code"] for each in answer["problems"]] == ["HF652"]
+    assert [each["code"] for each in answer["warnings"]] == ["HF180"]
+
+
+def test_the_user_may_know_better(fresh, capsys):
+    asked(fresh)
+    assert "submit --force" in refused(capsys, "--run-dir", "runs/one")
+    submit("--run-dir", "runs/one", "--force")
+    assert "job.yaml:4: warning: HF680 cluster.nodes: " in capsys.readouterr().err
+    assert fresh.calls("sbatch") == [f"sbatch --parsable {Path('runs/one').absolute()}/job.sbatch"]
+    submit("--run-dir", "runs/two", "--force", "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["ok"], [each["code"] for each in answer["warnings"]]) == (True, ["HF680"])
+
+
+def test_the_user_may_know_better_of_a_run_that_resumes(slurm, capsys):
+    slurm.is_now("FAILED")
+    asked(slurm)
+    err = cli(capsys, "submit", "--resume", "runs/one", "--force")[1]
+    assert "warning: HF680 cluster.nodes: " in err
+    assert len(slurm.calls("sbatch")) == 2
+
+
+def test_the_user_may_know_better_of_a_sweep(fresh, capsys):
+    asked(fresh)
+    sweep = ("--sweep", "train.seed=1,2", "--run-dir", "s")
+    assert "HF680" in refused(capsys, *sweep)
+    submit(*sweep, "--force")
+    fresh.says("squeue", err="slurm_load_jobs error: Invalid job id specified", code=1)
+    assert "HF680" in cli(capsys, "submit", "--resume", "s", code=2)[1]
+    assert "warning: HF680" in cli(capsys, "submit", "--resume", "s", "--force")[1]
+    assert len(fresh.calls("sbatch")) == 2
+
+
+def test_what_is_wrong_with_the_job_itself_is_no_matter_of_opinion(fresh, capsys):
+    assert "HF160" in refused(capsys, "--force", "--set", "slurm.time=1")
+    fresh.says("sbatch", err="sbatch: error: Invalid qos specification", code=1)
+    assert "HF652" in refused(capsys, "--force")
+
+
+@pytest.mark.parametrize("kind", ["JobSubmitPlugins", "CliFilterPlugins"])
 @pytest.mark.parametrize(("test_code", "code"), [(0, 0), (1, 2)])
-def test_where_a_plugin_may_change_the_job_slurms_own_test_decides(fresh, test_code, code):
-    asked(fresh, more="'JobSubmitPlugins = lua'")
+def test_where_a_plugin_may_change_the_job_slurms_own_test_decides(fresh, test_code, code, kind):
+    asked(fresh, more=f"'{kind} = lua'")
     fails = f'[ "$1" = --test-only ] && exit {test_code}'
     then = (fresh.folder / "sbatch.then").read_text()
     (fresh.folder / "sbatch.then").write_text(f"{fails}\n{then}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -36,6 +37,10 @@ def test_what_is_escaped_can_be_read():
     assert visible("a\x1b]0;b\x07\r\x9b\u202ec\td\n") == "a\\x1b]0;b\\x07\\x0d\\u009b\\u202ec\td\n"
 
 
+def test_names_that_are_not_utf8_are_escaped():
+    assert visible(os.fsdecode(b"a\xff")) == "a\\udcff"
+
+
 def test_colours_pass_on_a_terminal_only():
     for stream, shown in ((Terminal(), "\x1b[31mx\\x1b[2J"), (io.StringIO(), "\\x1b[31mx\\x1b[2J")):
         VisibleStream(stream).write("\x1b[31mx\x1b[2J")
@@ -59,3 +64,16 @@ def test_commands_print_names_with_control_characters_escaped(monkeypatch):
     assert ended.value.code == 2
     assert "a\\x1b]0;b\\x07.yaml" in err.getvalue()
     assert "\x1b" not in out.getvalue() + err.getvalue()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_the_caller_has_closed(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, stream, None)  # as Python has it then
+    monkeypatch.setattr(sys, "argv", ["holdfast", "check", "no-such-file.yaml"])
+    monkeypatch.setattr(main_module.gc, "set_threshold", lambda _: None)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    direct(getattr(sys, stream)).close()
+    assert ended.value.code == 2

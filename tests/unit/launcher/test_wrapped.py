@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
-from launcher.render.wrapped import job_of, launch_of, script_of, wrap_script
+from launcher.render.wrapped import hidden, job_of, launch_of, script_of, wrap_script
 
 BATCH = """\
 #!/bin/bash
@@ -52,12 +54,16 @@ def test_a_script_changes_in_its_options_and_its_srun():
         "srun torchrun train.py",
         "  srun -N 2 /opt/venv/bin/torchrun train.py > log 2>&1",
         "srun python -m torch.distributed.run train.py &> log",
-        "srun python3 -u -m torch.distributed.launch train.py",
+        "srun python3 -u -m torch.distributed.launch --use_env train.py",
+        "srun torchrun train.py>log 2>&1 |& tee other  # all of it",
+        "srun $(which torchrun) train.py",
+        "srun torchrun train.py $(f $(g; h) | i) \"$(a \"x|y\" '&')\" $((1 << 2)) $'it\\'s;'",
     ],
 )
 def test_an_srun_is_found(command):
     first, second, third = wrap_script(f"#!/bin/bash\n{command}").splitlines()[5:]
-    assert first.lstrip() == f"hf_batch=$(holdfast batch -- {command.partition('>')[0].strip(' &')}"
+    kept = command if "$((" in command else command.partition(">")[0].strip(" &")
+    assert first.lstrip() == f"hf_batch=$(holdfast batch -- {kept}"
     assert (second.strip(), third.strip()) == (") || exit", 'source "$hf_batch"')
 
 
@@ -72,6 +78,20 @@ def test_an_srun_is_found(command):
         "srun torchrun a.py && echo done",
         "srun torchrun a.py; echo done",
         "srun torchrun a.py || exit 3",
+        "cat >run.sh <<'EOF'\nsrun torchrun a.py\nEOF\nsrun bash run.sh",
+        "srun torchrun a.py <<EOF\nrm -r x\nEOF",
+        "srun torchrun a.py > log --lr 3",
+        "srun torchrun a.py --note 'two\nlines'",
+        "for seed in 1 2; do\n  srun torchrun a.py --seed $seed\ndone",
+        "while true\ndo\n  srun torchrun a.py\n  sleep 1\ndone",
+        "srun bash -c 'torchrun a.py'",
+        'srun bash -c "torchrun --node-rank $SLURM_NODEID a.py"',
+        "srun numactl -N 0 torchrun a.py",
+        "srun --exclusive -n 2 $OPTIONS apptainer exec image torchrun a.py",
+        "srun torchrun --standalone a.py",
+        "srun torchrun --nonsense=$X a.py",
+        "srun python -m torch.distributed.launch a.py",
+        "#SBATCH hetjob\nsrun torchrun a.py",
         WRAPPED,
     ],
 )
@@ -79,6 +99,45 @@ def test_a_script_that_cannot_be_wrapped(lines):
     with pytest.raises(UserError) as caught:
         wrap_script(f"#!/bin/bash\n{lines}\n")
     assert caught.value.code == "HF169"
+
+
+@pytest.mark.parametrize("first", ["#!/bin/sh", "#!/usr/bin/env python3", "#SBATCH -N 1", ""])
+def test_only_bash_is_wrapped(first):
+    with pytest.raises(UserError, match="HF169"):
+        wrap_script(f"{first}\nsrun torchrun a.py\n")
+    wrap_script("#!/usr/bin/env bash\nsrun torchrun a.py\n")
+
+
+@pytest.mark.parametrize(
+    "words", ["--hf-token hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345", "--api-key $KEY", "--api-key=$KEY"]
+)
+def test_a_secret_in_the_command_is_refused_before_the_job_waits(words):
+    with pytest.raises(UserError) as caught:
+        wrap_script(f"#!/bin/bash\nsrun torchrun a.py {words}\n")
+    assert caught.value.code == "HF163"
+    assert "AbCdEf" not in str(caught.value)
+
+
+def test_a_loop_before_the_srun_is_none_around_it():
+    wrap_script(
+        "#!/bin/bash\nfor i in 1; do\n x\ndone\n# for\nfor i in 1; do x; done\nsrun torchrun a"
+    )
+
+
+def test_options_go_where_sbatch_reads_them_and_lines_with_others_stay():
+    head = "#!/bin/bash\n\n# mine\n#SBATCH --requeue --nodes=4 --signal=USR1@60\n#SBATCH -k  # k\n"
+    rest = "x <<E\n#SBATCH --requeue\nE\n#SBATCH --time=1\n"
+    wrapped = wrap_script(f"{head}{rest}srun torchrun a.py\n")
+    kept = head.removesuffix("#SBATCH -k  # k\n")
+    assert wrapped.startswith(f"{kept}#SBATCH --no-kill\n")
+    assert f"#SBATCH --signal=B:USR2@180\n{rest}hf_batch=" in wrapped
+
+
+@pytest.mark.parametrize(
+    "text", ["$(" * 9000, "'" + '"' * 9001, "$('" * 9000, "\\" * 9001, "`$(" * 9000]
+)
+def test_quotes_without_end_are_read_to_the_end(text):
+    assert len(hidden(text)) == len(text)
 
 
 _GONE = "#SBATCH --no-requeue"
@@ -95,8 +154,10 @@ def test_all_other_lines_stay_as_they_are(before, after):
     at = max(i for i, line in enumerate(wrapped) if line == "#SBATCH --signal=B:USR2@180")
     own = [*wrapped[: at - 3], *wrapped[at + 1 :]]
     srun = own.index("hf_batch=$(holdfast batch -- srun torchrun t.py")
-    kept = [line for line in before if line != _GONE]
-    assert own[:srun] == [first, *kept]
+    ends = (at for at, line in enumerate(before) if line.strip() and line.lstrip()[0] != "#")
+    head = next(ends, len(before))
+    kept = [line for line in before[:head] if line != _GONE]
+    assert own[:srun] == [first, *kept, *before[head:]]
     assert own[srun + 3 :] == after
 
 
@@ -105,6 +166,14 @@ def test_all_other_lines_stay_as_they_are(before, after):
     [
         ((*SRUN, "a.py", "--lr", "1"), ["--cpus-per-task=8"], (4, 4), 8, ["a.py", "--lr", "1"]),
         (("srun", "-N", "2", "-n2", "--label", "torchrun", "a.py"), [], (4, 4), 1, ["a.py"]),
+        (("srun", "--mem=0", "--", "torchrun", "a.py"), ["--mem=0"], (4, 4), 1, ["a.py"]),
+        (
+            ("srun", "--export", "ALL,A=1", "torchrun", "a.py"),
+            ["--export", "ALL,A=1"],
+            (4, 4),
+            1,
+            ["a.py"],
+        ),
         (
             ("srun", "--mem", "0", "-K", "-o", "x", "torchrun", "--nnodes=2:4", "-m", "pkg.train"),
             ["--mem", "0"],
@@ -150,6 +219,8 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun torchrun --standalone t.py",
         "srun apptainer exec image torchrun t.py",
         "srun --export=ALL env A=1 torchrun t.py",
+        "srun --export=NONE torchrun t.py",
+        "srun --export HOME,PATH torchrun t.py",
     ],
 )
 def test_an_srun_that_cannot_be_taken_apart(argv):
@@ -169,6 +240,56 @@ def test_the_job_of_an_srun_is_legal_and_its_script_starts_agents(tmp_path):
     assert "hf_python='/opt/my env/python'\n" in text
     assert "x; y" not in text, "arguments are in job.json alone"
     assert text.endswith('return "$hf_code"\n')
+
+
+def test_a_second_srun_of_a_start_ends_the_job_instead_of_being_left_out(tmp_path):
+    python, agents, batch = tmp_path / "python", tmp_path / "agents.sh", tmp_path / "batch"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    launch = launch_of((*SRUN, "a.py"), ENV)
+    spec = load_spec(job_of(launch, ENV))
+    agents.write_text(
+        script_of(spec, plan(spec), launch, run_dir=tmp_path / "run", python=str(python))
+    )
+    batch.write_text("train() { source agents.sh; }\ntrain && echo one\ntrain && echo two\n")
+    env = {"PATH": os.environ["PATH"], **ENV}
+    done = subprocess.run(
+        ["bash", batch],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("one", 2)
+    assert "HF169" in done.stderr
+
+
+def test_the_command_writes_through_no_link_and_for_nobody_else(tmp_path, capsys):
+    script, link, own = tmp_path / "a", tmp_path / "link", tmp_path / "own"
+    script.write_text(BATCH)
+    script.chmod(0o600)
+    own.write_text("mine")
+    link.symlink_to(own)
+    assert run_cli(["wrap", str(script), "-o", str(link)]) == 2
+    assert "HF612" in capsys.readouterr().err
+    assert own.read_text() == "mine"
+    assert run_cli(["wrap", str(script), "-o", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    script.write_bytes(BATCH.replace("\n", "\r\n").encode())
+    assert run_cli(["wrap", str(script), "-o", str(script)]) == 0
+    assert script.read_bytes() == WRAPPED.encode()
+
+
+@pytest.mark.timeout(30)
+def test_the_command_reads_no_pipe_device_or_endless_file(tmp_path, capsys):
+    pipe, long = tmp_path / "pipe", tmp_path / "long"
+    os.mkfifo(pipe)
+    long.write_text(f"{BATCH}{'#' * 2_000_000}")
+    for file, code in ((pipe, "HF001"), ("/dev/zero", "HF001"), (long, "HF002")):
+        assert run_cli(["wrap", str(file)]) == 2
+        assert code in capsys.readouterr().err
 
 
 def test_the_command_shows_the_change_and_writes_it(tmp_path, capsys):

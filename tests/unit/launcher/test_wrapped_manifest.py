@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -94,7 +95,6 @@ def with_containers(*more):
         (PLAIN.replace("command: [torchrun, t.py]", "command: torchrun t.py"), 12),
         (PLAIN.replace("name: pytorch", "name: train"), 6),
         (with_containers({"name": "second", "command": ["torchrun", "t.py"]}), 16),
-        (with_containers({"name": "sidecar", "image": "a"}), 16),
         (PLAIN.replace("persistentVolumeClaim: {claimName: data}", "emptyDir: {}"), 12),
         (PLAIN.replace("mountPath: /data", "mountPath: /data, readOnly: true"), 12),
         (PLAIN + "            env: [{name: POD_IP, value: 10.0.0.1}]\n", 16),
@@ -107,6 +107,11 @@ def with_containers(*more):
         (SCRIPT + "              bash -c 'torchrun a.py'\n", 19),
         (SCRIPT + "              yes | torchrun a.py\n", 19),
         (SCRIPT + "              (torchrun a.py)\n", 19),
+        (SCRIPT + "              torchrun a.py > log --lr 3\n", 19),
+        (SCRIPT + "              torchrun --standalone a.py\n", 19),
+        (PLAIN.replace("torchrun, ", "torchrun, --nonsense, "), 15),
+        (f"{PLAIN}  note: |+\n    a\n\n\n", 4),
+        (PLAIN.replace("torchrun, ", "python, -m, torch.distributed.launch, "), 15),
     ],
 )
 def test_a_manifest_that_cannot_be_wrapped(text, line):
@@ -114,6 +119,67 @@ def test_a_manifest_that_cannot_be_wrapped(text, line):
         wrap_manifest(text, "job.yaml")
     (problem,) = caught.value.problems
     assert (problem.code, problem.where.line) == ("HF169", line)
+
+
+_SIDECAR = """\
+          - name: exporter   # no part of the training
+            image: registry.local/exporter:1
+            args: [--port, "9400"]
+            env:
+            - {name: NOTE, value: "a, b"}
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("before", ["", "          initContainers: [{name: fetch, image: a}]\n"])
+def test_other_containers_become_sidecars(before, first):
+    text = PLAIN.replace("          containers:\n", f"{before}          containers:\n")
+    head, dash, own = text.partition("          - name: pytorch\n")
+    text = f"{head}{_SIDECAR}{dash}{own}" if first else f"{text}{_SIDECAR}"
+    for written in (text, json.dumps(yaml.safe_load(text))):
+        made = wrap_manifest(written, "job.yaml")
+        pods = yaml.safe_load(made.text)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"][
+            "spec"
+        ]
+        (own_container,) = pods["containers"]
+        assert own_container["command"][:3] == ["holdfast", "batch", "--"]
+        (sidecar,) = yaml.safe_load(_SIDECAR)
+        assert pods["initContainers"][-1] == {**sidecar, "restartPolicy": "Always"}
+        assert len(pods["initContainers"]) == 1 + bool(before)
+        assert made.sidecars == ("exporter",)
+
+
+_JUNK = (None, 1, True, "x", "", [], {}, [1], [None], [{}], {"a": 1}, [{"name": ["x"]}], [[]])
+
+
+def places_in(value, path=()):
+    yield path
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, each in enumerate(value) if isinstance(value, list) else inner:
+        yield from places_in(each, (*path, key))
+
+
+def test_a_manifest_of_another_shape_is_refused_or_wrapped_and_nothing_else():
+    whole = yaml.safe_load(PLAIN)
+    pod = whole["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod["containers"][0]["env"] = [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]
+    pod["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    for path in list(places_in(whole))[1:]:
+        for junk in _JUNK:
+            job = copy.deepcopy(whole)
+            here = job
+            for part in path[:-1]:
+                here = here[part]
+            here[path[-1]] = junk
+            with contextlib.suppress(UserError):
+                wrap_manifest(json.dumps(job), "job.json")
+
+
+def test_a_secret_in_the_command_is_refused_before_the_job_waits():
+    for words in ("--api-key, a1b2c3d4e5f6", "--hf-token=hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"):
+        with pytest.raises(UserError) as caught:
+            wrap_manifest(PLAIN.replace("t.py]", f"t.py, {words}]"), "job.yaml")
+        assert caught.value.code == "HF163"
 
 
 def test_several_shared_volumes_want_a_folder_to_be_named():
