@@ -163,6 +163,13 @@ class ElasticSection:
         default=None,
         metadata=says("Of a command: where its output says the step; null: the optimizer's steps."),
     )
+    preload: str | None = field(
+        default=None,
+        metadata=says(
+            "Of a Python command: modules, separated by commas, that each node imports once, "
+            "before it forks workers: torch is anyway."
+        ),
+    )
     stop_grace_s: float = field(
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),

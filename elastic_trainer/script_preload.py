@@ -1,4 +1,4 @@
-"""What the zygote imports for scripts of others: torch, and what torch imports late.
+"""What the zygote imports for scripts of others: torch, what torch imports late, what is asked.
 
 Each line spares every worker of every epoch up to seconds. Nothing here may start a
 thread, or make an accelerator context: a process with either cannot fork workers.
@@ -25,6 +25,7 @@ MODULES = (
     "torch.utils.data.distributed",
 )
 
-for name in MODULES:
+asked = os.environ.get("HOLDFAST_PRELOAD", "").split(",")
+for name in (*MODULES, *filter(None, asked)):
     importlib.import_module(name)
 preload(os.environ)

@@ -144,6 +144,7 @@ def _environment(options: Options, address: str) -> dict[str, str]:
     env["HOLDFAST_SINCE"] = str(time.monotonic())
     # What a batch is that is given for each worker, should there be fewer of them.
     env["HOLDFAST_FULL_WORLD_SIZE"] = str(options.ladder.max_nodes * options.workers)
+    env["HOLDFAST_PRELOAD"] = options.preload
     if options.board is not None:
         env[BOARD_VARIABLE] = options.board
     return env

@@ -190,6 +190,7 @@ class Elastic(Section):
     heartbeat_s: Seconds = _elastic("heartbeat_s")
     dead_after_s: Seconds = _elastic("dead_after_s")
     progress_pattern: Pattern | None = _elastic("progress_pattern")
+    preload: Annotated[str, Field(pattern=r"^[\w.]+(,[\w.]+)*$")] | None = _elastic("preload")
     stop_grace_s: Seconds = _elastic("stop_grace_s")
     failure_domain: FailureDomain | None = _elastic("failure_domain")
 

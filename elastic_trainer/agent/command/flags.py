@@ -173,6 +173,11 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--fresh", action="store_true", help="never fork workers from warm imports")
     group.add_argument(
+        "--preload",
+        metavar="MODULE,...",
+        help="imported once a node, before workers are forked; torch is anyway",
+    )
+    group.add_argument(
         "--progress-pattern",
         metavar="REGEX",
         help=r"the step in the workers' output, as 'step (\d+)'; default: the optimizer's steps",

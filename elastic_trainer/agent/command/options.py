@@ -102,6 +102,8 @@ class Options:
     streams: Mapping[int, Streams] | None = None
     """Local rank -> what is shown of it; None: one log per worker, and nothing on the console."""
     progress_pattern: str | None = None
+    preload: str = ""
+    """Modules that the zygote imports for a script, separated by commas."""
     stop_grace_s: float = SCRIPT_GRACE_S
     """Between SIGTERM and SIGKILL, for a script that takes no requests."""
     notes: tuple[str, ...] = ()
@@ -171,6 +173,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         elastic=config.elastic,
         network=config.network,
         progress_pattern=pattern,
+        preload=args.preload or config.elastic.preload or "",
         stop_grace_s=config.elastic.stop_grace_s,
         code=config.code,
     )
@@ -213,6 +216,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         event_log_handler=event_log_handler(args.event_log_handler),
         streams=shown,
         progress_pattern=pattern,
+        preload=args.preload or "",
         stop_grace_s=grace_s,
         notes=tuple(notes),
     )

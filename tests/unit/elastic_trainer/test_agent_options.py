@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -289,3 +292,24 @@ def test_the_job_file_says_which_level_is_the_failure_domain(
     argv = ["--run-dir", str(tmp_path), "--job", "1"]
     assert parse(argv, env).failure_domain == domain
     assert parse([*argv, "--failure-domain", "x"], env).failure_domain == "x"
+
+
+def test_modules_to_preload_come_from_the_flag_and_are_imported_before_a_fork(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").touch()
+    flags = ["--standalone", "--preload", "colorsys,wave", str(tmp_path / "train.py")]
+    assert parse(flags, {}).preload == "colorsys,wave"
+    code = (
+        "import elastic_trainer.script_preload, sys; print({'colorsys', 'wave'} <= {*sys.modules})"
+    )
+    env = {**os.environ, "HOLDFAST_PRELOAD": "colorsys,wave"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "True\n"
