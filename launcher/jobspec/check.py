@@ -54,11 +54,13 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
         found += _kubernetes(spec)
     if not _touches(bad, {"model"}):
         found += _model(spec)
-    return [
-        Problem(each.code, spec.source.where_key(each.key), each.message, each.offers)
-        for each in found
-        if not _touches(bad, each.needs)
-    ]
+    return [_problem(spec, each) for each in found if not _touches(bad, each.needs)]
+
+
+def _problem(spec: JobSpec, found: Finding) -> Problem:
+    where = spec.source.where_key(found.key)
+    problem = Problem(found.code, where, found.message, found.offers or ())
+    return problem.offering(()) if found.offers == () else problem
 
 
 def _touches(bad: set[str], needs: set[str] | frozenset[str]) -> bool:

@@ -100,9 +100,8 @@ def parse_spec(
         return spec, problems
 
     spec, problems = check(source)
-    if len(source.lines) > _MAX_VALUES:
-        problems = [replace(problem, offers=()) for problem in problems]
-    problems = _tried(problems, lambda offer: check(source.putting(offer))[1])
+    trials = _MAX_TRIALS if len(source.lines) <= _MAX_VALUES else 0
+    problems = _tried(problems, lambda offer: check(source.putting(offer))[1], trials)
     errors = [problem for problem in problems if not problem.is_warning]
     warnings = [problem for problem in problems if problem.is_warning]
     if errors:
@@ -117,13 +116,15 @@ def _keys(problems: Sequence[Problem]) -> set[str]:
     return {problem.where.key for problem in problems if problem.where.key}
 
 
-def _tried(problems: list[Problem], check: Callable[[Offer], list[Problem]]) -> list[Problem]:
-    """Return the problems with those of their offers that help.
+def _tried(
+    problems: list[Problem], check: Callable[[Offer], list[Problem]], trials: int
+) -> list[Problem]:
+    """Return the problems with those of their offers that help, of the first `trials` of all.
 
     An offer helps if with it in place the job has the problem no more, and no error that it did
     not have before.
     """
-    before, trials, out = _places(problems), _MAX_TRIALS, []
+    before, out = _places(problems), []
     for problem in problems:
         helping = []
         for offer in problem.offers[:trials]:

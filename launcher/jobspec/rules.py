@@ -60,21 +60,25 @@ class Finding:
     code: str
     key: str
     message: str
-    """What is wrong, with the values; how to fix it is in `offers`."""
+    """What is wrong, with the values."""
     needs: frozenset[str]
     """All the keys it was computed from."""
-    offers: tuple[Offer, ...] = ()
-    """What may be put instead. Each is tried on the whole job before a message offers it."""
+    offers: tuple[Offer, ...] | None = None
+    """What may be put instead. Each is tried on the whole job before a message offers it.
+
+    None: the message says how to fix it.
+    """
 
 
 Rule = Callable[[Facts, ParallelLayout], Iterator[Finding]]
 
 
 def finding(
-    code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] = ()
+    code: str, key: str, message: str, *needs: str, offers: Iterable[Offer] | None = None
 ) -> Finding:
     """Return a finding at `key`, which was computed from the keys `needs` too."""
-    return Finding(code, key, message, frozenset({key, *needs}), tuple(offers))
+    found = None if offers is None else tuple(offers)
+    return Finding(code, key, message, frozenset({key, *needs}), found)
 
 
 def instead(key: str, values: Iterable[Any]) -> list[Offer]:

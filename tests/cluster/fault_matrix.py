@@ -159,27 +159,29 @@ class Monitor(threading.Thread):
         record, pids = RunRecord(self._run_dir), set()
         while not self._stopped.wait(self._interval_s):
             pids |= {e.fields["pid"] for e in record.poll() if e.event == "agent.started"}
-            for pid in pids:
-                self._sample(pid)
+            # The number of one that has ended may be another process's soon: not looked at again.
+            pids = {pid for pid in pids if self._sample(pid)}
 
     def stop(self) -> None:
         self._stopped.set()
         self.join()
 
-    def _sample(self, pid: int) -> None:
+    def _sample(self, pid: int) -> bool:
+        """Note what an agent holds now; return whether there is one still."""
         proc = Path(f"/proc/{pid}")
         try:
             num_fds = len(list((proc / "fd").iterdir()))
             status = (proc / "status").read_text()
         except OSError:
-            return  # it has ended
+            return False  # it has ended
         fields = dict(line.split(":", 1) for line in status.splitlines())
         if "VmRSS" not in fields:
-            return  # a zombie
+            return False  # a zombie
         usage = self.usage.setdefault(pid, Usage())
         usage.fds.append(num_fds)
         usage.threads.append(int(fields["Threads"]))
         usage.rss_mib.append(int(fields["VmRSS"].split()[0]) / 1024)
+        return True
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from fake_world import accumulated_bytes, apart, build, shards, step
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_jobs import MAX_WORLD, drawn_jobs, legal_jobs
 
@@ -118,16 +118,32 @@ def test_what_is_accepted_runs():
 
 
 def test_what_is_refused_is_explained():
-    codes = set()
+    missing = {f"HF{number}" for number in range(101, 121)} - {"HF115"}
 
-    @settings(max_examples=600, derandomize=True, **SETTINGS)
+    @settings(max_examples=600, **SETTINGS)
     @given(drawn_jobs(fewest_changes=1))
     def drawn(job):
-        codes.update(explained(job.text))
+        missing.difference_update(explained(job.text))
 
-    drawn()
-    layout_codes = {f"HF{number}" for number in range(101, 121)} - {"HF115"}
-    assert layout_codes <= codes, layout_codes - codes
+    # The rarest comes once in 250: what is drawn depends on the constants of the code too.
+    for number in range(8):
+        if number == 0 or missing:
+            seed(number)(drawn)()
+    assert not missing
+
+
+def test_a_wrong_layout_for_which_nothing_can_be_offered_is_explained():
+    # Two stages or one: cp asks for more than the one GPU.
+    text = (
+        "{model: {num_layers: 1, dim: 4, num_heads: 1, ffn_dim: 1, vocab_size: 256}, layout: "
+        "{cp: 2, pp: 2}, cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}, "
+        "train: {seq_len: 4, global_batch: 1, steps: 5}, data: {path: text}, name: x}"
+    )
+    with pytest.raises(UserError) as caught:
+        parse_spec(text)
+    by_code = {problem.code: problem for problem in caught.value.problems}
+    assert by_code["HF109"].offers == ()
+    assert "HF109" in explained(text)
 
 
 @pytest.mark.parametrize(

@@ -222,12 +222,12 @@ def test_what_pods_need_is_asked_before_anything_is_made(user, cluster, kind):
     user.nothing_is_left()
 
 
-def test_pod_security_says_what_to_set_and_that_is_enough(user, cluster, corpus):
+def test_pod_security_says_what_to_set_and_the_defaults_pass(user, cluster, corpus):
     cluster.need("jobset")
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     cluster.core.patch_namespace(cluster.namespace, label)
-    _, err = user.submit(to="jobset", more=RUN, code=2)
+    _, err = user.submit("kubernetes.security.non_root=false", to="jobset", more=RUN, code=2)
     assert "HF757" in err
     assert "kubernetes.security.non_root" in err
-    user.submit("kubernetes.security.non_root=true", to="jobset", more=[*RUN, "--watch"])
+    user.submit(to="jobset", more=[*RUN, "--watch"])
     assert user.json("status", "one")["state"] == "done"

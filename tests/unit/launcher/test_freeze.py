@@ -21,6 +21,7 @@ from launcher.jobspec.sections import Code
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.submitting.freeze import (
     ALWAYS_EXCLUDED,
+    SECRET_FILES,
     freeze_code,
     left_out,
     list_code,
@@ -428,7 +429,8 @@ def test_any_file_name_is_copied(tmp_path_factory, names, under_git):
         git(source, "init", "-q", "-b", "main")
     files = list_code(source, Code())
     for name in names - set(files.names):
-        assert any(fnmatch.fnmatchcase(name, pattern) for pattern in ALWAYS_EXCLUDED)
+        never_copied = (*ALWAYS_EXCLUDED, *SECRET_FILES)
+        assert any(fnmatch.fnmatchcase(name, pattern) for pattern in never_copied)
     frozen = freeze_code(run_dir, files)
     copied = {path.name: path.read_bytes() for path in Path(frozen.dir).iterdir()}
     assert copied == {name: name.encode() for name in files.names}
