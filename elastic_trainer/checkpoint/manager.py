@@ -95,6 +95,8 @@ class CheckpointManager:
         self._allows: Callable[[int, int], bool] = BoardState().allows
         self.record = Record()
         """What `restore` found on the board: steps to pass over, states not to use."""
+        self.committed_steps: frozenset[int] = frozenset()
+        """Those of the run's own that `restore` found on the board."""
         self._unusable = 0
         """Newest step of which memory has only a part."""
         self.restored_from: str | None = None
@@ -149,7 +151,8 @@ class CheckpointManager:
         started = self._mono()
         state = agreed_board(self._board, self._group, epoch=epoch)
         self.record, self._allows = state.numbers, state.allows
-        newest = max((commit.step for commit in state.commits), default=-1)
+        self.committed_steps = frozenset(commit.step for commit in state.commits)
+        newest = max(self.committed_steps, default=-1)
         if (memory := self._restore_from_memory(newest)) is not None:
             return Origin(epoch, memory.epoch, memory.step)
         found = restore(

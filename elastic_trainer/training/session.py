@@ -167,7 +167,8 @@ class Session:
             since_mono=self.who.since_mono,
         )
         found = self._manager.restore()
-        self.saved_step = -1 if found is None else found
+        if found in self._manager.committed_steps:  # what came from memory need not be
+            self.saved_step = found
         return found
 
     def _memory(self, placement: ParallelLayout, ready: Callable[[], bool]) -> MemoryTier | None:

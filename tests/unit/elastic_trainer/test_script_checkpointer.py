@@ -12,6 +12,9 @@ from torch import nn
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
+from elastic_trainer.checkpoint.load import TrainingState
+from elastic_trainer.checkpoint.manager import CheckpointManager
+from elastic_trainer.checkpoint.memory_restore import Restored
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Ladder
@@ -73,3 +76,21 @@ def test_the_clock_of_saves_goes_on_from_when_the_agent_began(tmp_path, ago_s, d
     update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=(old,)))
     assert bool(state.agree(2, Request.NONE).requests) == due
     state.close()
+
+
+@pytest.mark.parametrize("committed", [(), (3,), (2, 3)])
+def test_what_came_from_memory_is_on_storage_only_if_it_was_committed(
+    committed, tmp_path, monkeypatch
+):
+    """The last step's state would else be lost with the nodes' memory, when the job ends."""
+    commits = tuple(
+        Commit(epoch=0, step=step, dir=f"d{step}", manifest_sha256="0") for step in committed
+    )
+    update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=commits))
+    found = Restored(3, 0, ())
+    monkeypatch.setattr(CheckpointManager, "_restore_from_memory", lambda *_: found)
+    model = nn.Linear(2, 2)
+    session = checkpointer(tmp_path)
+    assert session.restore(TrainingState(model, (torch.optim.AdamW(model.parameters()),), {})) == 3
+    assert session.saved_step == (3 if 3 in committed else -1)
+    session.close()
