@@ -128,6 +128,7 @@ _TELL: dict[str, _Tell] = {
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),
     "checkpoint.skipped": _fill("checkpoint {dir} skipped: {reason}", every_rank=False),
     "checkpoint.restored": _fill("state of step {step} loaded from {dir}", every_rank=False),
+    "validation.completed": _fill("validation loss after step {step}: {loss}"),
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are skipped"),
     "replica.mismatch": _fill("replicas differ after step {step}: {tensor} of ranks {ranks}"),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from elastic_trainer.config import TrainSection
-from elastic_trainer.data.corpus import Corpus
+from elastic_trainer.data.corpus import Corpus, FlatWindows
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.parallel.tensor import IGNORED
@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 def corpus():
     tokens = np.arange(12 * SEQ_LEN + 1, dtype="<u4")
-    return Corpus(tokens, seq_len=SEQ_LEN, seed=1, vocab_size=1000, where="here")
+    windows = FlatWindows(tokens, seq_len=SEQ_LEN, where="here")
+    return Corpus(windows, seq_len=SEQ_LEN, seed=1, vocab_size=1000, where="here")
 
 
 def feed(layout, rank, rounds, ledger=None):
@@ -39,7 +40,7 @@ def test_ranks_of_a_step_see_every_token_of_its_samples_once():
             assert bool(counted.all()) or not bool(counted.any())
             assert torch.equal(batch.targets[counted], batch.inputs[counted] + 1)
             seen += batch.targets[counted].tolist()
-    _, targets = corpus().samples(range(15, 20))
+    targets = corpus().samples(range(15, 20)).targets
     assert sorted(seen) == sorted(targets.flatten().tolist())
 
 
