@@ -45,6 +45,7 @@ class FlatWindows:
 
     def __init__(self, tokens: Tokens, *, seq_len: int, where: str) -> None:
         self.tokens, self._seq_len = tokens, seq_len
+        self.counted: Array | None = None
         if len(self) < 1:
             raise DataError(
                 f"HF702 data.path: {where} has {len(tokens)} tokens, train.seq_len {seq_len} needs "
@@ -59,10 +60,6 @@ class FlatWindows:
         """Return one, as one document."""
         start = index * self._seq_len
         return Window(self.tokens[start : start + self._seq_len + 1].astype(np.int64))
-
-    def counted(self, _index: int) -> int:
-        """Return seq_len: every target counts."""
-        return self._seq_len
 
 
 class Corpus:
@@ -107,7 +104,10 @@ class Corpus:
 
     def counted(self, indices: range) -> int:
         """Return how many targets of global samples `indices` count in the loss; at least 1."""
-        return sum(self.windows.counted(self._window_of(i)) for i in indices)
+        counted = self.windows.counted
+        if counted is None:  # of a large batch the order alone takes milliseconds
+            return len(indices) * self._seq_len
+        return sum(int(counted[self._window_of(i)]) for i in indices)
 
     def _window_of(self, sample: int) -> int:
         return window_of(sample, self.num_windows, self._seed)

@@ -129,6 +129,7 @@ class PackedWindows:
         self._words = mapped(_HEADER.size, _WORD, self.num_tokens)
         self._lengths = mapped(lengths_at, _WORD, self.num_documents)
         self._table = mapped(table_at, _ROW, 3 * (self._num_windows + 1)).reshape(-1, 3)
+        self.counted: Array | None = np.diff(self._table[:, 2])
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -143,7 +144,3 @@ class PackedWindows:
             words >= _COUNTED,
             self._lengths[document:next_document].astype(np.int64),
         )
-
-    def counted(self, index: int) -> int:
-        """Return the number of counted targets of a window."""
-        return int(self._table[index + 1, 2] - self._table[index, 2])

@@ -54,6 +54,9 @@ class Window:
 class Windows(Protocol):
     """What a corpus consists of: windows by number, whatever order they are visited in."""
 
+    counted: Array | None
+    """Targets of each window that count in the loss, at least 1; None: all do."""
+
     def __len__(self) -> int:
         """Return the number of windows, at least 1."""
         ...
@@ -64,10 +67,6 @@ class Windows(Protocol):
         Raises:
             DataError: HF707, the files turn out to be damaged there.
         """
-        ...
-
-    def counted(self, index: int) -> int:
-        """Return the number of tokens of a window that count in the loss, at least 1."""
         ...
 
 
