@@ -216,8 +216,8 @@ class Trainer:
                 self._save(wait=False)
         if self.session.saved_step < self.step:
             self._save(wait=True)
-        if self._validate() is Request.STOP:
-            return self._leave(growing=False)
+        if asked := self._validate():
+            return self._leave(growing=asked is Request.GROW)
         self.heartbeat.beat(section=Section.FINISHED)
         self.session.emit("trainer.finished", step=self.step, loss=loss)
         return EXIT_DONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from elastic_trainer.config import TrainConfig, ValidationSection
 from elastic_trainer.data import DataError, open_corpus
-from elastic_trainer.data.index import samples_of_step
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Rung
 from elastic_trainer.training.feed import Feed, MicroBatch
@@ -95,21 +94,15 @@ class Validation:
             asked: what this rank's agent asks for.
             sum_over_ranks: adds up a tensor over all ranks, in place.
         """
-        total = 0.0
-        for batch in self._batches():
-            loss_sum = losses(batch)
+        total, last = 0.0, -(-len(self._samples) // self._train.global_batch)
+        for number in range(1, last + 1):
+            loss_sum = losses(self._feed.micro_batches(number))
             flags = [float(bool(asked() & request)) for request in _LEAVE]
             sums = torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(flags)])
             sum_over_ranks(sums)
             loss, *votes = sums.tolist()
             total += loss
             for request, vote in zip(_LEAVE, votes, strict=True):
-                if vote:
+                if vote and number < last:
                     return request
         return total / self.tokens
-
-    def _batches(self) -> Iterator[Iterator[MicroBatch]]:
-        number = 1
-        while samples_of_step(number, self._train.global_batch).start < self._samples.stop:
-            yield self._feed.micro_batches(number)
-            number += 1
