@@ -96,6 +96,23 @@ def test_the_template_beside_the_tokenizer_is_used_and_puts_no_second_bos(where,
     assert counted == "2<|eot|>é!<|eot|>"
 
 
+def test_tokens_and_what_counts_are_those_of_transformers(tmp_path):
+    """Which is told by a template what the assistant says, and finds it by characters too."""
+    transformers = pytest.importorskip("transformers")
+    specials = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    byte_level(tmp_path, **specials, chat_template=LLAMA)
+    file, said = str(tmp_path / "tokenizer.json"), "{{ m.content | trim }}<|eot|>"
+    marked = "{% generation %}" + said + "{% endgeneration %}"
+    by_role = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{said}{{% endif %}}"
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=file, **specials, chat_template=LLAMA.replace(said, by_role)
+    ).apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    tokens, counted = _Encoder(Tokenizer.from_file(file), ChatTemplate(file))({"messages": CHAT})
+    assert tokens == list(theirs["input_ids"])
+    assert counted == [bool(mask) for mask in theirs["assistant_masks"]]
+    assert sum(counted) == 6
+
+
 def test_a_tokenizer_without_a_template_gets_chatml(tmp_path):
     byte_level(tmp_path)
     text, counted = encoded(tmp_path, {"messages": CHAT[:2]})
