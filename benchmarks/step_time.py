@@ -100,7 +100,7 @@ def ours(setting: Setting) -> Step:
     optimizer = build_optimizer(engine.model, train.optimizer)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        engine.forward_backward([MicroBatch(inputs, targets)])
+        engine.forward_backward([MicroBatch(inputs, targets)], targets.numel())
         norm = gradient_square_sum(engine.model).sqrt().item()
         clip_gradients(engine.model, norm, train.optimizer.clip_norm)
         optimizer.step()

@@ -67,7 +67,7 @@ def main() -> None:
                 rounds=micro_batches_per_rank(train.global_batch // train.micro_batch, dp),
             ):
                 used = samples or range(train.micro_batch)
-                inputs, targets = corpus.samples(used)
+                inputs, targets, _ = corpus.samples(used)
                 loss = F.cross_entropy(model(inputs, rope).flatten(0, 1), targets.flatten())
                 # A mean over the micro-batch; `parallelize` sums gradients over dp.
                 weight = len(samples) / train.global_batch if samples else 0.0

@@ -67,11 +67,37 @@ class DataSection:
     path: str = field(metadata=says("File or folder; relative to the job file's folder."))
     format: str = field(
         default="text",
-        metadata=says("text files, nanoGPT .bin shards, or Megatron .bin/.idx."),
+        metadata=says(
+            "text files, nanoGPT .bin shards, Megatron .bin/.idx, or sft: examples in JSON lines."
+        ),
     )
     tokenizer: str = field(
         default="bytes",
         metadata=says("bytes (vocabulary 256), or the path of a tokenizer.json."),
+    )
+    cut_long: bool = field(
+        default=False,
+        metadata=says("Of sft: cut examples longer than seq_len + 1 tokens; false: refuse them."),
+    )
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sequence holds several documents that do not attend to each other."""
+        return self.format == "sft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSection:
+    """The loss on data that is not trained on; see docs/finetuning.md. `path` is absolute."""
+
+    path: str = field(
+        metadata=says("File or folder, of the format and tokenizer of data; never trained on.")
+    )
+    every_steps: int = field(
+        metadata=says("Validate after every multiple of this many steps, and after the last one.")
+    )
+    batches: int | None = field(
+        default=None, metadata=says("Global batches each time; null: all of path, once.")
     )
 
 
@@ -287,6 +313,8 @@ class TrainConfig:
     """Pipeline schedule: 1f1b or interleaved."""
     interleave: int = 1
     """Stages per rank of the interleaved schedule."""
+    validation: ValidationSection | None = None
+    """None: there is none."""
     start_from: StartFrom | None = None
     """None: from initial values."""
     command: tuple[str, ...] | None = None
@@ -337,6 +365,7 @@ class TrainConfig:
                 "network": NetworkSection(**raw["network"]),
                 "command": tuple(words) if (words := raw.get("command")) else None,
                 "numbers": NumbersSection(**raw.get("numbers", {})),
+                "validation": ValidationSection(**v) if (v := raw.get("validation")) else None,
                 "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,
                 "code": CodeSection(**code) if (code := raw.get("code")) else None,
             }

@@ -64,7 +64,7 @@ EVENTS: Final[dict[str, str]] = {
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
     # workers
     "trainer.started": "A trainer is ready to step. layout, resume_step, restored_from",
-    "step.completed": "A step is done. loss, grad_norm, tokens, step_s, lr",
+    "step.completed": "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens",
     "step.committed": "This step will not be redone. source",
     "step.skipped": "A step's batch was used up without an update. reason, loss, grad_norm",
     "numbers.anomaly": "A step's numbers are wrong. kind, action, reason, loss, grad_norm",
@@ -76,8 +76,11 @@ EVENTS: Final[dict[str, str]] = {
     "checkpoint.failed": "A save failed; training continues. reason",
     "checkpoint.skipped": "A checkpoint was not valid and was passed over. dir, reason",
     "checkpoint.restored": "State was loaded. dir, seconds",
-    "evaluation.started": "A script began an evaluation: no step is expected until it ends",
-    "evaluation.ended": "It ended",
+    "evaluation.started": "An evaluation began: no step is expected until it ends",
+    "evaluation.ended": "That of a script ended",
+    "validation.completed": (
+        "The loss on the validation data; of one step the last counts. loss, tokens, seconds"
+    ),
     "snapshot.restored": "State was loaded from memory. written_in_epoch, seconds",
     "snapshot.served": "A node that left served snapshots to the others. seconds, freed",
     "snapshot.unusable": "A newer snapshot is not whole and was passed over. reason",

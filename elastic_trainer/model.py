@@ -47,13 +47,33 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return rotated.type_as(x)
 
 
-class CausalAttention(nn.Module):
-    """Softmax attention where a position sees itself and those before it."""
+def causal_mask(num_queries: int, num_keys: int, documents: Tensor) -> Tensor:
+    """Return which of the first `num_keys` positions the last `num_queries` of them see.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E)."""
+    Each sees itself and those before it in its own document.
+
+    Args:
+        num_queries: T.
+        num_keys: of all positions, of which the queries are the last.
+        documents: where the document of each query begins, (B, T) int64.
+
+    Returns:
+        (B, 1, T, num_keys) bool.
+    """
+    keys = torch.arange(num_keys, device=documents.device)
+    queries = keys[num_keys - num_queries :, None]
+    return ((keys <= queries) & (keys >= documents[..., None])).unsqueeze(1)
+
+
+class CausalAttention(nn.Module):
+    """Softmax attention where a position sees itself and those before it in its document."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E); `documents` as of `Llama`."""
+        length = q.shape[2]
+        mask = None if documents is None else causal_mask(length, length, documents)
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
@@ -70,7 +90,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_dim, shape.dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         # Head counts come from the tensors, so that a sharded projection works as it is.
         q, k, v = (
@@ -78,7 +98,7 @@ class Attention(nn.Module):
             for w in (self.wq, self.wk, self.wv)
         )
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        y: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
+        y: Tensor = self.wo(self.core(q, k, v, documents).transpose(1, 2).flatten(2))
         return y
 
 
@@ -107,9 +127,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.ffn = FeedForward(shape)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        x = x + self.attention(self.attention_norm(x), rope)
+        x = x + self.attention(self.attention_norm(x), rope, documents=documents)
         y: Tensor = x + self.ffn(self.ffn_norm(x))
         return y
 
@@ -127,11 +147,18 @@ class Llama(nn.Module):
         if shape.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, rope: Tensor) -> Tensor:
-        """Map tokens (B, T) to logits (B, T, V); `rope` from `rope_table`."""
+    def forward(self, tokens: Tensor, rope: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Map tokens (B, T) to logits (B, T, V).
+
+        Args:
+            tokens: int64.
+            rope: from `rope_table`.
+            documents: where in its sequence the document of each position begins, (B, T) int64;
+                none attends to another. None: each sequence is one document.
+        """
         x = self.embedding(tokens)
         for layer in self.layers.values():
-            x = layer(x, rope)
+            x = layer(x, rope, documents)
         y: Tensor = self.head(self.norm(x))
         return y
 

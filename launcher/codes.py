@@ -133,6 +133,7 @@ CODES: Final[dict[str, Code]] = {
     "HF183": Code("A policy refuses a pod of the job.", "Fix what it names."),
     "HF184": Code("A pull secret of the image does not exist.", "Create it, or fix the name."),
     "HF185": Code("A claim that one node can mount.", "Use one that is ReadWriteMany."),
+    "HF186": Code("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit together.",
@@ -290,9 +291,11 @@ CODES: Final[dict[str, Code]] = {
     "HF702": Code("The corpus is empty or too short.", "Use a longer one, or a smaller seq_len."),
     "HF703": Code("A token outside the vocabulary.", "Use the tokenizer it was made with."),
     "HF704": Code("The tokenizer cannot be used.", "Name a tokenizer.json, or use bytes."),
-    "HF705": Code("A data format the trainer cannot read.", "Use text, nanogpt or megatron."),
+    "HF705": Code("A data format the trainer cannot read.", "Use text, nanogpt, megatron or sft."),
     "HF706": Code("The corpus is not the one the run began with.", "Restore the original corpus."),
     "HF707": Code("The corpus's files are damaged.", "Copy them again, or make them again."),
+    "HF708": Code("A line of an SFT file that is no example.", "Fix or remove the line named."),
+    "HF709": Code("SFT examples longer than seq_len.", "Raise seq_len, or set data.cut_long."),
     "HF711": Code("Wrong numbers in a step stop the job.", "See `numbers`."),
     # Kubernetes: what a job file lacks to be rendered.
     "HF720": Code("No container image for the pods.", "Set kubernetes.image."),

@@ -26,15 +26,12 @@ def live_problems(spec: JobSpec, base_dir: str | Path) -> list[Problem]:
 
 
 def _data(spec: JobSpec, base_dir: str | Path) -> Iterator[Problem]:
-    path = Path(resolve(spec.data.path, base_dir))
-    problem = _bad_pair(path) if spec.data.format == "megatron" else _bad_corpus(path)
-    if problem:
-        yield spec.problem(problem[0], "data.path", problem[1])
-    if spec.data.tokenizer != "bytes":
-        tokenizer = Path(resolve(spec.data.tokenizer, base_dir))
-        problem = _unreadable(tokenizer)
+    bad_corpus = _bad_pair if spec.data.format == "megatron" else _bad_corpus
+    for key, written in spec.data_paths.items():
+        path = Path(resolve(written, base_dir))
+        problem = (_unreadable if key == "data.tokenizer" else bad_corpus)(path)
         if problem:
-            yield spec.problem(problem[0], "data.tokenizer", problem[1])
+            yield spec.problem(problem[0], key, problem[1])
 
 
 def _bad_corpus(path: Path) -> tuple[str, str] | None:

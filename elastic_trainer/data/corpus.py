@@ -1,8 +1,9 @@
-"""Global sample index -> tokens: windows over the flat sequence that a reader gives."""
+"""Global sample index -> tokens: the windows of a corpus in the order of a seed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,79 +15,170 @@ from elastic_trainer.data.index import window_of
 from elastic_trainer.data.megatron import read_megatron
 from elastic_trainer.data.nanogpt import read_nanogpt
 from elastic_trainer.data.pin import pin
-from elastic_trainer.data.source import Source, Tokens
+from elastic_trainer.data.sft import read_sft
+from elastic_trainer.data.source import Array, Source, Tokens, Window, Windows
 from elastic_trainer.data.text import read_text
 
+IGNORED: Final = -100
+"""Target of a token that counts nothing: cross_entropy's own default."""
 
-class Corpus:
-    """A flat sequence of tokens, read in windows of `seq_len` + 1 tokens.
+
+class Samples(NamedTuple):
+    """Some samples, each (B, T) int64."""
+
+    inputs: Tensor
+    targets: Tensor
+    """IGNORED where nothing counts."""
+    documents: Tensor | None
+    """The position at which the document of each position begins; None: each row is one."""
+
+
+class FlatWindows:
+    """A flat sequence of tokens, cut into windows of `seq_len` + 1 tokens.
 
     Window w covers tokens [w * seq_len, (w + 1) * seq_len]: the last token of one
     is the first of the next, so that every token but the first is predicted once.
+
+    Raises:
+        DataError: HF702, there is not one.
     """
 
-    def __init__(
-        self, tokens: Tokens, *, seq_len: int, seed: int, vocab_size: int, where: str
-    ) -> None:
-        self._tokens, self._seq_len, self._seed = tokens, seq_len, seed
-        self._vocab_size, self._where = vocab_size, where
-        self.num_windows = (len(tokens) - 1) // seq_len
-        if self.num_windows < 1:
+    def __init__(self, tokens: Tokens, *, seq_len: int, where: str) -> None:
+        self.tokens, self._seq_len = tokens, seq_len
+        self.counted: Array | None = None
+        if len(self) < 1:
             raise DataError(
                 f"HF702 data.path: {where} has {len(tokens)} tokens, train.seq_len {seq_len} needs "
                 f"at least {seq_len + 1}: use a longer corpus or a smaller seq_len"
             )
 
-    def samples(self, indices: range) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of global samples `indices`, each (B, T) int64.
+    def __len__(self) -> int:
+        """Return the number of windows; tokens at the end that fill none are not used."""
+        return (len(self.tokens) - 1) // self._seq_len
+
+    def window(self, index: int) -> Window:
+        """Return one, as one document."""
+        start = index * self._seq_len
+        return Window(self.tokens[start : start + self._seq_len + 1].astype(np.int64))
+
+
+class Corpus:
+    """Windows, visited in the order of `seed`.
+
+    Args:
+        windows: of the corpus.
+        seq_len: positions of a sample.
+        seed: of the order.
+        vocab_size: of the model; no token may be outside.
+        where: the corpus, for messages.
+    """
+
+    def __init__(
+        self, windows: Windows, *, seq_len: int, seed: int, vocab_size: int, where: str
+    ) -> None:
+        self.windows, self._seq_len, self._seed = windows, seq_len, seed
+        self._vocab_size, self._where = vocab_size, where
+        self.num_windows = len(windows)
+
+    def samples(self, indices: range) -> Samples:
+        """Return global samples `indices`.
 
         Raises:
-            DataError: HF703, a token is outside the vocabulary; HF707, see `Tokens`.
+            DataError: HF703, a token is outside the vocabulary; HF707, see `Windows`.
         """
-        rows = np.stack([self._window(i) for i in indices])
+        found = [self.windows.window(self._window_of(i)) for i in indices]
         # Only damage or another tokenizer gives negative tokens, but formats can hold them.
-        low, top = int(rows.min()), int(rows.max())
+        low = min(int(window.tokens.min()) for window in found)
+        top = max(int(window.tokens.max()) for window in found)
         if low < 0 or top >= self._vocab_size:
             raise DataError(
                 f"HF703 data.path: {self._where} has token {low if low < 0 else top}, the model's "
                 f"vocabulary is {self._vocab_size}: use the tokenizer the corpus was made with, "
                 "or a larger vocab_size"
             )
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+        inputs, targets, documents = zip(*(_row(w, self._seq_len) for w in found), strict=True)
+        separate = documents[0] is not None
+        return Samples(
+            _stacked(inputs), _stacked(targets), _stacked(documents) if separate else None
+        )
 
-    def _window(self, sample: int) -> np.ndarray:
-        start = window_of(sample, self.num_windows, self._seed) * self._seq_len
-        return self._tokens[start : start + self._seq_len + 1].astype(np.int64)
+    def counted(self, indices: range) -> int:
+        """Return how many targets of global samples `indices` count in the loss; at least 1."""
+        counted = self.windows.counted
+        if counted is None:  # of a large batch the order alone takes milliseconds
+            return len(indices) * self._seq_len
+        return sum(int(counted[self._window_of(i)]) for i in indices)
+
+    def _window_of(self, sample: int) -> int:
+        return window_of(sample, self.num_windows, self._seed)
+
+
+def _stacked(rows: tuple[Array, ...]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _row(window: Window, seq_len: int) -> tuple[Array, Array, Array | None]:
+    """Return inputs, targets and documents of one window, each (T,) int64."""
+    if window.lengths is None:
+        return window.tokens[:-1], window.tokens[1:], None
+    ends = np.cumsum(window.lengths)
+    begins = ends - window.lengths
+    wanted = window.tokens
+    if window.counted is not None:
+        wanted = np.where(window.counted, wanted, IGNORED)
+    # Each document before a position has one position less than tokens.
+    starts = np.repeat(begins - np.arange(len(begins)), window.lengths - 1)
+    inputs = np.zeros(seq_len, dtype=np.int64)
+    targets = np.full(seq_len, IGNORED, dtype=np.int64)
+    documents = np.full(seq_len, len(starts), dtype=np.int64)  # padding: a document of its own
+    inputs[: len(starts)] = np.delete(window.tokens, ends - 1)
+    targets[: len(starts)] = np.delete(wanted, begins)
+    documents[: len(starts)] = starts
+    return inputs, targets, documents
 
 
 def open_corpus(
-    section: DataSection, *, seq_len: int, seed: int, vocab_size: int, cache_dir: Path
+    section: DataSection,
+    *,
+    seq_len: int,
+    seed: int,
+    vocab_size: int,
+    cache_dir: Path,
+    pinned_as: str = "corpus.json",
 ) -> Corpus:
     """Open the corpus of `section`, and see that it is the one this run began with.
 
     Text is encoded once: whoever comes first publishes `cache_dir/<digest>.bin`, the
-    others map it. The first to open a corpus pins it in `corpus.json` beside `cache_dir`,
-    which may be deleted at any time; corpus.json may not.
+    others map it. The first to open a corpus pins it in `pinned_as` beside `cache_dir`,
+    which may be deleted at any time; the pin may not.
 
     Raises:
-        DataError: HF701-HF707, a file that cannot be read, is empty, damaged, does not fit,
+        DataError: HF701-HF709, a file that cannot be read, is empty, damaged, does not fit,
             or is not the corpus of this run.
         OSError: the cache or the pin cannot be written.
     """
     path = Path(section.path)
     try:
-        source = _read(section, path, cache_dir)
+        windows, identity = _windows(section, path, seq_len, cache_dir)
     except UnreadableError as error:
         raise DataError(
             f"HF701 data.path: {error.__cause__}: check that {path} exists on every node and is "
             "readable"
         ) from error
-    corpus = Corpus(
-        source.tokens, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=str(path)
-    )
-    pin(cache_dir.parent / "corpus.json", source.identity, where=str(path))
+    corpus = Corpus(windows, seq_len=seq_len, seed=seed, vocab_size=vocab_size, where=str(path))
+    pin(cache_dir.parent / pinned_as, identity, where=str(path))
     return corpus
+
+
+def _windows(
+    section: DataSection, path: Path, seq_len: int, cache_dir: Path
+) -> tuple[Windows, dict[str, int | str]]:
+    if section.format == "sft":
+        return read_sft(
+            path, section.tokenizer, cache_dir, seq_len=seq_len, cut_long=section.cut_long
+        )
+    source = _read(section, path, cache_dir)
+    return FlatWindows(source.tokens, seq_len=seq_len, where=str(path)), source.identity
 
 
 def _read(section: DataSection, path: Path, cache_dir: Path) -> Source:
@@ -97,5 +189,6 @@ def _read(section: DataSection, path: Path, cache_dir: Path) -> Source:
     if section.format == "megatron":
         return read_megatron(path)
     raise DataError(
-        f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt or megatron"
+        f"HF705 data.format: {section.format} cannot be trained on; use text, nanogpt, megatron "
+        "or sft"
     )

@@ -1,4 +1,4 @@
-"""What every reader returns: a flat sequence of tokens, and what identifies it."""
+"""What readers return: a flat sequence of tokens or windows of them, and what identifies it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,41 @@ class Tokens(Protocol):
 
     def __getitem__(self, window: slice, /) -> Array:
         """Return tokens [window.start, window.stop), 1-D, integers; the step is None.
+
+        Raises:
+            DataError: HF707, the files turn out to be damaged there.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The documents of one sequence, one behind the other.
+
+    Each document of n tokens takes n - 1 positions: its last token is a target only, its first
+    an input only. Together they take at most `seq_len`.
+    """
+
+    tokens: Array
+    """1-D, int64."""
+    counted: Array | None = None
+    """Bool, by token: whether its prediction counts in the loss; None: all do."""
+    lengths: Array | None = None
+    """Tokens of each document; None: there is one, of seq_len + 1 tokens."""
+
+
+class Windows(Protocol):
+    """What a corpus consists of: windows by number, whatever order they are visited in."""
+
+    counted: Array | None
+    """Targets of each window that count in the loss, at least 1; None: all do."""
+
+    def __len__(self) -> int:
+        """Return the number of windows, at least 1."""
+        ...
+
+    def window(self, index: int) -> Window:
+        """Return one of them.
 
         Raises:
             DataError: HF707, the files turn out to be damaged there.

@@ -13,6 +13,8 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F  # noqa: N812
 
+from elastic_trainer.model import causal_mask
+
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -34,14 +36,18 @@ class GatheredAttention(nn.Module):
         self._group = mesh.get_group()
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E); T is this rank's part."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E); T is this rank's part.
+
+        `documents` (B, T) counts positions of the whole sequence, see `Llama`.
+        """
         k, v = self._gather(k, v)
         length = q.shape[2] // 2
         chunks = (self._rank, 2 * self._size - 1 - self._rank)
+        begins = (None, None) if documents is None else documents.split(length, dim=1)
         out = [
-            _attend(part, k, v, length * (chunk + 1))
-            for part, chunk in zip(q.split(length, dim=2), chunks, strict=True)
+            _attend(part, k, v, length * (chunk + 1), begin)
+            for part, chunk, begin in zip(q.split(length, dim=2), chunks, begins, strict=True)
         ]
         return torch.cat(out, dim=2)
 
@@ -55,19 +61,23 @@ class GatheredAttention(nn.Module):
         return k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: int) -> Tensor:
-    """Attend to the first `visible` keys; the last query sees them all.
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: int, documents: Tensor | None = None
+) -> Tensor:
+    """Attend to the first `visible` keys; the last query sees all of its document.
 
     What torch's `causal_lower_right` does, which cannot be made under activation
     checkpointing: this operator's causal mask ends at the lower right corner.
     """
     k, v = k[:, :, :visible], v[:, :, :visible]
-    if q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0:
+    flash_fits = q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0
+    if documents is None and flash_fits:
         flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
         out: Tensor = flash(q, k, v, is_causal=True)[0]
         return out
-    length = q.shape[2]
-    mask = torch.ones(length, visible, dtype=torch.bool, device=q.device)
+    if documents is None:
+        documents = torch.zeros(1, 1, dtype=torch.int64, device=q.device)
+    mask = causal_mask(q.shape[2], visible, documents)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask.tril(visible - length), enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -37,10 +37,10 @@ class Stage(Llama):
         self.rope: Tensor | None = None
         """Set before the first forward; only activations travel between stages."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Map tokens or activations to activations or logits."""
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Map tokens or activations to activations or logits; `documents` as of `Llama`."""
         assert self.rope is not None, "rope is set with the data"
-        return super().forward(x, self.rope)
+        return super().forward(x, self.rope, documents)
 
 
 def cut_stages(model: Llama, spans: Sequence[StageSpan]) -> list[Stage]:
@@ -104,12 +104,23 @@ class Pipeline:
             else ScheduleInterleaved1F1B(parts, num_micro_batches, **options)
         )
 
-    def run(self, inputs: Tensor | None, targets: Tensor | None) -> None:
+    def run(
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        documents: Tensor | None,
+        *,
+        backward: bool,
+    ) -> None:
         """Run one step, all micro-batches of it in one tensor.
 
         Args:
             inputs: tokens (num_micro_batches * B, T), for the first stage's rank.
             targets: the same shape, for the last stage's rank.
+            documents: the same shape, for every rank; None: each sequence is one document.
+            backward: or the losses alone.
         """
         args = (inputs,) if self.is_first else ()
-        self._schedule.step(*args, target=targets if self.is_last else None, return_outputs=False)
+        run = self._schedule.step if backward else self._schedule.eval
+        more = {} if documents is None else {"documents": documents}
+        run(*args, target=targets if self.is_last else None, return_outputs=False, **more)

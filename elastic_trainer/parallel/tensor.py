@@ -24,15 +24,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F  # noqa: N812
 
+from elastic_trainer.data import IGNORED
 from elastic_trainer.model import Block, Llama
 
 SEQUENCE = 1
 """The dim of activations that is split between branches."""
 warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
 # Said of the head's local logits, which nobody changes in place.
-
-IGNORED = -100
-"""Target of a token that counts nothing: cross_entropy's own default."""
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Rung
@@ -72,41 +73,70 @@ class Engine:
         positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
         self._rope = rope_table(config.model, positions, self._device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._weight = 1.0
+        """Of a token in the loss of a step."""
         for stage in self.stages:
             stage.rope = self._rope
         self._pipeline = self._build_pipeline(len(positions)) if self.stages else None
 
-    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def forward_backward(self, micro_batches: Iterable[MicroBatch], tokens: int) -> Tensor:
         """Add up the gradients of one step.
 
-        Ranks in the middle of a pipeline take no micro-batch.
+        Ranks in the middle of a pipeline take micro-batches of packed documents only.
+
+        Args:
+            micro_batches: of this rank.
+            tokens: targets of the global batch that count: the loss is the mean over them.
 
         Returns:
             The token losses this rank is to count, fp64 scalar: over all ranks their
             sum is that of the global batch.
         """
+        self._weight = 1.0 / tokens
+        return self._run(micro_batches, backward=True)
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """Return the token losses this rank is to count of a global batch, without gradients.
+
+        To be called between two steps, whose numbers stay the same.
+        """
+        with torch.no_grad():
+            loss_sum = self._run(micro_batches, backward=False)
+        # FSDP does so after a backward: parameters are whole, where the optimizer knows parts.
+        for part in self.stages or [self.model]:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return loss_sum
+
+    def _run(self, micro_batches: Iterable[MicroBatch], *, backward: bool) -> Tensor:
         self._loss_sum.zero_()
         with loss_scope(self.meshes.tp):
             if self._pipeline is None:
                 for batch in micro_batches:
-                    self._loss(self.model(batch.inputs, self._rope), batch.targets).backward()
-            elif self._pipeline.is_first or self._pipeline.is_last:
+                    logits = self.model(batch.inputs, self._rope, batch.documents)
+                    loss = self._loss(logits, batch.targets)
+                    if backward:
+                        loss.backward()
+            elif self._pipeline.is_first or self._pipeline.is_last or self._config.data.packed:
                 batches = list(micro_batches)
+                documents = [b.documents for b in batches if b.documents is not None]
                 self._pipeline.run(
                     torch.cat([batch.inputs for batch in batches]),
                     torch.cat([batch.targets for batch in batches]),
+                    torch.cat(documents) if documents else None,
+                    backward=backward,
                 )
             else:
-                self._pipeline.run(None, None)
+                self._pipeline.run(None, None, None, backward=backward)
         return self._loss_sum.clone()
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return what to call backward on: with it, gradients sum up to those of one process."""
-        train = self._config.train
         loss_sum = token_loss_sum(logits, targets, self.meshes.tp)
         if self.coordinate["tp"] == 0:  # all of the group hold the same
             self._loss_sum += loss_sum.detach()
-        return loss_sum * (1.0 / (train.global_batch * train.seq_len))
+        return loss_sum * self._weight
 
     def _build_pipeline(self, num_positions: int) -> Pipeline:
         assert self.meshes.pp is not None

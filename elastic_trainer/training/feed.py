@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from elastic_trainer.config import TrainSection
-from elastic_trainer.data import Corpus
-from elastic_trainer.data.index import micro_batch_samples
+from elastic_trainer.data import IGNORED, Corpus
+from elastic_trainer.data.index import micro_batch_samples, samples_of_step
 from elastic_trainer.ladder import Rung
 from elastic_trainer.parallel.context import zigzag_positions
-from elastic_trainer.parallel.tensor import IGNORED
 from elastic_trainer.training.ledger import LedgerWriter
 
 
@@ -24,6 +23,8 @@ class MicroBatch:
     inputs: Tensor
     targets: Tensor
     """IGNORED everywhere in a micro-batch that only fills up the step."""
+    documents: Tensor | None = None
+    """See `Samples`."""
 
 
 class Feed:
@@ -36,6 +37,7 @@ class Feed:
         coordinate: this rank's, from `layout.coordinate`.
         ledger: of this rank's dp index; None on ranks that leave it to another.
         device: where the tokens go.
+        stop: samples from here on count nothing; None: all count.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Feed:
         coordinate: dict[str, int],
         ledger: LedgerWriter | None,
         device: torch.device,
+        stop: int | None = None,
     ) -> None:
-        self._corpus, self._train, self._rung = corpus, train, rung
+        self._corpus, self._train, self._rung, self._stop = corpus, train, rung, stop
         self._dp_rank, self._ledger, self._device = coordinate["dp"], ledger, device
         self._positions = zigzag_positions(train.seq_len, rung.layout.cp, coordinate["cp"])
 
@@ -60,10 +63,21 @@ class Feed:
                 self._ledger.fed(samples)
             first = (step - 1) * train.global_batch
             used = samples if samples is not None else range(first, first + train.micro_batch)
-            inputs, targets = (part[:, self._positions] for part in self._corpus.samples(used))
+            found = self._corpus.samples(used)
+            targets = found.targets
             if samples is None:  # any tokens will do
                 targets = torch.full_like(targets, IGNORED)
-            yield MicroBatch(self._to_device(inputs), self._to_device(targets))
+            elif self._stop is not None:
+                targets[max(0, self._stop - samples.start) :] = IGNORED
+            yield MicroBatch(
+                self._part(found.inputs),
+                self._part(targets),
+                None if found.documents is None else self._part(found.documents),
+            )
+
+    def tokens(self, step: int) -> int:
+        """Return how many targets of the global batch of `step` count in the loss."""
+        return self._corpus.counted(samples_of_step(step, self._train.global_batch))
 
     def _samples_of(self, step: int) -> Iterable[range | None]:
         train = self._train
@@ -76,8 +90,12 @@ class Feed:
             rounds=self._rung.micro_batches,
         )
 
-    def _to_device(self, tokens: Tensor) -> Tensor:
-        """Copy; on CUDA behind what runs, for a copy of pageable memory waits for all of it."""
+    def _part(self, rows: Tensor) -> Tensor:
+        """Copy this rank's positions to the device.
+
+        On CUDA behind what runs, for a copy of pageable memory waits for all of it.
+        """
+        tokens = rows[:, self._positions]
         if self._device.type != "cuda":
             return tokens.to(self._device)
         return tokens.pin_memory().to(self._device, non_blocking=True)

@@ -46,6 +46,7 @@ from elastic_trainer.training.optimizer import (
     set_learning_rate,
 )
 from elastic_trainer.training.session import Agreed, Session, WorkerContext
+from elastic_trainer.training.validation import Validation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,11 @@ class StepResult:
     """What all ranks agree on after a step."""
 
     loss: float
-    """Mean over the tokens of the global batch."""
+    """Mean over the tokens of the global batch that count."""
     grad_norm: float
     """Global, before clipping."""
+    tokens: int
+    """Of the global batch that count in the loss."""
     agreed: Agreed
     decision: StepDecision
     """On the loss and the norm; says whether the update is applied."""
@@ -164,6 +167,16 @@ class Trainer:
             ledger=ledger,
             device=self.device,
         )
+        self.validation = None
+        if config.validation is not None:
+            self.validation = Validation(
+                config.validation,
+                config,
+                self.rung,
+                run_dir=who.run_dir,
+                coordinate=here,
+                device=self.device,
+            )
         self.session.started(self.step)
 
     # --- the loop --------------------------------------------------------------------------
@@ -174,6 +187,9 @@ class Trainer:
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
         self._compare_replicas(before_save=True)
         while self.step < steps:
+            if asked := self._validate():
+                self._compare_replicas(before_save=True)
+                return self._leave(growing=asked is Request.GROW)
             if self.guard.passes_over(self.step + 1):
                 self._pass_over()
                 continue
@@ -200,6 +216,8 @@ class Trainer:
                 self._save(wait=False)
         if self.session.saved_step < self.step:
             self._save(wait=True)
+        if asked := self._validate():
+            return self._leave(growing=asked is Request.GROW)
         self.heartbeat.beat(section=Section.FINISHED)
         self.session.emit("trainer.finished", step=self.step, loss=loss)
         return EXIT_DONE
@@ -207,11 +225,12 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[StepResult, float]:
         """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
+        tokens = self.feed.tokens(step)
         loss_sum = self.engine.forward_backward(
-            marked_data(self.feed.micro_batches(step), self.heartbeat.mark)
+            marked_data(self.feed.micro_batches(step), self.heartbeat.mark), tokens
         )
         self.heartbeat.mark(Part.SUMS)
-        result = self._agree(loss_sum, step)
+        result = self._agree(loss_sum, step, tokens)
         self.heartbeat.mark(Part.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)
         if result.decision.applies:
@@ -221,17 +240,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return result, lr
 
-    def _agree(self, loss_sum: Tensor, step: int) -> StepResult:
+    def _agree(self, loss_sum: Tensor, step: int, tokens: int) -> StepResult:
         """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
-        train = self.config.train
         votes = self.session.votes(step, self.heartbeat.asked())
         sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
         everything = torch.cat([sums, sums.new_tensor(votes)])
         self.sum_over_ranks(everything)
         loss, square_sum, *votes = everything.tolist()
         agreed = self.session.agreed(votes)
-        loss, norm = loss / (train.global_batch * train.seq_len), square_sum**0.5
-        return StepResult(loss, norm, agreed, self.guard.decide(step, loss, norm))
+        loss, norm = loss / tokens, square_sum**0.5
+        return StepResult(loss, norm, tokens, agreed, self.guard.decide(step, loss, norm))
 
     def sum_over_ranks(self, values: Tensor) -> None:
         """Add up `values` over all ranks, in place; the heartbeat tells who has not come yet."""
@@ -244,6 +262,8 @@ class Trainer:
         extra: dict[str, Any] = {}
         if not result.decision.applies:
             extra["reason"] = result.decision.reason
+        if self.config.data.packed:
+            extra["loss_tokens"] = result.tokens
         if self.device.type == "cuda" and self.who.rank == 0:
             extra["mfu"] = utilisation(
                 tokens / seconds,
@@ -304,8 +324,40 @@ class Trainer:
         self.heartbeat.beat(section=Section.STOPPED)
         return EXIT_SAVED
 
+    def _validate(self) -> Request:
+        """Validate the state after the newest step where that is due.
+
+        Before the next step, so that an epoch that continues from here does what the one before
+        it has not done, or not ended.
+
+        Returns:
+            The request that ended it before; else none.
+        """
+        if self.validation is None or not self.validation.due(self.step):
+            return Request.NONE
+        begun, before = time.monotonic(), self.heartbeat.read().section
+        self.heartbeat.beat(section=Section.EVALUATING)
+        self.session.emit("evaluation.started", step=self.step)
+        loss = self.validation.run(
+            lambda batch: self.engine.evaluate(marked_data(batch, self.heartbeat.mark)),
+            asked=self.heartbeat.asked,
+            sum_over_ranks=self.sum_over_ranks,
+        )
+        self.heartbeat.beat(step=self.step, section=before)
+        if isinstance(loss, Request):
+            return loss
+        self.session.emit(
+            "validation.completed",
+            step=self.step,
+            loss=loss,
+            tokens=self.validation.tokens,
+            seconds=round(time.monotonic() - begun, 6),
+        )
+        return Request.NONE
+
     def _leave(self, *, growing: bool) -> int:
-        if not self.session.leave(self.step, growing=growing):
+        kept = self.session.leave(self.step, growing=growing)
+        if not kept and self.session.saved_step < self.step:
             self._save(wait=True)
         self.heartbeat.beat(section=Section.STOPPED)
         return EXIT_SAVED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.layout import ParallelLayout
@@ -151,11 +152,27 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
     if spec.network.cidr and spec.network.interface != "auto":
         message = "interface and cidr exclude each other; keep one"
         yield finding("HF016", "network.cidr", message, "network.interface")
+    yield from _validation(spec)
+    if spec.data.cut_long and not spec.data.packed:
+        message = f"cut_long is for examples of sft, the format is {spec.data.format}; leave it out"
+        offers = instead("data.cut_long", [False])
+        yield finding("HF016", "data.cut_long", message, "data.format", offers=offers)
     warmup, steps = spec.train.optimizer.warmup_steps, spec.train.steps
     if warmup > steps:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
         tenth = instead("train.optimizer.warmup_steps", [steps // 10])
         yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", offers=tenth)
+
+
+def _validation(spec: JobSpec) -> Iterator[Finding]:
+    if spec.validation is None:
+        return
+    if spec.command is not None:
+        message = "a command validates by itself (docs/scripts.md); leave the section out"
+        yield finding("HF016", "validation", message, "command")
+    elif PurePath(spec.validation.path) == PurePath(spec.data.path):
+        message = f"{spec.validation.path} is data.path too: its loss says nothing about other data"
+        yield finding("HF186", "validation.path", message, "data.path")
 
 
 def _numbers(spec: JobSpec) -> Iterator[Finding]:
@@ -275,7 +292,7 @@ def _model(spec: JobSpec) -> Iterator[Finding]:
         offers = instead(f"model.{field}", usable)
         yield finding("HF023", f"model.{field}", message, offers=offers)
     if (
-        spec.data.format == "text"
+        spec.data.format in ("text", "sft")
         and spec.data.tokenizer == "bytes"
         and shape.vocab_size < BYTES_VOCABULARY
     ):

@@ -20,6 +20,7 @@ from elastic_trainer.config import (
     NumbersSection,
     OptimizerConfig,
     TrainSection,
+    ValidationSection,
 )
 from elastic_trainer.layout import AXES
 from elastic_trainer.models import ModelShape
@@ -54,6 +55,7 @@ _shape = setting_of(ModelShape)
 _optimizer = setting_of(OptimizerConfig)
 _train = setting_of(TrainSection)
 _data = setting_of(DataSection)
+_validation = setting_of(ValidationSection)
 _checkpoint = setting_of(CheckpointSection)
 _elastic = setting_of(ElasticSection)
 _network = setting_of(NetworkSection)
@@ -155,8 +157,17 @@ class Data(Section):
     """Where the tokens come from."""
 
     path: Text = _data("path")
-    format: Literal["text", "nanogpt", "megatron"] = _data("format")
+    format: Literal["text", "nanogpt", "megatron", "sft"] = _data("format")
     tokenizer: Text = _data("tokenizer")
+    cut_long: bool = _data("cut_long")
+
+
+class Validation(Section):
+    """The loss on data that is not trained on."""
+
+    path: Text = _validation("path")
+    every_steps: Count = _validation("every_steps")
+    batches: Count | None = _validation("batches")
 
 
 class Checkpoint(Section):

@@ -47,6 +47,9 @@ class JobSpec(values.Section):
     data: Annotated[config.DataSection, values.Becomes(sections.Data)] = Field(
         description="Where the tokens come from."
     )
+    validation: Annotated[config.ValidationSection, values.Becomes(sections.Validation)] | None = (
+        Field(None, description="Data that is not trained on; null: none.")
+    )
     checkpoint: sections.Checkpoint = values.optional_section("Checkpoints and snapshots.")
     elastic: Annotated[config.ElasticSection, values.Becomes(sections.Elastic)] = (
         values.optional_section("How the job lives with failures.")
@@ -157,6 +160,16 @@ class JobSpec(values.Section):
         return "cpu" if self.cluster.gpu == "cpu" else "cuda"
 
     @property
+    def data_paths(self) -> dict[str, str]:
+        """What the built-in trainer reads of data, as written, by key."""
+        paths = {"data.path": self.data.path}
+        if self.validation is not None:
+            paths["validation.path"] = self.validation.path
+        if self.data.tokenizer != "bytes":
+            paths["data.tokenizer"] = self.data.tokenizer
+        return paths
+
+    @property
     def facts(self) -> Facts:
         """What the layout rules need to know."""
         return Facts(
@@ -237,6 +250,7 @@ def all_sections() -> dict[str, type[BaseModel]]:
         "train": sections.Train,
         "train.optimizer": sections.Optimizer,
         "data": sections.Data,
+        "validation": sections.Validation,
         "checkpoint": sections.Checkpoint,
         "elastic": sections.Elastic,
         "numbers": sections.Numbers,

@@ -105,6 +105,12 @@ def _run_started(event: Event) -> str:
     return f"attempt {event.fields.get('attempt', '?')}: {nodes} started"
 
 
+def _validated(event: Event) -> str:
+    loss = number(event, "loss")
+    shown = "not a number" if loss is None else f"{loss:.4f}"
+    return f"validation loss after step {event.step}: {shown}"
+
+
 _TELL: dict[str, _Tell] = {
     "run.started": _run_started,
     "epoch.formed": _epoch_formed,
@@ -128,6 +134,7 @@ _TELL: dict[str, _Tell] = {
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),
     "checkpoint.skipped": _fill("checkpoint {dir} skipped: {reason}", every_rank=False),
     "checkpoint.restored": _fill("state of step {step} loaded from {dir}", every_rank=False),
+    "validation.completed": _validated,
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are skipped"),
     "replica.mismatch": _fill("replicas differ after step {step}: {tensor} of ranks {ranks}"),

@@ -49,6 +49,8 @@ class TrainingStatus:
         self.spares: tuple[str, ...] = ()
         self.coordinator = ""
         self.restarts = 0
+        self.validation: tuple[int, float] | None = None
+        """Step and loss of the newest validation; None: there was none."""
         self.saved_step: int | None = None
         """Of the newest checkpoint; None: nothing was saved."""
         self.last_unix: float | None = None
@@ -102,8 +104,10 @@ class TrainingStatus:
 
     @property
     def rate_texts(self) -> list[str]:
-        """`loss 2.1034` and `5,120 tokens/s`, where they are known."""
+        """`loss 2.1034`, `validation 2.2012 (step 500)` and `5,120 tokens/s`, where known."""
         loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
+        if self.validation is not None:
+            loss.append(f"validation {self.validation[1]:.4f} (step {self.validation[0]})")
         rate = self.tokens_per_s
         return loss if rate is None else [*loss, f"{rate:,.0f} tokens/s"]
 
@@ -172,6 +176,8 @@ class TrainingStatus:
                 self.pause_unix = event.t_unix
             case "evaluation.ended":
                 self.pause_unix = None
+            case "validation.completed":
+                self._take_validation(event)
             case "checkpoint.committed":
                 self.saved_step, self.good_save, self.failed_saves = event.step, event, []
             case "checkpoint.failed":
@@ -238,6 +244,12 @@ class TrainingStatus:
             self.steps.append(done)
             self.pause_unix = None
 
+    def _take_validation(self, event: Event) -> None:
+        self.pause_unix = None
+        loss = number(event, "loss")
+        if loss is not None and event.step is not None:
+            self.validation = (event.step, loss)
+
     def _take_exit(self, event: Event) -> None:
         before = self.first_failure
         newer = before is None or (event.epoch or 0) > (before.epoch or 0)
@@ -256,6 +268,8 @@ class TrainingStatus:
             "step": self.step,
             "steps_asked": self.total_steps,
             "loss": self.loss,
+            "validation_step": self.validation and self.validation[0],
+            "validation_loss": self.validation and self.validation[1],
             "tokens_per_s": self.tokens_per_s,
             "layout": self.layout or None,
             "nodes": list(self.members),

@@ -191,9 +191,7 @@ def _off_volumes(spec: JobSpec, *, base_dir: str | Path) -> Iterator[Problem]:
     kept = [wish.mount, *(volume.mount for volume in wish.volumes.values())]
     paths: list[tuple[str, str, bool]] = []
     if spec.command is None:
-        paths.append(("data.path", spec.data.path, False))
-        if spec.data.tokenizer != "bytes":
-            paths.append(("data.tokenizer", spec.data.tokenizer, False))
+        paths += [(key, path, False) for key, path in spec.data_paths.items()]
     if spec.checkpoint.dir is not None:
         paths.append(("checkpoint.dir", spec.checkpoint.dir, True))
     if spec.env.venv is not None and wish.python is None:

@@ -50,6 +50,8 @@ def to_train_config(
             path=resolve(spec.data.path, base_dir),
             tokenizer=tokenizer if tokenizer == "bytes" else resolve(tokenizer, base_dir),
         ),
+        validation=spec.validation
+        and dataclasses.replace(spec.validation, path=resolve(spec.validation.path, base_dir)),
         checkpoint=CheckpointSection(**checkpoint),
         elastic=dataclasses.replace(spec.elastic, min_nodes=plan.ladder.min_nodes),
         network=spec.network,

@@ -102,7 +102,8 @@ def check_slurm(
     places = _Places(run_id, Path(run_dir), base_dir, "python3")
     _values(spec, plan, places, array=spec.slurm.array)
     checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir)
-    resolve(spec.data.path, base_dir)
+    for path in spec.data_paths.values():
+        resolve(path, base_dir)
 
 
 def render_sweep(
@@ -357,12 +358,13 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
     """Return SOURCE:TARGET for all that the nodes read and write; none within another."""
     data = []
     if spec.command is None:
-        corpus = PurePath(resolve(spec.data.path, base_dir))
-        # Megatron's path may be the prefix of two files; the root of all is mounted anyway.
-        above = spec.data.format == "megatron" and len(corpus.parts) > 2
-        data = [str(corpus.parent if above else corpus)]
-        if spec.data.tokenizer != "bytes":
-            data.append(resolve(spec.data.tokenizer, base_dir))
+        for key, written in spec.data_paths.items():
+            place = PurePath(resolve(written, base_dir))
+            # Megatron's path may be the prefix of two files, and beside a tokenizer lies the chat
+            # template; the root of all is mounted anyway.
+            needs = "sft" if key == "data.tokenizer" else "megatron"
+            above = spec.data.format == needs and len(place.parts) > 2
+            data.append(str(place.parent if above else place))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
     if spec.command is not None:
         paths.append(resolve(spec.code.dir, base_dir))

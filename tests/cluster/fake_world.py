@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.config import TrainConfig
+from elastic_trainer.data import Samples
 from elastic_trainer.parallel.apply import initialise, slice_of
 from elastic_trainer.training.engine import Engine
 from elastic_trainer.training.feed import Feed
@@ -101,7 +102,8 @@ def step(job_json, num_nodes, rank):
             device=CPU,
         )
         optimizer = build_optimizer(engine.model, config.train.optimizer)
-        loss = engine.forward_backward(feed.micro_batches(1))
+        tokens = config.train.global_batch * config.train.seq_len
+        loss = engine.forward_backward(feed.micro_batches(1), tokens)
         for name, param in engine.model.named_parameters():
             assert param.grad is not None, f"{name} has no gradient"
             assert param.grad.to_local().shape == param.to_local().shape, name
@@ -135,7 +137,7 @@ class _Corpus:
 
     def samples(self, used):
         tokens = torch.arange(len(used) * (self._seq_len + 1)).view(len(used), -1) % 256
-        return tokens[:, :-1], tokens[:, 1:]
+        return Samples(tokens[:, :-1], tokens[:, 1:], None)
 
 
 def accumulated_bytes(job_json, num_nodes, rank):

@@ -39,6 +39,7 @@ from elastic_trainer.config import (
     OptimizerConfig,
     TrainConfig,
     TrainSection,
+    ValidationSection,
 )
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Beat, Heartbeat, Request
@@ -64,6 +65,7 @@ def make_config(
     optimizer: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
     numbers: Mapping[str, Any] | None = None,
+    validation: Mapping[str, Any] | None = None,
     interleave: int = 1,
     device: str = "cpu",
     **sections: Any,
@@ -97,6 +99,7 @@ def make_config(
         ),
         elastic=ElasticSection(start_ceiling_s=40.0),
         numbers=NumbersSection(**(numbers or {})),
+        validation=ValidationSection(**validation) if validation else None,
         schedule="interleaved" if interleave > 1 else "1f1b",
         interleave=interleave,
     )

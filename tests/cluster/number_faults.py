@@ -72,7 +72,7 @@ def install() -> None:
     def train_step(self, step):
         mine = [f for f in parse(os.environ.get(VARIABLE, "")) if f.step == step]
         forward_backward = self.engine.forward_backward
-        self.engine.forward_backward = lambda batches: _spoil(self, mine, forward_backward(batches))
+        self.engine.forward_backward = lambda *batch: _spoil(self, mine, forward_backward(*batch))
         try:
             result = honest(self, step)
         finally:

@@ -11,6 +11,32 @@ from elastic_trainer.parallel.context import _attend
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_packed_documents_are_computed_as_if_alone(dtype, num_kv_heads):
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (
+        torch.randn(1, num_kv_heads, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    documents = torch.tensor([[0] * 100 + [100] * 156], device="cuda")
+    alone = [
+        CausalAttention()(q[:, :, part], k[:, :, part], v[:, :, part])
+        for part in (slice(0, 100), slice(100, 256))
+    ]
+    expected = torch.cat(alone, dim=2)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    whole = CausalAttention()(q, k, v, documents)
+    chunk = _attend(q[:, :, 128:192], k, v, 192, documents[:, 128:192])
+    torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(chunk, expected[:, :, 128:192], rtol=tolerance, atol=tolerance)
+    wanted = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
+    ours = torch.autograd.grad(whole.float().square().sum(), (q, k, v))
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 def test_a_later_chunk_of_queries_sees_what_causal_attention_sees(dtype, num_kv_heads):
     torch.manual_seed(0)
     q = torch.randn(2, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True)

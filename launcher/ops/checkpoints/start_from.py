@@ -136,6 +136,8 @@ KEYS: Final[Mapping[str, Key]] = {
     "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),
     "data.format": Key(False, _NEXT),
     "data.tokenizer": Key(False, _NEXT),
+    "data.cut_long": Key(False, _NEXT),
+    "validation": Key(True, "the new run's own"),
     "checkpoint": Key(True, "the new run's own"),
     "elastic": Key(True, "the new run's own"),
     "numbers": Key(True, "the new run's own"),

@@ -300,6 +300,8 @@ def check_data(config: TrainConfig) -> None:
         UserError: HF201 one is not.
     """
     places = {"data.path": config.data.path, "data.tokenizer": config.data.tokenizer}
+    if config.validation is not None:
+        places["validation.path"] = config.validation.path
     for key, name in places.items():
         if name != "bytes" and not Path(name).exists():
             raise UserError("HF201", f"{key}: {name} does not exist any more; put it back")

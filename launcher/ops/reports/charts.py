@@ -29,6 +29,7 @@ WIDTH_IN: Final = 10.5
 MOST_BARS: Final = 40
 """Recoveries that are drawn, the longest ones: a run of months may have thousands."""
 _LOSS, _REDONE, _FAILURE, _GROWTH, _GRID = "#1d4ed8", "#93a4c3", "#c2261d", "#1f7a3d", "#e4e7eb"
+_VALIDATION = "#b45309"
 _BANDS = ("#eaf2fd", "#fdf1e3", "#e8f6ec", "#f3ecfb", "#fdeaea", "#e6f6f7")
 _EXTRA = (("#f5a742", 4.5), ("#0f766e", 1.0), ("#9333ea", 1.0), ("#64748b", 1.0))
 """(colour, width) of other runs; the first is broad, so that it shows below a curve that agrees."""
@@ -119,7 +120,7 @@ def _figure(height_in: float) -> Iterator[Figure]:
 
 def _draw_loss(figure: FigureBase, data: ReportData) -> None:
     axes = figure.subplots()
-    curves = [data.loss, *data.redone, *data.extra.values()]
+    curves = [data.loss, data.validation, *data.redone, *data.extra.values()]
     if not any(curves):
         text = no_curve_text(data.summary)
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
@@ -137,6 +138,8 @@ def _draw_loss(figure: FigureBase, data: ReportData) -> None:
     for curve in data.redone:
         legend["redone after a failure"] = _plot(axes, curve, _REDONE, 1.3, style=":")
     legend = {"this run": _plot(axes, data.loss, _LOSS, 1.3), **legend}
+    if data.validation:
+        legend["validation"] = _plot(axes, data.validation, _VALIDATION, 1.6, style="--")
     legend |= {
         f"layout {layout_label(name)}": Patch(facecolor=colour, edgecolor=_GRID)
         for name, colour in bands.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_trainer.events import Event
 from launcher.record import timeline
+from launcher.record.event import number
 
 _MAX_POINTS = 2000
 
@@ -22,6 +23,8 @@ class ReportData:
     title: str
     summary: Mapping[str, Any]
     loss: Curve
+    validation: Curve = ()
+    """The last of each step."""
     redone: Sequence[Curve] = ()
     """Steps that were done but did not count, one curve per epoch."""
     progress: Sequence[tuple[float, int]] = ()
@@ -52,10 +55,18 @@ def report_data(
     origin = next((e.t_unix for e in events if e.event == "run.started"), None)
     done = sorted((s for span in spans for s in span.steps.values()), key=lambda s: s.t)
     origin = origin if origin is not None else (done[0].t if done else 0.0)
+    validated = {
+        event.step: loss
+        for event in events
+        if event.event == "validation.completed"
+        and event.step is not None
+        and (loss := number(event, "loss")) is not None
+    }
     return ReportData(
         title=title,
         summary=summary,
         loss=[(s.step, s.loss) for s in counted if s.loss is not None],
+        validation=sorted(validated.items()),
         redone=redone,
         progress=[(s.t - origin, s.step) for s in done],
         extra=extra or {},

@@ -22,7 +22,7 @@ def corpus_of(path, run, *, seq_len=4, seed=0, vocab_size=256, **section):
 
 def raw_tokens(corpus):
     """The corpus as it lies there."""
-    return corpus._tokens[:].tolist()
+    return corpus.windows.tokens[:].tolist()
 
 
 def packed(letter, values):

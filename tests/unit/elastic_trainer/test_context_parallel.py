@@ -42,18 +42,23 @@ class Mesh:
         return self._rank
 
 
+@pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("cp", [2, 3])
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
-def test_gathered_attention_is_attention(cp, num_kv_heads, monkeypatch):
+def test_gathered_attention_is_attention(cp, num_kv_heads, separate, monkeypatch):
     """Each rank's rows of the output and, summed over ranks, the gradients."""
     torch.manual_seed(0)
     seq_len = 4 * cp * 3
+    documents = None
+    if separate:  # over ranks' borders, and of one position
+        rows = [[0] * 7 + [7] * 9 + [16] * (seq_len - 16), [0] + [1] * (seq_len - 1)]
+        documents = torch.tensor(rows)
     q = torch.randn(2, 4, seq_len, 8, dtype=torch.float64, requires_grad=True)
     k, v = (
         torch.randn(2, num_kv_heads, seq_len, 8, dtype=torch.float64, requires_grad=True)
         for _ in range(2)
     )
-    expected = CausalAttention()(q, k, v)
+    expected = CausalAttention()(q, k, v, documents)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     parts = [zigzag_positions(seq_len, cp, rank) for rank in range(cp)]
     every = torch.stack([torch.stack([k[:, :, part], v[:, :, part]]) for part in parts])
@@ -67,7 +72,8 @@ def test_gathered_attention_is_attention(cp, num_kv_heads, monkeypatch):
     total = torch.zeros((), dtype=torch.float64)
     for rank, part in enumerate(parts):
         attention = GatheredAttention(Mesh(cp, rank))
-        out = attention(q[:, :, part], k[:, :, part], v[:, :, part])
+        mine = None if documents is None else documents[:, part]
+        out = attention(q[:, :, part], k[:, :, part], v[:, :, part], mine)
         torch.testing.assert_close(out, expected[:, :, part])
         total = total + out.square().sum()
     for ours, theirs in zip(torch.autograd.grad(total, (q, k, v)), wanted, strict=True):

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from elastic_trainer import train
 from elastic_trainer.data import DOCUMENT_SEPARATOR, Corpus, DataError
+from elastic_trainer.data.corpus import FlatWindows
 from elastic_trainer.failures import Action, classify
 
 UNKNOWN = "[U]"
@@ -21,7 +22,9 @@ UNKNOWN = "[U]"
 
 def tokens_of(corpus):
     """All tokens that a pass gives as targets, in the corpus' order, and the first input."""
-    inputs, targets = corpus.samples(range(corpus.num_windows))
+    inputs, targets, documents = corpus.samples(range(corpus.num_windows))
+    assert documents is None
+    assert corpus.counted(range(corpus.num_windows)) == targets.numel()
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == targets.dtype == torch.int64
     order = {int(row[0]): i for i, row in enumerate(inputs)}  # for corpora of distinct tokens
@@ -43,11 +46,11 @@ def test_a_pass_predicts_every_token_but_the_first_once(tmp_path):
 
 def test_a_sample_is_the_same_whoever_asks_for_it_and_with_what_others(tmp_path):
     path = nanogpt(tmp_path / "a.bin", range(103))
-    inputs, _ = corpus_of(path, tmp_path, format="nanogpt").samples(range(30, 34))
+    inputs, *_ = corpus_of(path, tmp_path, format="nanogpt").samples(range(30, 34))
     again = corpus_of(path, tmp_path, format="nanogpt")
     for row, sample in zip(inputs, range(30, 34), strict=True):
         assert torch.equal(again.samples(range(sample, sample + 1))[0][0], row)
-    other, _ = corpus_of(path, tmp_path, format="nanogpt", seed=1).samples(range(30, 34))
+    other, *_ = corpus_of(path, tmp_path, format="nanogpt", seed=1).samples(range(30, 34))
     assert not torch.equal(other, inputs)
 
 
@@ -73,7 +76,7 @@ def test_shards_of_a_folder_are_one_corpus_in_the_order_of_their_names(tmp_path)
     assert raw_tokens(corpus) == order
     for start in range(len(order)):
         for stop in range(start, len(order) + 1):
-            assert corpus._tokens[start:stop].tolist() == order[start:stop]
+            assert corpus.windows.tokens[start:stop].tolist() == order[start:stop]
 
 
 def test_text_is_the_bytes_of_all_files_in_order_with_separators(tmp_path):
@@ -271,7 +274,11 @@ MISTAKES = [
     (beyond_the_vocabulary, "HF703", ("large.bin has token 300", "or a larger vocab_size")),
     (missing_tokenizer, "HF704", ("t.json", "use tokenizer: bytes")),
     (broken_tokenizer, "HF704", ("t.json is not a tokenizer.json", "use tokenizer: bytes")),
-    (unknown_format, "HF705", ("webdataset cannot be trained on", "use text, nanogpt or megatron")),
+    (
+        unknown_format,
+        "HF705",
+        ("webdataset cannot be trained on", "use text, nanogpt, megatron or sft"),
+    ),
 ]
 
 
@@ -326,6 +333,7 @@ def test_trouble_with_our_own_cache_is_not_the_users_mistake(tmp_path):
 
 
 def test_a_corpus_of_one_window_serves_every_sample():
-    corpus = Corpus(np.arange(5), seq_len=4, seed=0, vocab_size=5, where="x")
-    inputs, _ = corpus.samples(range(3))
+    windows = FlatWindows(np.arange(5), seq_len=4, where="x")
+    corpus = Corpus(windows, seq_len=4, seed=0, vocab_size=5, where="x")
+    inputs, *_ = corpus.samples(range(3))
     assert inputs.tolist() == [[0, 1, 2, 3]] * 3

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from elastic_trainer.config import TrainSection
-from elastic_trainer.data.corpus import Corpus
+from elastic_trainer.data.corpus import Corpus, FlatWindows
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.parallel.tensor import IGNORED
@@ -20,13 +22,14 @@ CPU = torch.device("cpu")
 
 def corpus():
     tokens = np.arange(12 * SEQ_LEN + 1, dtype="<u4")
-    return Corpus(tokens, seq_len=SEQ_LEN, seed=1, vocab_size=1000, where="here")
+    windows = FlatWindows(tokens, seq_len=SEQ_LEN, where="here")
+    return Corpus(windows, seq_len=SEQ_LEN, seed=1, vocab_size=1000, where="here")
 
 
-def feed(layout, rank, rounds, ledger=None):
+def feed(layout, rank, rounds, ledger=None, stop=None):
     rung = Rung(num_nodes=1, layout=layout, micro_batches=rounds)
     where = layout.coordinate(rank)
-    return Feed(corpus(), TRAIN, rung, coordinate=where, ledger=ledger, device=CPU)
+    return Feed(corpus(), TRAIN, rung, coordinate=where, ledger=ledger, device=CPU, stop=stop)
 
 
 def test_ranks_of_a_step_see_every_token_of_its_samples_once():
@@ -39,7 +42,7 @@ def test_ranks_of_a_step_see_every_token_of_its_samples_once():
             assert bool(counted.all()) or not bool(counted.any())
             assert torch.equal(batch.targets[counted], batch.inputs[counted] + 1)
             seen += batch.targets[counted].tolist()
-    _, targets = corpus().samples(range(15, 20))
+    targets = corpus().samples(range(15, 20)).targets
     assert sorted(seen) == sorted(targets.flatten().tolist())
 
 
@@ -54,3 +57,17 @@ def test_all_ranks_run_the_rounds_of_the_rung_and_one_writes_them_down(tmp_path)
     text = (tmp_path / "ledger/e000001-dp00001.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert lines[1] == {"step": 1, "samples": [[1, 2], [3, 4]]}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5])
+def test_samples_beyond_the_last_count_nothing(micro_batch, monkeypatch):
+    """Of the second batch, samples 5 to 9, the first two are of the validation data."""
+    monkeypatch.setitem(globals(), "TRAIN", dataclasses.replace(TRAIN, micro_batch=micro_batch))
+    batches = list(feed(ParallelLayout(), 0, rounds=5 // micro_batch, stop=7).micro_batches(2))
+    targets = torch.cat([batch.targets for batch in batches])
+    assert torch.equal(targets[:2], corpus().samples(range(5, 7)).targets)
+    assert bool((targets[2:] == IGNORED).all())
+
+
+def test_every_target_of_a_flat_corpus_counts():
+    assert feed(ParallelLayout(), 0, rounds=5).tokens(3) == TRAIN.global_batch * SEQ_LEN

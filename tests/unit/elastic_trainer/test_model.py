@@ -145,6 +145,53 @@ def test_no_token_sees_a_later_one():
     assert not torch.equal(a[:, 3:], b[:, 3:])
 
 
+def packed(lengths):
+    """Where the document of each position begins, of documents of `lengths` positions."""
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    return torch.tensor([[b for b, n in zip(begins, lengths, strict=True) for _ in range(n)]])
+
+
+def test_packed_documents_are_computed_as_if_alone():
+    model, lengths = build(), [3, 1, 600, 40]  # longer than a block of the CPU's kernel, too
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(5).add_(0.01)
+    tokens = torch.randint(50, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    rope = rope_table(SHAPE, torch.arange(sum(lengths)), "cpu")
+    together = model(tokens, rope, packed(lengths))
+    at = 0
+    for length in lengths:
+        part = slice(at, at + length)
+        alone = model(tokens[:, part], rope[:, :length])  # at the positions of a window's start
+        torch.testing.assert_close(together[:, part], alone, rtol=1e-4, atol=1e-4)
+        at += length
+    one = model(tokens, rope, packed([sum(lengths)]))
+    torch.testing.assert_close(one, model(tokens, rope), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_document_changes_neither_the_logits_nor_the_gradient_of_another(changed):
+    model, lengths = build(), [70, 530, 45]
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(50, (1, sum(lengths)), generator=generator)
+    rope, documents = rope_table(SHAPE, torch.arange(sum(lengths)), "cpu"), packed(lengths)
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    parts = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    other = tokens.clone()
+    other[:, parts[changed]] = torch.randint(50, (1, lengths[changed]), generator=generator)
+    results = []
+    for each in (tokens, other):
+        logits = model(each, rope, documents)
+        found = []
+        for i, part in enumerate(parts):
+            if i != changed:
+                loss = F.cross_entropy(logits[0, part], tokens[0, part])
+                grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+                found += [logits[:, part].detach(), *grads]
+        results.append(found)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
 def whole(name, size, seed):
     return initial_rows(name, size, range(size[0]), SHAPE, seed)
 

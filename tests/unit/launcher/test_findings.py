@@ -75,13 +75,14 @@ def test_a_start_has_the_ceiling_of_a_start(steps):
     assert Kind.NO_PROGRESS in found(stream, after=901.0)
 
 
+@pytest.mark.parametrize("ended", ["evaluation.ended", "validation.completed"])
 @pytest.mark.parametrize("event", ["checkpoint.started", "evaluation.started"])
-def test_pauses_that_are_told_have_a_ceiling_of_their_own(event):
+def test_pauses_that_are_told_have_a_ceiling_of_their_own(event, ended):
     stream = training()
     stream.add(event, epoch=1, step=64)
     assert found(stream, after=899.0) == {}
     assert Kind.NO_PROGRESS in found(stream, after=901.0)
-    stream.add("evaluation.ended", epoch=1)
+    stream.add(ended, epoch=1)
     assert Kind.NO_PROGRESS in found(stream, after=80.0)
 
 

@@ -271,6 +271,17 @@ def test_images_and_mounts_with_any_name(folder, image, mount, runtime):
         assert srun[-len(inside) :] == inside
 
 
+def test_a_container_has_all_that_is_read(folder):
+    values = {
+        "env.image": "/i.sif", "slurm.container": "apptainer", "data.format": "sft",
+        "data.path": "/d/a.jsonl", "data.tokenizer": "/t/tokenizer.json",
+        "validation.path": "/v/b.jsonl", "validation.every_steps": 2,
+    }  # fmt: skip
+    _, script = script_of(values, folder)
+    for place in ("/d/a.jsonl", "/v/b.jsonl", "/t"):  # the chat template is in /t too
+        assert f"{place}:{place}" in script
+
+
 def test_a_secret_that_is_not_there_stops_the_job(folder):
     (folder / "run").mkdir()
     for secret in ({"file": "/nowhere/token"}, {"env": "NOT_SET"}):

@@ -140,6 +140,10 @@ def test_the_run_lies_on_the_claim_and_job_json_says_so(kind):
         ),
         ({"data.tokenizer": "/t.json"}, "HF722 data.tokenizer: /t.json is on none"),
         (
+            {"validation": {"path": "/v.bin", "every_steps": 2}},
+            "HF722 validation.path: /v.bin is on none",
+        ),
+        (
             {"checkpoint.dir": "/ckpt"},
             "HF722 checkpoint.dir: /ckpt is on none of the pods' volumes",
         ),

@@ -32,6 +32,8 @@ def test_a_job_whose_paths_are_there_has_no_problems(make_spec, corpus):
         (["data.path=empty"], "HF203", "data.path"),
         (["data.path=empty.txt"], "HF203", "data.path"),
         (["data.tokenizer=gone.json"], "HF201", "data.tokenizer"),
+        (["validation={path: gone, every_steps: 2}"], "HF201", "validation.path"),
+        (["validation={path: empty.txt, every_steps: 2}"], "HF203", "validation.path"),
         (["data.format=megatron"], "HF203", "data.path"),
         (["data.format=megatron", "data.path=corpus/a.txt/b"], "HF201", "data.path"),
         (["data.format=megatron", "data.path=" + "x" * 300], "HF202", "data.path"),

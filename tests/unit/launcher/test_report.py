@@ -7,13 +7,14 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
-from synthetic_record import Stream, storm
+from synthetic_record import Stream, config_of, storm
 
 from launcher import installed
 from launcher.errors import UserError
 from launcher.ops.reports.charts import MOST_BARS, charts_of, png_figure, svg
 from launcher.ops.reports.data import differences, report_data, thin
 from launcher.ops.reports.report import html_report, write_report
+from launcher.record.status import TrainingStatus
 from launcher.record.summary import summarise
 
 
@@ -72,6 +73,22 @@ def test_steps_done_again_are_drawn_apart():
     data = data_of(storm())
     assert [[step for step, _ in curve] for curve in data.redone] == [[29, 30]]
     assert [step for step, _ in data.loss] == list(range(1, 121))
+
+
+def test_the_last_validation_of_a_step_is_drawn_and_shown():
+    stream = storm()
+    for step, loss in [(40, 3.5), (40, 3.25), (80, float("nan")), (120, 2.5)]:
+        stream.add("validation.completed", step=step, loss=loss, tokens=9, seconds=1.0)
+    data = data_of(stream)
+    assert data.validation == [(40, 3.25), (120, 2.5)]
+    for each, drawn in ((data_of(storm()), False), (data, True)):
+        with png_figure(each) as figure:
+            (legend,) = figure.subfigs[0].legends
+            assert ("validation" in {text.get_text() for text in legend.texts}) == drawn
+    status = TrainingStatus(config_of(), stream.events)
+    assert "validation 2.5000 (step 120)" in status.rate_texts
+    shown = status.to_json()
+    assert (shown["validation_step"], shown["validation_loss"]) == (120, 2.5)
 
 
 def texts_of(figure):

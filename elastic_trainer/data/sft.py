@@ -1,0 +1,209 @@
+"""Examples in JSON lines -> documents whose counted tokens are known, packed into windows.
+
+docs/finetuning.md describes the three forms of an example for users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_trainer.data.chat import ChatError, ChatTemplate
+from elastic_trainer.data.errors import DataError, reading
+from elastic_trainer.data.packing import PackedWindows, best_fit, words_of, write_packed
+from elastic_trainer.data.source import Array
+from elastic_trainer.data.text import DOCUMENT_SEPARATOR, files_below, listing
+from elastic_trainer.data.tokenizer import fingerprint, load_tokenizer
+
+_UNCOUNTED = -100
+"""As a label, by Hugging Face's convention."""
+_MAX_TOKEN = (1 << 31) - 1
+_FORMS = "messages, prompt and completion, or input_ids and labels"
+
+Example = tuple[Sequence[int], Sequence[bool]]
+"""Tokens, and whether each counts in the loss."""
+
+
+def read_sft(
+    path: Path, tokenizer: str, cache_dir: Path, *, seq_len: int, cut_long: bool
+) -> tuple[PackedWindows, dict[str, int | str]]:
+    """Encode and pack the examples of `path`, once, and open the result.
+
+    Args:
+        path: a file of JSON lines, or a folder with .jsonl files.
+        tokenizer: `bytes`, or the path of a Hugging Face tokenizer.json.
+        cache_dir: where the result is kept; may be deleted at any time.
+        seq_len: positions of a window.
+        cut_long: cut what is longer than a window, instead of refusing it.
+
+    Returns:
+        The windows, and what identifies them.
+
+    Raises:
+        UnreadableError: `path` cannot be read.
+        DataError: HF701, HF702, HF704, HF708, HF709.
+        OSError: the cache cannot be written.
+    """
+    with reading():
+        files = files_below(path)
+        if path.is_dir():
+            files = [file for file in files if file.suffix == ".jsonl"]
+        listed = listing(files)
+    if not files:
+        raise DataError(f"HF701 data.path: {path} holds no .jsonl files: name a folder that does")
+    template, of_tokenizer = ChatTemplate(tokenizer), fingerprint(tokenizer)
+    made_by = f"sft 1\n{seq_len} {cut_long}\n{of_tokenizer}\n{template.identity}\n"
+    key = hashlib.sha256((made_by + listed).encode()).hexdigest()[:32]
+    target = cache_dir / f"{key}.bin"
+    if not target.exists():
+        encode = _Encoder(load_tokenizer(tokenizer), template)
+        documents = list(_documents(files, encode, seq_len, cut_long=cut_long))
+        if not documents:
+            raise DataError(
+                f"HF702 data.path: {path} has no example with a token that counts in the loss: "
+                f"give {_FORMS}, with something for the assistant to say"
+            )
+        windows = best_fit([len(document) - 1 for document in documents], seq_len)
+        write_packed(target, documents, windows)
+    packed = PackedWindows(target)
+    identity: dict[str, int | str] = {
+        "format": "sft",
+        "tokenizer": of_tokenizer,
+        "documents": packed.num_documents,
+        "tokens": packed.num_tokens,
+        "windows": len(packed),
+        "sha256": packed.digest,
+    }
+    return packed, identity
+
+
+def _documents(
+    files: Sequence[Path], encode: _Encoder, seq_len: int, *, cut_long: bool
+) -> Iterator[Array]:
+    """Yield the words of each example that has a counted target.
+
+    Raises:
+        DataError: HF708, HF709.
+    """
+    too_long: list[tuple[int, str]] = []
+    for where, line in _lines(files):
+        try:
+            tokens, counted = encode(json.loads(line))
+        except (ValueError, RecursionError, ChatError) as error:
+            raise DataError(
+                f"HF708 data.path: {where}: {error}: each line is an example with {_FORMS}"
+            ) from error
+        if len(tokens) > seq_len + 1:
+            too_long.append((len(tokens), where))
+            tokens, counted = tokens[: seq_len + 1], counted[: seq_len + 1]
+        if any(counted[1:]):
+            yield words_of(tokens, counted)
+    if too_long and not cut_long:
+        longest, where = max(too_long, key=lambda each: each[0])
+        raise DataError(
+            f"HF709 data.path: {len(too_long)} examples do not fit train.seq_len {seq_len}, the "
+            f"longest has {longest} tokens ({where}): use a seq_len of {longest - 1} or more, "
+            "leave them out, or cut them with data.cut_long: true"
+        )
+
+
+def _lines(files: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Yield `file:line` and the content of each line that is not empty."""
+    for file in files:
+        with reading(), file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield f"{file}:{number}", line
+
+
+class _Encoder:
+    """Makes an example's tokens."""
+
+    def __init__(self, tokenizer: Any | None, template: ChatTemplate) -> None:
+        self._tokenizer, self._template = tokenizer, template
+
+    def __call__(self, record: Any) -> Example:
+        """Return the tokens of an example.
+
+        Raises:
+            ValueError: it has none of the three forms.
+            ChatError: the chat template does not take it.
+        """
+        if not isinstance(record, dict):
+            raise ValueError(f"a {type(record).__name__}, not a mapping")  # noqa: TRY004  the user's
+        if "input_ids" in record:
+            return _tokenised(record)
+        if "messages" in record:
+            text, said = self._template.render(_messages(record["messages"]))
+            return self._encoded(text, said, whole=False)
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise ValueError(f"has the keys {', '.join(map(repr, record)) or 'none'}")  # noqa: TRY004
+        return self._encoded(
+            prompt + completion, [range(len(prompt), len(prompt + completion))], whole=True
+        )
+
+    def _encoded(self, text: str, said: Sequence[range], *, whole: bool) -> Example:
+        """Return the tokens of `text`; those that end within `said` count.
+
+        `whole`: it becomes a text of its own, with what the tokenizer puts around one.
+        """
+        if self._tokenizer is None:
+            ends = [len(char.encode(errors="replace")) for char in text]
+            counted = np.repeat([_within(at, said) for at in range(len(text))], ends)
+            tokens = list(text.encode(errors="replace"))
+            if not whole:
+                return tokens, counted.tolist()
+            return [*tokens, DOCUMENT_SEPARATOR], [*counted.tolist(), bool(said[-1])]
+        found = self._tokenizer.encode(text, add_special_tokens=whole)
+        tokens, counts = list(found.ids), list[bool]()
+        for start, stop in found.offsets:
+            # What has no characters was put there by the tokenizer: it goes with what is before.
+            counts.append(_within(stop - 1, said) if stop > start else bool(counts and counts[-1]))
+        end = self._tokenizer.token_to_id(self._template.end) if whole else None
+        if end is not None and tokens[-1:] != [end]:
+            tokens.append(end)
+            counts.append(bool(said[-1]))
+        return tokens, counts
+
+
+def _within(place: int, ranges: Sequence[range]) -> bool:
+    return any(place in each for each in ranges)
+
+
+def _tokenised(record: dict[str, Any]) -> Example:
+    """Return an example that is tokenised already."""
+    tokens, labels = record["input_ids"], record.get("labels")
+    for name, values in (("input_ids", tokens), ("labels", labels)):
+        if not (isinstance(values, list) and all(type(value) is int for value in values)):
+            raise ValueError(f"{name} is no list of integers")
+    assert isinstance(labels, list)
+    if len(tokens) != len(labels):
+        raise ValueError(f"{len(tokens)} input_ids and {len(labels)} labels")
+    if any(not 0 <= token <= _MAX_TOKEN for token in tokens):
+        raise ValueError(f"input_ids has {min(tokens)} to {max(tokens)}, a token is 0 or more")
+    for token, label in zip(tokens, labels, strict=True):
+        if label not in (token, _UNCOUNTED):
+            raise ValueError(
+                f"label {label} of token {token}: labels are the tokens themselves, or "
+                f"{_UNCOUNTED}; they are not shifted"
+            )
+    return tokens, [label != _UNCOUNTED for label in labels]
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return a chat whose messages have roles and texts."""
+    if not isinstance(value, list) or not value:
+        raise ValueError("messages is no list of messages")
+    for number, message in enumerate(value, start=1):
+        texts = isinstance(message, dict) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
+        if not texts:
+            raise ValueError(f"message {number} has no role and content that are texts")
+    return value
