@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F  # noqa: N812
 
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+from elastic_trainer.model import FLASH_DTYPES, attend_in_window
 
 
 def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:
@@ -27,10 +27,16 @@ def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:
 
 
 class GatheredAttention(nn.Module):
-    """Causal attention of this rank's queries over everybody's keys and values."""
+    """Causal attention of this rank's queries over everybody's keys and values.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        mesh: of the context-parallel ranks.
+        window: tokens a position sees, itself included; None: all before it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self._group = mesh.get_group()
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
 
@@ -40,7 +46,7 @@ class GatheredAttention(nn.Module):
         length = q.shape[2] // 2
         chunks = (self._rank, 2 * self._size - 1 - self._rank)
         out = [
-            _attend(part, k, v, length * (chunk + 1))
+            _attend(part, k, v, length * (chunk + 1), self.window)
             for part, chunk in zip(q.split(length, dim=2), chunks, strict=True)
         ]
         return torch.cat(out, dim=2)
@@ -55,14 +61,17 @@ class GatheredAttention(nn.Module):
         return k, v
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: int) -> Tensor:
-    """Attend to the first `visible` keys; the last query sees them all.
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: int, window: int | None = None) -> Tensor:
+    """Attend to the first `visible` keys; the last query sees them all, or the last `window`.
 
     What torch's `causal_lower_right` does, which cannot be made under activation
     checkpointing: this operator's causal mask ends at the lower right corner.
     """
+    if window is not None and window < visible:
+        begin = max(0, visible - q.shape[2] - window + 1)  # the first key that the first query sees
+        return attend_in_window(q, k[:, :, begin:visible], v[:, :, begin:visible], window)
     k, v = k[:, :, :visible], v[:, :, :visible]
-    if q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0:
+    if q.is_cuda and q.dtype in FLASH_DTYPES and q.shape[-1] % 8 == 0:
         flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
         out: Tensor = flash(q, k, v, is_causal=True)[0]
         return out

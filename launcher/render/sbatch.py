@@ -364,7 +364,7 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
         if spec.data.tokenizer != "bytes":
             data.append(resolve(spec.data.tokenizer, base_dir))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
-    if spec.command is not None:
+    if spec.runs_own_code:
         paths.append(resolve(spec.code.dir, base_dir))
     kept: list[str] = []
     for path in dict.fromkeys(paths):

@@ -12,7 +12,7 @@ import math
 import harness
 import pytest
 import torch
-from exactness import BOUND, Case, cases, compare, identical
+from exactness import BOUND, Case, cases, compare, families, identical
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
 
@@ -99,6 +99,33 @@ def test_every_axis_agrees_with_one_process(text, one_tiny_process, tmp_path):
     assert errors.loss <= BOUND
     assert errors.grad_norm <= BOUND
     assert errors.gradients <= 5e-6
+
+
+IN_SAMPLE = ("tiny-qwen3 dp1-pp1-cp1-tp2", "tiny-mistral dp1-pp1-cp2-tp1")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.model} {case}",
+            marks=[] if f"{case.model} {case}" in IN_SAMPLE else pytest.mark.slow,
+        )
+        for case in families()
+    ],
+)
+def test_every_family_agrees_with_one_process_in_every_tensor(case, tmp_path):
+    """The norms of a head's queries and keys, and the biases, see a part of the heads under tp."""
+    one = trained_case(tmp_path / "one", Case(ONE, case.model, micro_batch=5))
+    many = trained_case(tmp_path / "many", case)
+    errors = compare(many, one)
+    assert errors.loss <= BOUND
+    assert errors.grad_norm <= BOUND
+    ours, theirs = many.tensors(), one.tensors()
+    for name in (name for name in theirs if name.endswith(".exp_avg")):
+        difference = (ours[name] - theirs[name]).norm() / theirs[name].norm()
+        assert difference <= 5e-6, (name, difference)
 
 
 @pytest.mark.slow
