@@ -89,11 +89,15 @@ class WholeSequence(ParallelStyle):
 
 
 def _styles() -> dict[str, ParallelStyle]:
-    """Return what the words of `Decoder.tensor_plan` mean."""
+    """Return what the words of `Decoder.tensor_plan` mean.
+
+    Between modules go plain tensors, so that a block may do with them what it likes; only what
+    `whole` gathers is a DTensor, for the projections inside.
+    """
     return {
         "columns": ColwiseParallel(),
         "rows": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-        "sequence": SequenceParallel(sequence_dim=SEQUENCE),
+        "sequence": SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True),
         "whole": WholeSequence(),
         # Their gradient is that of this rank's heads: as DTensors they are summed over tp.
         "heads": SequenceParallel(sequence_dim=HEADS, use_local_output=True),

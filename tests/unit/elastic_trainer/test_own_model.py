@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from elastic_trainer.model import Decoder, ModelError, build, rope_table
 from elastic_trainer.models import ModelShape, Plugin, raw_of, shape_of
 from elastic_trainer.rank_part import rank_part
 
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 OWN = """
 from torch import nn
 from elastic_trainer.model import Block, Decoder
@@ -96,6 +99,14 @@ def shape(folder, name="Own", **changes):
     return Plugin(plugin=f"{path.stem}:{name}", **given)
 
 
+def test_the_example_of_the_page_is_a_decoder(folder):
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (module,) = folder.glob("own_*.py")
+    module.write_text(example)
+    model = build(shape(folder, "MyModel"), str(folder))
+    assert model.layers["0"].scale == 0.5
+
+
 def test_it_is_built_from_the_jobs_folder_with_its_options(folder):
     own = shape(folder)
     with pytest.raises(ModelError, match=r"HF330 .*ModuleNotFoundError"):
@@ -163,6 +174,7 @@ def test_job_json_and_manifests_carry_it_without_its_class(tmp_path):
     config = config_of("own", ParallelLayout(), 16, shape=own)
     assert TrainConfig.from_json(config.to_json()) == config
     assert own.num_params() == 7
+    assert "family" not in raw_of(ModelShape(**DIMENSIONS))  # as before there were families
     with pytest.raises(ValueError, match="newer"):
         shape_of({**raw_of(own), "family": "newer"})
 
