@@ -263,6 +263,9 @@ class Decoder(nn.Module):
         return 0.0, 0.02 / (math.sqrt(2 * self.shape.num_layers) if joins else 1.0)
 
 
+_PARTS = ("embedding", "layers", "norm", "head")
+
+
 def build(shape: ModelShape, folder: str | None = None) -> Decoder:
     """Return the decoder of `shape` on the meta device.
 
@@ -275,17 +278,25 @@ def build(shape: ModelShape, folder: str | None = None) -> Decoder:
             it; HF332 it has not as many parameters as were planned with.
     """
     cls = _import(shape.decoder, folder)
-    with torch.device("meta"):
-        model = cls(shape)
-    parts = {name: len(list(part.children())) for name, part in model.named_children()}
-    if parts.keys() != {"embedding", "layers", "norm", "head"} or list(model.layers) != [
-        str(i) for i in range(shape.num_layers)
-    ]:
+    try:
+        with torch.device("meta"):
+            model = cls(shape)
+        layers = list(model.layers)
+    except Exception as error:
         raise ModelError(
             "HF331",
-            f"{shape.decoder} has the parts {', '.join(parts)}, with {parts.get('layers', 0)} "
-            f"layers; a decoder has embedding, layers (0 to {shape.num_layers - 1}), norm and "
-            "head, and no others, or a pipeline could not cut it",
+            f"{shape.decoder} cannot be made of these dimensions and options "
+            f"({type(error).__name__}: {error}): fix the class, or model in the job file",
+        ) from error
+    parts = {
+        name.partition(".")[0] for name, _ in (*model.named_children(), *model.named_parameters())
+    }
+    if parts != set(_PARTS) or layers != [str(i) for i in range(shape.num_layers)]:
+        raise ModelError(
+            "HF331",
+            f"{shape.decoder} has the parts {', '.join(sorted(parts))} with {len(layers)} layers; "
+            f"a decoder has {', '.join(_PARTS)}, layers 0 to {shape.num_layers - 1}, or a "
+            "pipeline could not cut it",
         )
     count = sum(param.numel() for param in model.parameters())
     if abs(count - shape.num_params()) > 0.01 * count:
@@ -317,6 +328,12 @@ def _import(path: str, folder: str | None) -> type[Decoder]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Decoder)):
         raise ModelError("HF331", f"{path} is no subclass of elastic_trainer.model.Decoder")
+    if found.forward is not Decoder.forward:
+        raise ModelError(
+            "HF331",
+            f"{path} has a forward of its own, which a stage of a pipeline would not run: put what "
+            "it does into the block, or into a subclass of nn.Embedding or nn.Linear",
+        )
     return found
 
 

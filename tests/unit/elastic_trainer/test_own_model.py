@@ -75,6 +75,15 @@ class Extra(Decoder):
         super().__init__(shape)
         self.second_head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
 
+class Parameter(Decoder):
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.scale = nn.Parameter(nn.init.ones_(self.norm.weight))
+
+class Forward(Decoder):
+    def forward(self, tokens, rope):
+        return 2 * super().forward(tokens, rope)
+
 def function(shape): ...
 """
 DIMENSIONS = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48,
@@ -128,6 +137,8 @@ def test_it_is_built_from_the_jobs_folder_with_its_options(folder):
         ("Missing", "HF330", "AttributeError"),
         ("function", "HF331", "no subclass"),
         ("Extra", "HF331", "second_head"),
+        ("Parameter", "HF331", "scale"),
+        ("Forward", "HF331", "forward of its own"),
         ("Larger", "HF332", "set model.params: 25120"),
     ],
 )
@@ -135,6 +146,11 @@ def test_what_cannot_be_used_is_refused_with_the_reason(folder, name, code, mess
     with pytest.raises(ModelError, match=message) as caught:
         build(shape(folder, name), str(folder))
     assert caught.value.code == code
+
+
+def test_an_option_that_is_missing_is_named(folder):
+    with pytest.raises(ModelError, match=r"HF331 .*KeyError: 'scale'"):
+        build(shape(folder, options={}), str(folder))
 
 
 def test_params_say_how_many_there_are(folder):
