@@ -24,7 +24,7 @@ from elastic_trainer.config import TrainConfig
 from elastic_trainer.data import open_corpus
 from elastic_trainer.data.index import micro_batch_samples
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
-from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.model import Decoder, rope_table
 from elastic_trainer.parallel.apply import initialise, parallelize
 from elastic_trainer.parallel.mesh import build_meshes
 from elastic_trainer.training.optimizer import build_optimizer
@@ -40,7 +40,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timeout)
     dp, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
-        model = Llama(config.model)
+        model = Decoder(config.model)
     meshes = build_meshes(ParallelLayout(dp=dp), "cpu", timeout)
     parallelize(model, meshes, precision="fp32", recompute="none", compile_blocks=False)
     model.to_empty(device=device)
@@ -81,7 +81,7 @@ def main() -> None:
                 save(model, optimizer, checkpoints, step)
 
 
-def save(model: Llama, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:
+def save(model: Decoder, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:
     """Save to a new directory, then point `latest` at it."""
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0], "optim": states[1]}, checkpoint_id=root / f"step-{step}")
@@ -91,7 +91,7 @@ def save(model: Llama, optimizer: torch.optim.Optimizer, root: Path, step: int) 
         temp.replace(root / "latest")
 
 
-def restore(model: Llama, optimizer: torch.optim.Optimizer, root: Path) -> int:
+def restore(model: Decoder, optimizer: torch.optim.Optimizer, root: Path) -> int:
     """Load what `latest` points at; return its step."""
     latest = root / "latest"
     step = [int(latest.read_text(encoding="ascii")) if latest.exists() else 0]

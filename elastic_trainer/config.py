@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder
-from elastic_trainer.models import ModelShape, says
+from elastic_trainer.models import ModelShape, raw_of, says, shape_of
 from elastic_trainer.typed import check_types, parse_json
 
 JOB_JSON_VERSION = 2
@@ -320,7 +320,7 @@ class TrainConfig:
     command: tuple[str, ...] | None = None
     """What workers run, with placeholders (command.py); None: the built-in trainer."""
     command_dir: str | None = None
-    """Absolute working directory of `command`."""
+    """Absolute working directory of `command`; where a plug-in of `model` is imported from."""
     code: CodeSection | None = None
     """None: nothing was frozen, as by `holdfast run`."""
     version: int = JOB_JSON_VERSION
@@ -331,7 +331,8 @@ class TrainConfig:
         Of `elastic`, `network` and `numbers`, which say how the job is operated, defaults are left
         out; what is computed is all there.
         """
-        raw = dataclasses.asdict(self) | {"ladder": self.ladder.to_ranges()}
+        raw = dataclasses.asdict(self)
+        raw |= {"ladder": self.ladder.to_ranges(), "model": raw_of(self.model)}
         raw |= {name: _changed(getattr(self, name)) for name in ("elastic", "network", "numbers")}
         given = {name: value for name, value in raw.items() if value is not None}
         return json.dumps(given, separators=(",", ":")) + "\n"
@@ -355,7 +356,7 @@ class TrainConfig:
         config = cls(
             **{
                 **raw,
-                "model": ModelShape(**raw["model"]),
+                "model": shape_of(raw["model"]),
                 "ladder": Ladder.from_ranges(raw["ladder"]),
                 "version": JOB_JSON_VERSION,
                 "train": TrainSection(**train),

@@ -1,13 +1,13 @@
-"""A Hugging Face `config.json` -> ModelShape. Pure; Llama-family models only."""
+"""A Hugging Face `config.json` -> ModelShape, of the families that models.FAMILIES has. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
-from elastic_trainer.models import ModelShape
+from elastic_trainer.models import FAMILIES, ModelShape
 from elastic_trainer.typed import parse_json
 
-_FAMILY: Final = ("llama",)
 _DIMENSIONS: Final = {
     "num_layers": "num_hidden_layers",
     "dim": "hidden_size",
@@ -43,34 +43,37 @@ def parse_hf_config(text: str) -> ModelShape:
         raise ConfigError("HF021", f"not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError("HF021", "not a JSON object; give a model's config.json")
-    _refuse_foreign(raw)
+    family = _family_of(raw)
+    raw = {**family.hf_defaults, **raw}
     sizes = {ours: _whole(raw, theirs) for ours, theirs in _DIMENSIONS.items()}
     kv_heads = raw.get("num_key_value_heads")
-    return ModelShape(
+    return family(
         **sizes,
         num_kv_heads=sizes["num_heads"] if kv_heads is None else _whole(raw, "num_key_value_heads"),
         head_dim=0 if raw.get("head_dim") is None else _whole(raw, "head_dim"),
         norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         tie_embeddings=raw.get("tie_word_embeddings") is True,
         **_rope(raw),
+        **_own(raw, family),
     )
 
 
-def _refuse_foreign(raw: dict[str, Any]) -> None:
+def _family_of(raw: dict[str, Any]) -> type[ModelShape]:
     kind = raw.get("model_type")
-    if kind not in _FAMILY:
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
         raise ConfigError(
             "HF022",
-            f"model_type {kind!r:.40} is not of the Llama family; only 'llama' is trained here",
+            f"model_type {kind!r:.40} is none of {', '.join(FAMILIES)}; train it as a plug-in "
+            "(docs/models.md), or by a script (command:)",
         )
-    for key in ("attention_bias", "mlp_bias"):
+    for key in family.hf_refused:
         if raw.get(key):
-            raise ConfigError("HF022", f"{key}: true is not supported; layers have no biases here")
+            raise ConfigError("HF022", f"{key} {raw[key]!r:.40} is not supported of {kind}")
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError("HF022", f"hidden_act {activation!r:.40} is not supported; only 'silu'")
-    if raw.get("sliding_window"):
-        raise ConfigError("HF022", "sliding_window is not supported; attention is full here")
+    return family
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +97,17 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
             if "original_max_position_embeddings" in rope
             else 8192
         ),
+    }
+
+
+def _own(raw: dict[str, Any], family: type[ModelShape]) -> dict[str, Any]:
+    """Return the family's own fields: true or false, or a whole number or null."""
+    flags = {each.name for each in dataclasses.fields(family) if isinstance(each.default, bool)}
+    return {
+        ours: raw.get(key) is True
+        if ours in flags
+        else (None if raw.get(key) is None else _whole(raw, key))
+        for ours, key in family.hf_fields.items()
     }
 
 

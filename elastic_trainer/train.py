@@ -16,13 +16,14 @@ from pathlib import Path
 from elastic_trainer.checkpoint.errors import CheckpointError
 from elastic_trainer.data import DataError
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
+from elastic_trainer.model import ModelError
 from elastic_trainer.preload import preload
 from elastic_trainer.training.guard import NumbersError
 from elastic_trainer.training.trainer import run_worker
 
 preload(os.environ)
 
-USER_ERRORS = (CheckpointError, DataError, NumbersError)
+USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 """A restart cannot help: exit 93."""
 
 

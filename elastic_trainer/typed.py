@@ -60,9 +60,9 @@ def _fits(want: Any) -> Callable[[Any], bool]:
                 and all(map(inner[1], value.values()))
             )
     if dataclasses.is_dataclass(want) and isinstance(want, type):
-        parts = _fields_of(want)
         return lambda value: (
-            type(value) is want and all(fits(getattr(value, name)) for name, fits in parts)
+            isinstance(value, want)  # or of a subclass, which has fields of its own
+            and all(fits(getattr(value, name)) for name, fits in _fields_of(type(value)))
         )
     return _SCALARS.get(want) or (lambda value: type(value) is want)
 

@@ -43,7 +43,10 @@ CODES: Final[dict[str, Code]] = {
     # The model.
     "HF020": Code("An unknown model.", "Use a preset, dimensions, or a path of a config.json."),
     "HF021": Code("The model's config.json cannot be read.", "Check the path and the JSON."),
-    "HF022": Code("The model is not of the Llama family.", "Use a Llama-family model."),
+    "HF022": Code(
+        "The model is of a family, or has a feature, that is not trained here.",
+        "Use a Llama, Qwen3 or Mistral model, a plug-in or a script.",
+    ),
     "HF023": Code("The model's dimensions contradict each other.", "Fix the one named."),
     "HF024": Code("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
     # The layout.
@@ -133,7 +136,8 @@ CODES: Final[dict[str, Code]] = {
     "HF183": Code("A policy refuses a pod of the job.", "Fix what it names."),
     "HF184": Code("A pull secret of the image does not exist.", "Create it, or fix the name."),
     "HF185": Code("A claim that one node can mount.", "Use one that is ReadWriteMany."),
-    "HF186": Code("Validation on what is trained on.", "Hold data out, and name it."),
+    "HF186": Code("The plug-in's module is not in code.dir.", "Put it there, or on every node."),
+    "HF187": Code("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": Code(
         "Save, shut-down, signal and time limit do not fit together.",
@@ -186,6 +190,13 @@ CODES: Final[dict[str, Code]] = {
     ),
     "HF326": Code("A tensor of an unsupported dtype.", "Convert to F32, BF16 or F16."),
     "HF327": Code("The checkpoint is of another model.", "Use the dimensions of its run."),
+    "HF328": Code(
+        "A plug-in says nothing of its Hugging Face form.", "Give its class hf_config and hf_names."
+    ),
+    # A job's own model (`model.plugin`), on the nodes.
+    "HF330": Code("The plug-in cannot be imported.", "Fix the module, or model.plugin."),
+    "HF331": Code("The plug-in is no decoder as the trainer needs it.", "See docs/models.md."),
+    "HF332": Code("The plug-in has another number of parameters.", "Set model.params."),
     # The agent's command line.
     "HF501": Code("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": Code("job.json cannot be used.", "Render the job again."),

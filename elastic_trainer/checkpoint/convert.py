@@ -25,7 +25,8 @@ from elastic_trainer.checkpoint.collective import FAILURES
 from elastic_trainer.checkpoint.errors import CheckpointError, InputError
 from elastic_trainer.checkpoint.hf_convert import export_hf, import_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage
-from elastic_trainer.models import ModelShape
+from elastic_trainer.model import ModelError
+from elastic_trainer.models import raw_of, shape_of
 
 EXIT_FAILED, EXIT_WRONG_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 _REPORT_EVERY_S = 0.2
@@ -57,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.save puts an error of its own in place of an interrupt.
         if stop.code is not None:
             return stop.code
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError | ModelError):
             print(" ".join(str(error).split()), file=sys.stderr)  # noqa: T201  the interface
-            return EXIT_WRONG_INPUT if isinstance(error, InputError) else EXIT_FAILED
+            return EXIT_WRONG_INPUT if isinstance(error, InputError | ModelError) else EXIT_FAILED
         raise
     print(json.dumps({"result": result}), flush=True)  # noqa: T201  this is the interface
     return 0
@@ -92,16 +93,21 @@ def _export(
     dtype: str = "float32",
     tokenizer: str | None = None,
     context: int | None = None,
+    code: str | None = None,
 ) -> dict[str, Any]:
-    """Write the checkpoint that `commit` names, of a model of the shape `model`."""
+    """Write the checkpoint that `commit` names, of a model of the shape `model`.
+
+    `code` is the folder of a job's own decoder.
+    """
     done = export_hf(
         CheckpointStorage(Path(checkpoints)),
         Commit(**commit),
-        ModelShape(**model),
+        shape_of(model),
         Path(out),
         dtype=dtype,
         tokenizer=None if tokenizer is None else Path(tokenizer),
         context=context,
+        code=code,
         on_progress=report,
     )
     return {"files": list(done.files), "bytes": done.size_bytes, "num_params": done.num_params}
@@ -115,7 +121,7 @@ def _import(report: _Reporter, *, hf: str, run: str, run_id: str | None = None) 
         "files": list(done.files),
         "bytes": done.size_bytes,
         "num_params": done.shape.num_params(),
-        "model": dataclasses.asdict(done.shape),
+        "model": raw_of(done.shape),
         "commit": dataclasses.asdict(done.commit),
     }
 

@@ -53,7 +53,8 @@ from elastic_trainer.checkpoint.save import Writer
 from elastic_trainer.checkpoint.state import MODEL, RNG, STEP, TRAINER
 from elastic_trainer.checkpoint.storage import CheckpointStorage, fsync
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
+from elastic_trainer.model import build
+from elastic_trainer.models import ModelShape, Plugin
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_CHUNK_BYTES = 512 << 20
@@ -116,6 +117,7 @@ def export_hf(
     dtype: str = "float32",
     tokenizer: Path | None = None,
     context: int | None = None,
+    code: str | None = None,
     max_file_bytes: int = hf_names.MAX_FILE_BYTES,
     on_progress: Progress = lambda *_: None,
 ) -> Exported:
@@ -131,19 +133,33 @@ def export_hf(
         dtype: float32, which is exact, or bfloat16, rounded to nearest even.
         tokenizer: a tokenizer.json to put beside the weights.
         context: config.json's max_position_embeddings, tokens; None: hf_names.context_of.
+        code: the folder that a job's own decoder is imported from.
         max_file_bytes: largest file; one tensor may be larger. Bounds the memory, to twice that:
             the writer holds a file's tensors and their serialized form.
         on_progress: hears of every file digested and every tensor copied.
 
     Raises:
         InputError: HF321, `out_dir` is there; HF323, the tokenizer cannot be read;
-            HF327, the checkpoint is of another model.
+            HF327, the checkpoint is of another model; HF328, a job's own decoder does not
+            say what it is called there.
+        ModelError: that decoder cannot be used.
         CheckpointError: HF320, the checkpoint is damaged; HF322, `out_dir` cannot
             be written.
     """
-    sizes = hf_names.param_sizes(shape)
-    num_params = sum(map(math.prod, sizes.values()))
-    assert num_params == shape.num_params(), f"{num_params} parameters, {shape}"
+    model = build(shape, code)
+    if isinstance(shape, Plugin) and model.hf_config is None:
+        raise InputError(
+            "HF328",
+            f"{shape.decoder} has no hf_config, so nothing could load an export: add the class "
+            "attribute, with architectures and model_type, or read the checkpoint with DCP",
+        )
+    sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    try:
+        names = {name: hf_names.to_hf(name, model.hf_names) for name in sizes}
+    except KeyError as error:
+        raise InputError(
+            "HF328", f"{shape.decoder} has no name for {error} in hf_names: add it"
+        ) from error
     with _appearing(out_dir, what="output directory", may_be_empty=False) as temp:
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temp)
@@ -153,6 +169,7 @@ def export_hf(
                 storage,
                 commit,
                 sizes=sizes,
+                names=names,
                 dtype=DTYPES[dtype],
                 max_file_bytes=max_file_bytes,
                 on_progress=on_progress,
@@ -163,10 +180,11 @@ def export_hf(
                 f"{storage.root / commit.dir}: {error}: bring back what was saved, or export "
                 "another checkpoint of the run",
             ) from error
-        config = hf_names.hf_config(shape, dtype, context)
+        config = hf_names.hf_config(shape, dtype, context, model.hf_config)
         text = json.dumps(config, indent=2) + "\n"
         (temp / hf_names.CONFIG_NAME).write_text(text, encoding="utf-8")
         made = {path.name: path.stat().st_size for path in sorted(temp.iterdir())}
+    num_params = sum(map(math.prod, sizes.values()))
     return Exported(tuple(made), sum(made.values()), num_params)
 
 
@@ -312,6 +330,7 @@ def _export_weights(
     commit: Commit,
     *,
     sizes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],
     dtype: torch.dtype,
     max_file_bytes: int,
     on_progress: Progress,
@@ -327,7 +346,7 @@ def _export_weights(
     _check_model(metadata, sizes)
     source = TensorSource(reader, metadata)
     tensors = {
-        hf_names.to_hf(name): LazyTensor(
+        names[name]: LazyTensor(
             size, dtype, partial(_read_stored, source, f"{MODEL}.{name}", dtype)
         )
         for name, size in sizes.items()
@@ -409,7 +428,7 @@ def _first_state(source: HFSource) -> dict[str, LazyTensor]:
     """Return what a checkpoint of step 0 holds, by the names of state.py."""
     tensors = {
         f"{MODEL}.{name}": LazyTensor(size, torch.float32, partial(source.read, name))
-        for name, size in hf_names.param_sizes(source.shape).items()
+        for name, size in source.sizes.items()
     }
     if source.shape.tie_embeddings:  # as the trainer's own checkpoints have it
         tensors[f"{MODEL}.{hf_names.HEAD}"] = tensors[f"{MODEL}.{hf_names.EMBEDDING}"]

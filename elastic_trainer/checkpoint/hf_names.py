@@ -1,4 +1,4 @@
-"""Names, sizes, config.json and file packing of Hugging Face's LlamaForCausalLM. Pure.
+"""Names, config.json and file packing of Hugging Face's causal language models. Pure.
 
 An exported directory is what `save_pretrained` of transformers writes:
 `config.json`, and either `model.safetensors` or `model-00001-of-0000N.safetensors`
@@ -32,70 +32,29 @@ _TOP: Final = {
     "norm.weight": "model.norm.weight",
     HEAD: "lm_head.weight",
 }
-_LAYER: Final = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn.w1.weight": "mlp.gate_proj.weight",
-    "ffn.w3.weight": "mlp.up_proj.weight",
-    "ffn.w2.weight": "mlp.down_proj.weight",
-}
-_TOP_BACK: Final = {theirs: ours for ours, theirs in _TOP.items()}
-_LAYER_BACK: Final = {theirs: ours for ours, theirs in _LAYER.items()}
 _IGNORED: Final = re.compile(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def to_hf(name: str) -> str:
-    """Return Hugging Face's name of our parameter `name`."""
+def to_hf(name: str, layer: Mapping[str, str]) -> str:
+    """Return Hugging Face's name of our parameter `name`.
+
+    Args:
+        name: as in `Decoder.named_parameters()`.
+        layer: module of a block -> theirs, as `Decoder.hf_names`.
+
+    Raises:
+        KeyError: the parameter's module is not in `layer`.
+    """
     if name in _TOP:
         return _TOP[name]
-    prefix, layer, rest = name.split(".", 2)
-    assert prefix == "layers", f"{name} is not a parameter of Llama"
-    return f"model.layers.{layer}.{_LAYER[rest]}"
-
-
-def from_hf(name: str) -> str | None:
-    """Return our name of Hugging Face's `name`; None for a name that is none of Llama's."""
-    match = re.fullmatch(r"model\.layers\.(0|[1-9][0-9]*)\.(.+)", name)
-    if match is None:
-        return _TOP_BACK.get(name)
-    ours = _LAYER_BACK.get(match[2])
-    return None if ours is None else f"layers.{match[1]}.{ours}"
+    _, number, rest = name.split(".", 2)
+    module, _, parameter = rest.rpartition(".")
+    return f"model.layers.{number}.{layer[module]}.{parameter}"
 
 
 def is_derived(name: str) -> bool:
     """Return whether `name` is a buffer that old files carry and that the config determines."""
     return _IGNORED.fullmatch(name) is not None
-
-
-def param_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return our name -> size of every parameter, in the order of the layers.
-
-    A tied model has no `head.weight` here.
-    """
-    h, size = shape.dim, shape.head_size
-    q_dim, kv_dim = shape.num_heads * size, shape.num_kv_heads * size
-    layer = {
-        "attention_norm.weight": (h,),
-        "attention.wq.weight": (q_dim, h),
-        "attention.wk.weight": (kv_dim, h),
-        "attention.wv.weight": (kv_dim, h),
-        "attention.wo.weight": (h, q_dim),
-        "ffn_norm.weight": (h,),
-        "ffn.w1.weight": (shape.ffn_dim, h),
-        "ffn.w3.weight": (shape.ffn_dim, h),
-        "ffn.w2.weight": (h, shape.ffn_dim),
-    }
-    sizes: dict[str, tuple[int, ...]] = {EMBEDDING: (shape.vocab_size, h)}
-    for i in range(shape.num_layers):
-        sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
-    sizes["norm.weight"] = (h,)
-    if not shape.tie_embeddings:
-        sizes[HEAD] = (shape.vocab_size, h)
-    return sizes
 
 
 def context_of(shape: ModelShape) -> int:
@@ -109,7 +68,12 @@ def context_of(shape: ModelShape) -> int:
     return round(shape.rope_original_context * shape.rope_scaling_factor)
 
 
-def hf_config(shape: ModelShape, dtype: str, context: int | None = None) -> dict[str, Any]:
+def hf_config(
+    shape: ModelShape,
+    dtype: str,
+    context: int | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the content of `config.json`.
 
     Written in the form of transformers 4 (`rope_theta`, `rope_scaling`,
@@ -120,6 +84,7 @@ def hf_config(shape: ModelShape, dtype: str, context: int | None = None) -> dict
         shape: of the model.
         dtype: of the tensors, `float32` or `bfloat16`.
         context: `max_position_embeddings`; None: `context_of(shape)`.
+        own: of a job's own decoder: what counts beside, and instead.
     """
     scaling = {
         "rope_type": "llama3",
@@ -129,13 +94,14 @@ def hf_config(shape: ModelShape, dtype: str, context: int | None = None) -> dict
         "original_max_position_embeddings": shape.rope_original_context,
     }
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [shape.architecture],
+        "model_type": shape.family,
         "num_hidden_layers": shape.num_layers,
         "hidden_size": shape.dim,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim or None,
+        # Where a family's default is a number of its own, null is not dim / heads.
+        "head_dim": shape.head_size if "head_dim" in shape.hf_defaults else shape.head_dim or None,
         "intermediate_size": shape.ffn_dim,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": context or context_of(shape),
@@ -154,6 +120,8 @@ def hf_config(shape: ModelShape, dtype: str, context: int | None = None) -> dict
         "eos_token_id": None,
         "torch_dtype": dtype,
         "use_cache": True,
+        **{theirs: getattr(shape, ours) for ours, theirs in shape.hf_fields.items()},
+        **(own or {}),
     }
 
 

@@ -38,12 +38,11 @@ from elastic_trainer.checkpoint.hf_names import (
     HEAD,
     INDEX_NAME,
     SINGLE_NAME,
-    from_hf,
     is_derived,
-    param_sizes,
     to_hf,
 )
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
+from elastic_trainer.model import build
 from elastic_trainer.models import ModelShape
 from elastic_trainer.regular_file import open_regular, read_regular
 from elastic_trainer.typed import parse_json
@@ -109,6 +108,7 @@ class HFSource:
 
     Attributes:
         shape: of the model, from config.json.
+        sizes: of our parameters, by name, in the order of the layers; no head where it is tied.
 
     Raises:
         InputError: HF021, HF022, HF023, the config; HF323, files are missing or
@@ -119,11 +119,14 @@ class HFSource:
     def __init__(self, directory: Path) -> None:
         self._dir = directory
         self.shape = self._read_config()
+        model = build(self.shape)
+        self.sizes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self._theirs = {name: to_hf(name, model.hf_names) for name in (*self.sizes, HEAD)}
         self._file_of: dict[str, Path] = {}
         """Hugging Face's tensor name -> where it is."""
         self._metadata = self._read_headers()
         found = dict(self._metadata.state_dict_metadata)
-        tied_head = found.pop(to_hf(HEAD), None) if self.shape.tie_embeddings else None
+        tied_head = found.pop(self._theirs[HEAD], None) if self.shape.tie_embeddings else None
         self._check(found)
         self._source = TensorSource(HuggingFaceStorageReader(str(directory)), self._metadata)
         if tied_head is not None:
@@ -135,7 +138,7 @@ class HFSource:
         Raises:
             InputError: HF323, HF324, the file changed since it was checked.
         """
-        return self._rows(to_hf(name), start, stop)
+        return self._rows(self._theirs[name], start, stop)
 
     def _rows(self, theirs: str, start: int, stop: int) -> Tensor:
         with self._opened(self._file_of[theirs]):
@@ -255,10 +258,9 @@ class HFSource:
 
     def _check(self, found: Mapping[str, TensorStorageMetadata]) -> None:
         """See that `found` holds the model's parameters, and no others."""
-        sizes = param_sizes(self.shape)
-        ours = {name: key for key in found if (name := from_hf(key)) is not None}
-        if missing := [to_hf(name) for name in sizes if name not in ours]:
-            tied = missing == [to_hf(HEAD)]
+        expected = {self._theirs[name]: size for name, size in self.sizes.items()}
+        if missing := [theirs for theirs in expected if theirs not in found]:
+            tied = missing == [self._theirs[HEAD]]
             raise InputError(
                 "HF325",
                 f"{self._dir} lacks {_some(missing)}: "
@@ -269,16 +271,15 @@ class HFSource:
                     else f"bring all files of the model, and the {CONFIG_NAME} that belongs to them"
                 ),
             )
-        known = {ours[name] for name in sizes}
-        if extra := [key for key in found if key not in known and not is_derived(key)]:
+        if extra := [key for key in found if key not in expected and not is_derived(key)]:
             raise InputError(
                 "HF325",
-                f"{self._dir} holds {_some(extra)}, for which a Llama of {CONFIG_NAME}'s "
-                "dimensions has no place: use the config that belongs to the files, or a plain "
-                "Llama checkpoint (adapters merged, not quantized)",
+                f"{self._dir} holds {_some(extra)}, for which a {self.shape.family} of "
+                f"{CONFIG_NAME}'s dimensions has no place: use the config that belongs to the "
+                "files, or a plain checkpoint (adapters merged, not quantized)",
             )
-        for name, size in sizes.items():
-            self._check_entry(ours[name], found[ours[name]], size)
+        for theirs, size in expected.items():
+            self._check_entry(theirs, found[theirs], size)
 
     def _check_entry(
         self, theirs: str, entry: TensorStorageMetadata, size: tuple[int, ...]
@@ -300,7 +301,7 @@ class HFSource:
 
     def _check_tied(self, head: TensorStorageMetadata) -> None:
         """Refuse a head of its own where config.json ties it to the embedding."""
-        size, theirs = param_sizes(self.shape)[EMBEDDING], to_hf(HEAD)
+        size, theirs = self.sizes[EMBEDDING], self._theirs[HEAD]
         self._check_entry(theirs, head, size)
         rows = max(1, _PIECE_BYTES // (4 * self.shape.dim))
         for start in range(0, size[0], rows):

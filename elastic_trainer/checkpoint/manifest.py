@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.lineage import Origin
-from elastic_trainer.models import ModelShape
+from elastic_trainer.models import ModelShape, raw_of, shape_of
 from elastic_trainer.typed import check_types, parse_json
 
 MANIFEST_VERSION = 1
@@ -54,7 +54,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the bytes of manifest.json; equal manifests give equal bytes."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True).encode() + b"\n"
+        raw = dataclasses.asdict(self)
+        raw |= {"model": raw_of(self.model)} if self.model else {}
+        return json.dumps(raw, indent=1, sort_keys=True).encode() + b"\n"
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
@@ -73,7 +75,7 @@ class Manifest:
             )
         try:
             files = {name: FileEntry(**entry) for name, entry in value["files"].items()}
-            model = ModelShape(**value["model"]) if value.get("model") else None
+            model = shape_of(value["model"]) if value.get("model") else None
             manifest = cls(**{**value, "files": files, "model": model})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"it is no manifest: {error}") from error

@@ -7,13 +7,14 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from elastic_trainer.checkpoint.state import clean_name
-from elastic_trainer.model import Llama, initial_rows
+from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
@@ -22,6 +23,7 @@ _SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
+    torch.ops.aten._flash_attention_forward.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
 }
@@ -29,7 +31,7 @@ _SAVED_OPS = {
 
 
 def parallelize(
-    stage: Llama, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
+    stage: Decoder, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
 ) -> None:
     """Wrap `stage` (on the meta device) in place; gradients are summed over dp, not averaged.
 
@@ -44,7 +46,7 @@ def parallelize(
         apply_tensor_parallel(stage, meshes.tp)
     for name, block in stage.layers.items():
         if meshes.cp is not None:
-            block.attention.core = GatheredAttention(meshes.cp)
+            _gather_keys(block, meshes.cp)
         if recompute != "none":
             block = _recomputed(block, recompute)  # noqa: PLW2901
             stage.layers[name] = block
@@ -53,7 +55,25 @@ def parallelize(
     _shard(stage, meshes, precision)
 
 
-def _shard(stage: Llama, meshes: Meshes, precision: str) -> None:
+def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Put attention over all of the sequence in place of that over this rank's part."""
+    found = [
+        (parent, name, child)
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, CausalAttention)
+    ]
+    if not found:
+        raise ModelError(
+            "HF331",
+            f"{type(block).__name__} has no CausalAttention, so with cp a position would not see "
+            "those on other ranks: use it for the attention, or cp 1",
+        )
+    for parent, name, child in found:
+        setattr(parent, name, GatheredAttention(mesh, child.window))
+
+
+def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
     policy = MixedPrecisionPolicy(
@@ -86,7 +106,7 @@ def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
     )
 
 
-def initialise(model: Llama, seed: int) -> None:
+def initialise(model: Decoder, seed: int) -> None:
     """Give a sharded model its initial values; the same ones in every layout.
 
     Each rank makes only the rows it keeps (`initial_rows`), and of those all columns.
@@ -98,7 +118,10 @@ def initialise(model: Llama, seed: int) -> None:
                 local = param.to_local()
                 part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
-            values = initial_rows(clean_name(name), param.shape, rows, model.shape, seed)
+            mean, deviation = model.initial(clean_name(name))
+            values = initial_rows(
+                clean_name(name), param.shape, rows, seed, mean=mean, deviation=deviation
+            )
             local.copy_(values[(slice(None), *part[1:])])
 
 

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.model import causal_mask
-
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+from elastic_trainer.model import attend
 
 
 def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:
@@ -29,25 +26,31 @@ def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:
 
 
 class GatheredAttention(nn.Module):
-    """Causal attention of this rank's queries over everybody's keys and values."""
+    """Causal attention of this rank's queries over everybody's keys and values.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Args:
+        mesh: of the context-parallel ranks.
+        window: tokens a position sees, itself included; None: all before it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self._group = mesh.get_group()
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """Map q (B, H, T, E) and k, v (B, K, T, E) to (B, H, T, E); T is this rank's part.
 
-        `documents` (B, T) counts positions of the whole sequence, see `Llama`.
+        `documents` (B, T) counts positions of the whole sequence, see `Decoder`.
         """
         k, v = self._gather(k, v)
         length = q.shape[2] // 2
-        chunks = (self._rank, 2 * self._size - 1 - self._rank)
+        stops = length * (self._rank + 1), length * (2 * self._size - self._rank)
         begins = (None, None) if documents is None else documents.split(length, dim=1)
         out = [
-            _attend(part, k, v, length * (chunk + 1), begin)
-            for part, chunk, begin in zip(q.split(length, dim=2), chunks, begins, strict=True)
+            attend(part, k[:, :, :stop], v[:, :, :stop], window=self.window, documents=begin)
+            for part, stop, begin in zip(q.split(length, dim=2), stops, begins, strict=True)
         ]
         return torch.cat(out, dim=2)
 
@@ -59,25 +62,3 @@ class GatheredAttention(nn.Module):
         whole = torch.cat([early, late.flip(0)])  # chunk 2 cp - 1 - r is rank r's late one
         k, v = whole.movedim(0, 3).flatten(3, 4)  # (2, B, K, 2 cp, T/2, E) and joined
         return k, v
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, visible: int, documents: Tensor | None = None
-) -> Tensor:
-    """Attend to the first `visible` keys; the last query sees all of its document.
-
-    What torch's `causal_lower_right` does, which cannot be made under activation
-    checkpointing: this operator's causal mask ends at the lower right corner.
-    """
-    k, v = k[:, :, :visible], v[:, :, :visible]
-    flash_fits = q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0
-    if documents is None and flash_fits:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-        out: Tensor = flash(q, k, v, is_causal=True)[0]
-        return out
-    if documents is None:
-        documents = torch.zeros(1, 1, dtype=torch.int64, device=q.device)
-    mask = causal_mask(q.shape[2], visible, documents)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )

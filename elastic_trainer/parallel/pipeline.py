@@ -13,23 +13,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from elastic_trainer.model import Llama
+from elastic_trainer.model import Decoder
 from elastic_trainer.parallel.stages import StageSpan
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits, targets) of one micro-batch -> the scalar whose gradient is wanted."""
 
 
-class Stage(Llama):
+class Stage(Decoder):
     """A run of the model's layers, with its embedding or head at the ends.
 
     Shares its parts with the model, so that names in the model are names in a
     checkpoint; what other stages hold is nn.Identity.
     """
 
-    def __init__(self, model: Llama, span: StageSpan) -> None:
+    def __init__(self, model: Decoder, span: StageSpan) -> None:
         nn.Module.__init__(self)
         self.shape, self.span = model.shape, span
+        self.tensor_plan = model.tensor_plan
         self.embedding = model.embedding if span.has_embedding else nn.Identity()
         self.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in span.layers})
         self.norm = model.norm if span.has_head else nn.Identity()
@@ -43,7 +44,7 @@ class Stage(Llama):
         return super().forward(x, self.rope, documents)
 
 
-def cut_stages(model: Llama, spans: Sequence[StageSpan]) -> list[Stage]:
+def cut_stages(model: Decoder, spans: Sequence[StageSpan]) -> list[Stage]:
     """Return the stages `spans` of a meta model, and take all others out of it."""
     stages = [Stage(model, span) for span in spans]
     kept = {str(i) for span in spans for i in span.layers}

@@ -8,6 +8,7 @@ so norms and residuals work on their part of it. Logits stay split over the voca
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -25,19 +25,24 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F  # noqa: N812
 
 from elastic_trainer.data import IGNORED
-from elastic_trainer.model import Block, Llama
+from elastic_trainer.model import Decoder, ModelError
 
 SEQUENCE = 1
 """The dim of activations that is split between branches."""
+HEADS = 1
+"""The dim of queries and keys (B, H, T, E) that is split inside attention."""
 warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
 # Said of the head's local logits, which nobody changes in place.
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Cut every parameter of `model` over `mesh`; parts that are nn.Identity are passed over.
 
     Stages of a pipeline exchange their own part of the sequence: plain tensors
     (B, T / tp, D). The head returns this rank's part of the vocabulary (B, T, V / tp).
+
+    Raises:
+        ModelError: HF331 the plan leaves out a parameter, or has a word that is none.
     """
     outer: dict[str, ParallelStyle] = {}
     if isinstance(model.embedding, nn.Embedding):
@@ -55,7 +60,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     if tied:  # each was cut by itself, by rows of the vocabulary both
         model.head.weight = model.embedding.weight
     for block in model.layers.values():
-        _cut_block(block, mesh)
+        _cut_block(block, mesh, model.tensor_plan)
 
 
 def _arrived(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -67,27 +72,53 @@ def _arrived(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _cut_block(block: Block, mesh: DeviceMesh) -> None:
-    whole_sequence = {"input_layouts": (Shard(SEQUENCE),), "desired_input_layouts": (Replicate(),)}
-    parallelize_module(
-        block,
-        mesh,
-        {
-            "attention_norm": SequenceParallel(sequence_dim=SEQUENCE),
-            "attention": PrepareModuleInput(
-                input_layouts=(Shard(SEQUENCE), None), desired_input_layouts=(Replicate(), None)
-            ),
-            "attention.wq": ColwiseParallel(),
-            "attention.wk": ColwiseParallel(),
-            "attention.wv": ColwiseParallel(),
-            "attention.wo": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-            "ffn_norm": SequenceParallel(sequence_dim=SEQUENCE),
-            "ffn": PrepareModuleInput(**whole_sequence),
-            "ffn.w1": ColwiseParallel(),
-            "ffn.w3": ColwiseParallel(),
-            "ffn.w2": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-        },
-    )
+class WholeSequence(ParallelStyle):
+    """Gathers a module's first argument, of which each rank has its part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+            first, *others = args
+            if not isinstance(first, DTensor):
+                first = DTensor.from_local(first, device_mesh, [Shard(SEQUENCE)], run_check=False)
+            return (first.redistribute(placements=[Replicate()]), *others)
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+def _styles() -> dict[str, ParallelStyle]:
+    """Return what the words of `Decoder.tensor_plan` mean.
+
+    Between modules go plain tensors, so that a block may do with them what it likes; only what
+    `whole` gathers is a DTensor, for the projections inside.
+    """
+    return {
+        "columns": ColwiseParallel(),
+        "rows": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+        "sequence": SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True),
+        "whole": WholeSequence(),
+        # Their gradient is that of this rank's heads: as DTensors they are summed over tp.
+        "heads": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+    }
+
+
+def _cut_block(block: nn.Module, mesh: DeviceMesh, plan: Mapping[str, object]) -> None:
+    modules, styles = dict(block.named_modules()), _styles()
+    for name, how in plan.items():
+        style = styles.get(how) if isinstance(how, str) else how
+        if not isinstance(style, ParallelStyle):
+            raise ModelError(
+                "HF331", f"tensor_plan of {name}: {how!r:.40} is none of {', '.join(styles)}"
+            )
+        if name in modules and not isinstance(modules[name], nn.Identity):
+            parallelize_module(modules[name], mesh, style)
+    left_out = [name for name, param in block.named_parameters() if not isinstance(param, DTensor)]
+    if left_out:
+        raise ModelError(
+            "HF331",
+            f"tensor_plan says nothing of {', '.join(left_out)} of {type(block).__name__}: with tp "
+            "its gradient would be one rank's alone; add its module, or use tp 1",
+        )
 
 
 def token_loss_sum(logits: Tensor, targets: Tensor, mesh: DeviceMesh | None) -> Tensor:

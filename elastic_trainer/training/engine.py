@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Rung
-from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.model import build, rope_table
 from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
@@ -48,8 +48,7 @@ class Engine:
         self.meshes = build_meshes(
             rung.layout, device.type, timedelta(seconds=config.elastic.start_ceiling_s)
         )
-        with torch.device("meta"):
-            self.model = Llama(config.model)  # names are the same in every layout
+        self.model = build(config.model, config.command_dir)  # names are the same in every layout
         layout, interleave = rung.layout, config.interleave
         self.stages = []
         if layout.pp > 1:

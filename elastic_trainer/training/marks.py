@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from elastic_trainer.heartbeat import Part
-from elastic_trainer.model import Llama
+from elastic_trainer.model import Decoder
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ Mark = Callable[[int], None]
 """`Heartbeat.mark`."""
 
 
-def mark_stage(stage: Llama, mark: Mark, *, in_pipeline: bool, compiled: bool) -> None:
+def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool) -> None:
     """Have `stage` mark its way through forward and backward; numbers stay the same.
 
     Args:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.models import FAMILIES, PUBLISHED_CONTEXT, ModelShape
 from elastic_trainer.quantities import counted
 from launcher.errors import Offer, Problem
 from launcher.hardware import CPU, GPUS
@@ -172,7 +173,7 @@ def _validation(spec: JobSpec) -> Iterator[Finding]:
         yield finding("HF016", "validation", message, "command")
     elif PurePath(spec.validation.path) == PurePath(spec.data.path):
         message = f"{spec.validation.path} is data.path too: its loss says nothing about other data"
-        yield finding("HF186", "validation.path", message, "data.path")
+        yield finding("HF187", "validation.path", message, "data.path")
 
 
 def _numbers(spec: JobSpec) -> Iterator[Finding]:
@@ -286,8 +287,30 @@ def _pod_finding(key: str, message: str, *needs: str) -> Finding:
     return Finding("HF016", f"kubernetes.{key}", message, frozenset(keys))
 
 
+def _family(spec: JobSpec) -> Iterator[Finding]:
+    """Yield keys of a family or plug-in that the model is not of."""
+    if isinstance(spec.model, str):
+        return
+    family, plugin = spec.model.family, spec.model.plugin
+    if plugin is not None and "family" in spec.model.model_fields_set:
+        yield finding("HF016", "model.plugin", "family and plugin exclude each other; keep one")
+    mine = {each.name for each in dataclasses.fields(spec.shape)}
+    for key in sorted(spec.model.model_fields_set - mine - {"family", "plugin"}):
+        if getattr(spec.model, key) == type(spec.model).model_fields[key].get_default():
+            continue
+        others = [
+            name
+            for name, other in FAMILIES.items()
+            if plugin is None and key in {each.name for each in dataclasses.fields(other)}
+        ]
+        message = f"{key} is no key of {family if plugin is None else 'a plugin'}; leave it out"
+        offers = instead("model.family", others)
+        yield finding("HF016", f"model.{key}", message, "model.family", offers=offers)
+
+
 def _model(spec: JobSpec) -> Iterator[Finding]:
     shape = spec.shape
+    yield from _family(spec)
     for field, message, usable in dimension_mistakes(shape):
         offers = instead(f"model.{field}", usable)
         yield finding("HF023", f"model.{field}", message, offers=offers)

@@ -14,7 +14,7 @@ import os
 import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from elastic_trainer.command import UNKNOWN_STEPS
 from elastic_trainer.hf_config import ConfigError, parse_hf_config
-from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.models import FAMILIES, PRESETS, ModelShape, Plugin
 from elastic_trainer.regular_file import open_regular, read_regular
 from elastic_trainer.templates import names_in, preset
 from launcher.errors import Offer, Problem, UserError, Where
@@ -192,6 +192,7 @@ def _complete(spec: JobSpec, bad: set[str], read: ReadText | None) -> list[Probl
     """Find the model's dimensions and check the rules that span several keys."""
     shape, problem = _shape_of(spec, read)
     spec.complete(shape)
+    problem = problem or _plugin_problem(spec, read)
     found = [problem] if problem and "model" not in bad else []
     return [*found, *cross_check(spec, bad | _keys(found))]
 
@@ -388,10 +389,36 @@ def _shape_of(spec: JobSpec, read: ReadText | None) -> tuple[ModelShape, Problem
     return stand_in, Problem(code, where, f"{model}: {reason}")
 
 
-def _shape(dimensions: dict[str, Any]) -> ModelShape:
-    heads = dimensions.get("num_kv_heads") or dimensions["num_heads"]
-    head_dim = dimensions.get("head_dim") or 0
-    return ModelShape(**{**dimensions, "num_kv_heads": heads, "head_dim": head_dim})
+def _shape(given: dict[str, Any]) -> ModelShape:
+    """Return the shape of `model:` as a mapping; keys of other families are left to the check."""
+    family = FAMILIES[given.get("family", ModelShape.family)]
+    if given.get("plugin") is not None:
+        family = Plugin
+    known = {each.name for each in fields(family)}
+    heads = given.get("num_kv_heads") or given["num_heads"]
+    derived = {"num_kv_heads": heads, "head_dim": given.get("head_dim") or 0}
+    return family(**{**{key: given[key] for key in given if key in known}, **derived})
+
+
+def _plugin_problem(spec: JobSpec, read: ReadText | None) -> Problem | None:
+    """Return the warning that a plug-in's module is not where submission takes it from."""
+    if read is None or not isinstance(spec.shape, Plugin):
+        return None
+    module = Path(*spec.shape.plugin.partition(":")[0].split("."))
+    files = [
+        Path(spec.code.dir, within, file)
+        for within in ("", "src")
+        for file in (module.with_suffix(".py"), module / "__init__.py")
+    ]
+    for file in files:
+        try:
+            read(str(file))
+        except (OSError, UnicodeDecodeError):
+            continue
+        return None
+    where = spec.source.where_key("model.plugin")
+    message = f"{files[0]} is not there: the module must be installed on every node"
+    return Problem("HF186", where, message)
 
 
 def _read_nothing(name: str) -> str:

@@ -23,7 +23,9 @@ from elastic_trainer.config import (
     ValidationSection,
 )
 from elastic_trainer.layout import AXES
-from elastic_trainer.models import ModelShape
+from elastic_trainer.models import FAMILIES, ModelShape, Plugin
+from elastic_trainer.models.mistral import Mistral
+from elastic_trainer.models.qwen3 import Qwen3
 from launcher.jobspec.values import (
     Above,
     Becomes,
@@ -33,10 +35,13 @@ from launcher.jobspec.values import (
     Degree,
     DpDegree,
     FailureDomain,
+    Family,
     Interface,
     NotNegative,
     Order,
     Pattern,
+    Plain,
+    PluginPath,
     Ports,
     Positive,
     Ratio,
@@ -51,7 +56,7 @@ from launcher.jobspec.values import (
     setting_of,
 )
 
-_shape = setting_of(ModelShape)
+_shape, _plugin = setting_of(ModelShape), setting_of(Plugin)
 _optimizer = setting_of(OptimizerConfig)
 _train = setting_of(TrainSection)
 _data = setting_of(DataSection)
@@ -65,8 +70,12 @@ SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
 
 
 class ModelDimensions(Section):
-    """A Llama-family model by its dimensions."""
+    """A model by its dimensions; docs/models.md has the families, and how to bring your own."""
 
+    family: Family = Field(
+        ModelShape.family, description=f"What the dimensions are of: {', '.join(FAMILIES)}."
+    )
+    plugin: PluginPath | None = Field(None, description=_plugin("plugin").description)
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = _shape("num_layers")
     dim: Count = _shape("dim")
     num_heads: Count = _shape("num_heads")
@@ -83,6 +92,12 @@ class ModelDimensions(Section):
     rope_high_freq_factor: Positive = _shape("rope_high_freq_factor")
     rope_original_context: Count = _shape("rope_original_context")
     tie_embeddings: bool = _shape("tie_embeddings")
+    attention_bias: bool = setting_of(Qwen3)("attention_bias")
+    sliding_window: Count | None = setting_of(Mistral)("sliding_window")
+    params: Annotated[int, Field(ge=1, le=10**15)] | None = _plugin("params")
+    options: dict[Text, Plain] = Field(
+        default_factory=dict, description=_plugin("options").description
+    )
 
 
 class Layout(Section):

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from elastic_trainer import config
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import ModelShape
+from elastic_trainer.models import ModelShape, Plugin
 from launcher.errors import Offer, Problem
 from launcher.hardware import tight_domain
 from launcher.jobspec import sections, values
@@ -151,8 +151,13 @@ class JobSpec(values.Section):
 
     @property
     def model_name(self) -> str:
-        """The preset or path, or `the model` when given by its dimensions."""
-        return self.model if isinstance(self.model, str) else "the model"
+        """The preset or path, or the plug-in; `the model` when given by its dimensions alone."""
+        return self.model if isinstance(self.model, str) else self.model.plugin or "the model"
+
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether workers run or import what is in `code.dir`."""
+        return self.command is not None or isinstance(self.shape, Plugin)
 
     @property
     def device(self) -> str:

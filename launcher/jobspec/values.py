@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from elastic_trainer.command import split_command
 from elastic_trainer.layout import AXES
+from elastic_trainer.models import FAMILIES
 from elastic_trainer.templates import NAMES, explain, unknown_names
 from launcher.jobspec.source import describe
 
@@ -168,6 +169,30 @@ def _cidr(value: str) -> str:
     return value
 
 
+def _family(value: str) -> str:
+    if value not in FAMILIES:
+        raise refuse("HF014", f"{describe(value)} is not one of its choices", *FAMILIES)
+    return value
+
+
+def _plugin(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise refuse(
+            "HF015", f"expected module:Class, as my_model:MyModel, found {describe(value)}"
+        )
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, str | int | float | None):
+        raise refuse(
+            "HF012", f"expected a text, a number, true, false or null, found {describe(value)}"
+        )
+    if isinstance(value, int | float) and not -(1 << 63) <= value < 1 << 63:
+        raise refuse("HF013", f"expected a number of at most 64 bits, found {describe(value)}")
+    return value
+
+
 def _command(value: Any) -> Any:
     if isinstance(value, str):
         try:
@@ -241,6 +266,13 @@ DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
 Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
+Family = Annotated[str, AfterValidator(_family), WithJsonSchema({"enum": list(FAMILIES)})]
+Plain = Annotated[
+    Any,
+    AfterValidator(_plain),
+    WithJsonSchema({"type": ["string", "number", "boolean", "null"]}),
+]
+PluginPath = Annotated[Text, AfterValidator(_plugin)]
 Interface = Annotated[Text, AfterValidator(_interface)]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]

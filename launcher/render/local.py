@@ -59,7 +59,7 @@ def to_train_config(
         schedule=spec.layout.schedule,
         interleave=spec.layout.interleave,
         command=spec.command,
-        command_dir=None if spec.command is None else resolve(spec.code.dir, base_dir),
+        command_dir=resolve(spec.code.dir, base_dir) if spec.runs_own_code else None,
     )
 
 

@@ -366,7 +366,7 @@ def _mounts(spec: JobSpec, *, run: str, base_dir: str | Path) -> list[str]:
             above = spec.data.format == needs and len(place.parts) > 2
             data.append(str(place.parent if above else place))
     paths = [run, checkpoint_dir(spec, run_dir=run, base_dir=base_dir), *data]
-    if spec.command is not None:
+    if spec.runs_own_code:
         paths.append(resolve(spec.code.dir, base_dir))
     kept: list[str] = []
     for path in dict.fromkeys(paths):

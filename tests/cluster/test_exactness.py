@@ -12,11 +12,12 @@ import math
 import harness
 import pytest
 import torch
-from exactness import BOUND, Case, cases, compare, identical
+from exactness import BOUND, Case, cases, compare, families, identical
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
 
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import Plugin
 
 ONE = ParallelLayout()
 
@@ -99,6 +100,76 @@ def test_every_axis_agrees_with_one_process(text, one_tiny_process, tmp_path):
     assert errors.loss <= BOUND
     assert errors.grad_norm <= BOUND
     assert errors.gradients <= 5e-6
+
+
+OWN = """
+from torch import nn
+from torch.nn import functional as F
+from elastic_trainer.model import Block, Decoder
+
+class OwnBlock(Block):
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.joined = nn.Linear(shape.dim, shape.dim)
+
+    def forward(self, x, *args):
+        return super().forward(x, *args) + F.gelu(self.joined(self.ffn_norm(x)))
+
+class Own(Decoder):
+    block = OwnBlock
+    tensor_plan = {**Decoder.tensor_plan, "joined": "sequence"}
+"""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(pp=2, tp=2),
+        pytest.param(ParallelLayout(cp=2, tp=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_jobs_own_decoder_agrees_with_one_process(layout, tmp_path):
+    """With a projection of its own, that works on a part of the sequence under tp."""
+    (tmp_path / "own_of_exactness.py").write_text(OWN)
+    shape = Plugin(**dataclasses.asdict(SHAPE), plugin="own_of_exactness:Own", params=34016)
+    runs = []
+    for name, degrees in (("one", ONE), ("many", layout)):
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, degrees, model=shape, global_batch=10, micro_batch=5)
+        run = Run(tmp_path / name, dataclasses.replace(config, command_dir=str(tmp_path)))
+        run.train(1, degrees.world_size)
+        runs.append(run)
+    one, many = runs
+    agree(many, one)
+    assert "model.layers.1.joined.bias" in many.tensors()
+
+
+IN_SAMPLE = ("tiny-qwen3 dp1-pp1-cp1-tp2", "tiny-mistral dp1-pp1-cp2-tp1")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.model} {case}",
+            marks=[] if f"{case.model} {case}" in IN_SAMPLE else pytest.mark.slow,
+        )
+        for case in families()
+    ],
+)
+def test_every_family_agrees_with_one_process_in_every_tensor(case, tmp_path):
+    """The norms of a head's queries and keys, and the biases, see a part of the heads under tp."""
+    one = trained_case(tmp_path / "one", Case(ONE, case.model, micro_batch=5))
+    many = trained_case(tmp_path / "many", case)
+    errors = compare(many, one)
+    assert errors.loss <= BOUND
+    assert errors.grad_norm <= BOUND
+    ours, theirs = many.tensors(), one.tensors()
+    for name in (name for name in theirs if name.endswith(".exp_avg")):
+        difference = (ours[name] - theirs[name]).norm() / theirs[name].norm()
+        assert difference <= 5e-6, (name, difference)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.models import raw_of
 from launcher.codes import CODES
 from launcher.errors import PermanentError, UserError
 from launcher.installed import need
@@ -37,12 +38,12 @@ def export_request(found: RunCheckpoints, commit: Commit, out: Path, dtype: str)
     request: dict[str, Any] = {
         "checkpoints": str(found.storage.root),
         "commit": dataclasses.asdict(commit),
-        "model": dataclasses.asdict(shape),
+        "model": raw_of(shape),
         "out": str(out),
         "dtype": dtype,
     }
     if config is not None:
-        request["context"] = config.train.seq_len
+        request |= {"context": config.train.seq_len, "code": config.command_dir}
         if config.data.tokenizer != "bytes" and missing_tokenizer(found) is None:
             request["tokenizer"] = config.data.tokenizer
     return request

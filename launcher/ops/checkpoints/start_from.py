@@ -121,6 +121,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "model.rope_low_freq_factor": Key(True, "longer contexts; the loss may jump"),
     "model.rope_high_freq_factor": Key(True, "longer contexts; the loss may jump"),
     "model.rope_original_context": Key(True, "longer contexts; the loss may jump"),
+    "model.params": Key(True, "it counts nothing but bytes"),
     "layout": Key(True, "resharded; the same batches, sums in another order"),
     "cluster": Key(True, "resharded; the same batches, sums in another order"),
     "train.seq_len": Key(False, _NEXT),
@@ -181,12 +182,13 @@ def forbidden(before: TrainConfig, now: TrainConfig) -> list[Difference]:
 def forbidden_shape(before: ModelShape, now: ModelShape) -> list[Difference]:
     """Return the dimensions of `now` for which weights of `before` cannot be used."""
     old, new = (
-        {**dataclasses.asdict(shape), "head_dim": shape.head_size} for shape in (before, now)
+        {"family": shape.family, **dataclasses.asdict(shape), "head_dim": shape.head_size}
+        for shape in (before, now)
     )
-    keys = [name for name in old if old[name] != new[name]]
+    keys = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     rules = {name: rule_of(f"model.{name}") for name in keys}
     return [
-        Difference(f"model.{name}", old[name], new[name], rule.reason)
+        Difference(f"model.{name}", old.get(name), new.get(name), rule.reason)
         for name, rule in rules.items()
         if not rule.may_change
     ]
@@ -211,7 +213,7 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
         else:
             flat.update(_leaves(key, value))
     # 0 stands for dim / num_heads: the same number, written or not.
-    flat["model.head_dim"] = config.model.head_size
+    flat |= {"model.head_dim": config.model.head_size, "model.family": config.model.family}
     return flat
 
 

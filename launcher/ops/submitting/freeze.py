@@ -129,12 +129,12 @@ class Frozen(CodeSource):
 def survey(spec: JobSpec, *, base_dir: str | Path, run_dir: Path) -> CodeFiles | None:
     """Return what `submit` is to freeze of a checked job in the folder `base_dir`. Reads only.
 
-    None: the job has neither `command:` nor `code:` and runs the installed package.
+    None: the job has no code of its own and runs the installed package.
 
     Raises:
         UserError: HF201, HF202, HF640: see `list_code`.
     """
-    if spec.command is None and "code" not in spec.model_fields_set:
+    if not spec.runs_own_code and "code" not in spec.model_fields_set:
         return None
     checkpoints = checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir)
     source = Path(resolve(spec.code.dir, base_dir))
@@ -245,8 +245,8 @@ def upgrade(run_dir: Path, *, wall: Callable[[], float] = time.time) -> tuple[Fr
     if before is None:
         raise UserError(
             "HF642",
-            f"{run_dir} has no frozen code: its job has neither `command:` nor `code:` and runs "
-            "the installed package; leave --upgrade out",
+            f"{run_dir} has no frozen code: its job has no `command:`, `code:` or `model.plugin` "
+            "and runs the installed package; leave --upgrade out",
         )
     code = Code(exclude=before.exclude, include=before.include, max_mib=before.max_mib)
     skip = (run_dir, Path(run_dirs.load(run_dir).checkpoint.dir))
@@ -283,7 +283,8 @@ def pointed_to(job: TrainConfig, frozen: Frozen) -> TrainConfig:
     """Return `job` with its command run in the frozen copy."""
     code = CodeSection(dir=frozen.dir, source=frozen.source, digest=frozen.digest)
     if job.command is None:
-        return dataclasses.replace(job, code=code)
+        own = None if job.command_dir is None else frozen.dir  # a plug-in's
+        return dataclasses.replace(job, code=code, command_dir=own)
     # Of the arguments nothing is changed: an absolute path there may well be data.
     inside = target = split_command(job.command).target
     for root in (frozen.source, job.command_dir):  # resolved, and as the job file has it

@@ -15,6 +15,7 @@ from elastic_trainer.board.state import BoardState, Commit
 from elastic_trainer.checkpoint import hf_names
 from elastic_trainer.checkpoint.hf_convert import Exported, export_hf
 from elastic_trainer.checkpoint.storage import CheckpointStorage
+from elastic_trainer.model import build
 from elastic_trainer.models import ModelShape
 
 SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=100)
@@ -23,10 +24,17 @@ SHAPE = ModelShape(num_layers=2, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48
 def random_weights(shape: ModelShape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Return Hugging Face's name -> values that differ from tensor to tensor."""
     out = {}
-    for name, size in hf_names.param_sizes(shape).items():
+    for theirs, name in names_of(shape).items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        out[hf_names.to_hf(name)] = torch.randn(size, generator=generator).to(dtype)
+        size = build(shape).get_parameter(name).shape
+        out[theirs] = torch.randn(size, generator=generator).to(dtype)
     return out
+
+
+def names_of(shape: ModelShape) -> dict[str, str]:
+    """Return Hugging Face's name -> ours, of every parameter."""
+    model = build(shape)
+    return {hf_names.to_hf(name, model.hf_names): name for name, _ in model.named_parameters()}
 
 
 def file_names(num_files: int) -> list[str]:

@@ -45,7 +45,8 @@ class Mesh:
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("cp", [2, 3])
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
-def test_gathered_attention_is_attention(cp, num_kv_heads, separate, monkeypatch):
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+def test_gathered_attention_is_attention(cp, num_kv_heads, window, separate, monkeypatch):
     """Each rank's rows of the output and, summed over ranks, the gradients."""
     torch.manual_seed(0)
     seq_len = 4 * cp * 3
@@ -58,7 +59,7 @@ def test_gathered_attention_is_attention(cp, num_kv_heads, separate, monkeypatch
         torch.randn(2, num_kv_heads, seq_len, 8, dtype=torch.float64, requires_grad=True)
         for _ in range(2)
     )
-    expected = CausalAttention()(q, k, v, documents)
+    expected = CausalAttention(window)(q, k, v, documents)
     wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
     parts = [zigzag_positions(seq_len, cp, rank) for rank in range(cp)]
     every = torch.stack([torch.stack([k[:, :, part], v[:, :, part]]) for part in parts])
@@ -71,7 +72,7 @@ def test_gathered_attention_is_attention(cp, num_kv_heads, separate, monkeypatch
     monkeypatch.setattr(context_parallel, "all_gather_single_autograd", gather)
     total = torch.zeros((), dtype=torch.float64)
     for rank, part in enumerate(parts):
-        attention = GatheredAttention(Mesh(cp, rank))
+        attention = GatheredAttention(Mesh(cp, rank), window)
         mine = None if documents is None else documents[:, part]
         out = attention(q[:, :, part], k[:, :, part], v[:, :, part], mine)
         torch.testing.assert_close(out, expected[:, :, part])

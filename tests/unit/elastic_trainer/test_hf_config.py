@@ -44,7 +44,8 @@ def test_defaults_are_those_of_the_format():
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"model_type": "mixtral"}, "HF022", "model_type 'mixtral' is not of the Llama family"),
+        ({"model_type": "mixtral"}, "HF022", "'mixtral' is none of llama, qwen3, mistral"),
+        ({"model_type": ["llama"]}, "HF022", "model_type"),
         ({"attention_bias": True}, "HF022", "attention_bias"),
         ({"hidden_act": "gelu"}, "HF022", "hidden_act 'gelu'"),
         ({"sliding_window": 4096}, "HF022", "sliding_window"),
@@ -68,3 +69,47 @@ def test_what_is_no_json_object(text):
     with pytest.raises(ConfigError) as caught:
         parse_hf_config(text)
     assert caught.value.code == "HF021"
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 32,
+         "intermediate_size": 128, "vocab_size": 100}  # fmt: skip
+
+
+def small(kind, **changes):
+    return parse_hf_config(json.dumps({**SMALL, "model_type": kind, **changes}))
+
+
+def test_what_a_family_leaves_out_is_transformers_default():
+    transformers = pytest.importorskip("transformers", reason="needs the dev extra")
+    for kind in ("qwen3", "mistral"):
+        theirs = transformers.AutoConfig.for_model(kind, **SMALL)
+        ours = small(kind)
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.head_size == theirs.head_dim
+        assert ours.sliding_window == theirs.sliding_window
+        assert ours.tie_embeddings == theirs.tie_word_embeddings
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_a_family_has_fields_of_its_own():
+    assert small("qwen3", attention_bias=True).attention_bias
+    assert small("qwen3", sliding_window=4096, use_sliding_window=False).sliding_window is None
+    assert small("mistral", sliding_window=None).sliding_window is None
+    assert small("mistral", sliding_window=8).sliding_window == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "code", "message"),
+    [
+        ("qwen3", {"use_sliding_window": True}, "HF022", "use_sliding_window True"),
+        ("mistral", {"attention_bias": True}, "HF022", "attention_bias True"),
+        ("mistral", {"sliding_window": 0}, "HF021", "sliding_window is 0"),
+        ("mistral", {"sliding_window": True}, "HF021", "sliding_window is True"),
+    ],
+)
+def test_what_a_family_does_not_have_here_is_refused(kind, changes, code, message):
+    with pytest.raises(ConfigError) as caught:
+        small(kind, **changes)
+    assert caught.value.code == code
+    assert message in str(caught.value)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import warnings
 
 import pytest
 import torch
-from hf_models import equal_bits, export_run, random_weights, read_hf, write_hf
+from hf_models import equal_bits, export_run, names_of, random_weights, read_hf, write_hf
 
-from elastic_trainer.checkpoint import hf_names
 from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.model import Decoder, rope_table
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.models.mistral import Mistral
+from elastic_trainer.models.qwen3 import Qwen3
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 with warnings.catch_warnings():
@@ -22,7 +24,9 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
 
 SEQ_LEN = 96
-BASE = ModelShape(num_layers=3, dim=64, num_heads=8, num_kv_heads=2, ffn_dim=96, vocab_size=200)
+DIMENSIONS = {"num_layers": 3, "dim": 64, "num_heads": 8, "num_kv_heads": 2, "ffn_dim": 96,
+              "vocab_size": 200}  # fmt: skip
+BASE = ModelShape(**DIMENSIONS)
 SCALED = dataclasses.replace(
     PRESETS["llama3-405b"],
     **{f: getattr(BASE, f) for f in ("num_layers", "dim", "num_heads", "num_kv_heads", "ffn_dim")},
@@ -36,6 +40,10 @@ SHAPES = {
     "llama3-405b's rope": SCALED,
     # An old context so short that every band of the scaling shows within SEQ_LEN.
     "strong rope": dataclasses.replace(SCALED, rope_theta=100.0, rope_original_context=32),
+    "qwen3": Qwen3(**DIMENSIONS, head_dim=24, attention_bias=True),
+    "qwen3 tied": Qwen3(**DIMENSIONS, tie_embeddings=True, rope_theta=1e6),
+    "mistral": Mistral(**DIMENSIONS, sliding_window=16),
+    "mistral, all": Mistral(**DIMENSIONS, head_dim=16),
 }
 
 
@@ -48,8 +56,8 @@ def _one_thread():
 
 
 def logits_of_ours(shape, path, tokens):
-    model = Llama(shape)
-    state = {hf_names.from_hf(name): tensor for name, tensor in read_hf(path).items()}
+    model, names = Decoder(shape), names_of(shape)
+    state = {names[name]: tensor for name, tensor in read_hf(path).items()}
     if shape.tie_embeddings:
         state["head.weight"] = state["embedding.weight"]
     model.load_state_dict(state, strict=True)
@@ -89,6 +97,54 @@ def test_the_scaling_makes_a_difference_that_the_test_would_see(tmp_path):
     plain = dataclasses.replace(shape, rope_scaling_factor=1.0)
     change = logits_of_ours(shape, hf, tokens) - logits_of_ours(plain, hf, tokens)
     assert change.abs().max() > 1e-2
+
+
+def test_the_window_makes_a_difference_that_the_test_would_see(tmp_path):
+    shape = SHAPES["mistral"]
+    hf = write_hf(tmp_path / "hf", shape, weights_of(shape))
+    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    ours = logits_of_ours(shape, hf, tokens)
+    for other in (15, 17, None):
+        changed = dataclasses.replace(shape, sliding_window=other)
+        change = logits_of_ours(changed, hf, tokens) - ours
+        assert change[:, :15].abs().max() < 1e-5
+        assert change.abs().max() > 1e-2
+
+
+CONFIGS = {
+    "qwen3": ({"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
+              Qwen3(**DIMENSIONS, head_dim=24, attention_bias=True, tie_embeddings=True,
+                    norm_eps=1e-6, rope_theta=1e6)),
+    "mistral": ({"sliding_window": 16}, Mistral(**DIMENSIONS, head_dim=8, sliding_window=16,
+                                                norm_eps=1e-6, rope_theta=1e6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_transformers_saves_of_a_family_gives_its_logits_here(tmp_path, kind):
+    own, shape = CONFIGS[kind]
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, **own,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, param in theirs.named_parameters():
+            param.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
+    done = import_hf(tmp_path / "hf", tmp_path / "run", run_id="r")
+    assert done.shape == shape
+    export_run(tmp_path / "run", done.shape, tmp_path / "out")
+    assert equal_bits(read_hf(tmp_path / "out"), read_hf(tmp_path / "hf"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
+    tokens = torch.randint(200, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs.eval()(tokens).logits
+    ours = logits_of_ours(shape, tmp_path / "out", tokens)
+    assert 0.1 < ours.std() < 10
+    assert (ours - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,7 +12,7 @@ import torch
 from elastic_trainer import injected
 from elastic_trainer.heartbeat import Heartbeat, Part, Section
 from elastic_trainer.injected import SLOW_S, VARIABLE, Inside, listen
-from elastic_trainer.model import Llama, rope_table
+from elastic_trainer.model import Decoder, rope_table
 from elastic_trainer.models import ModelShape
 from elastic_trainer.training.marks import mark_stage
 
@@ -24,7 +24,7 @@ def trainer() -> Iterator[SimpleNamespace]:
     """What a fault touches of a trainer; signal handlers are as before at the end."""
     before = {kind: signal.getsignal(kind) for kind in Inside}
     feed = SimpleNamespace(micro_batches=lambda step: iter([step, step]))
-    engine = SimpleNamespace(stages=[], model=Llama(SHAPE))
+    engine = SimpleNamespace(stages=[], model=Decoder(SHAPE))
     yield SimpleNamespace(feed=feed, engine=engine, sum_over_ranks=lambda values: values)
     for kind, handler in before.items():
         signal.signal(kind, handler)

@@ -5,22 +5,22 @@ import dataclasses
 import pytest
 
 from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.training.metrics import flops_per_token, utilisation
+from elastic_trainer.training.metrics import utilisation
 
 
 def test_flops_counted_by_hand():
     shape = ModelShape(num_layers=2, dim=4, num_heads=2, num_kv_heads=1, ffn_dim=8, vocab_size=10)
     weights = 2 * (48 + 96 + 8) + 40 + 4  # the embedding multiplies nothing
     scores = 2 * 4 * 16  # layers, width of all heads, tokens
-    assert flops_per_token(shape, 16) == 6 * weights + 6 * scores
+    assert shape.flops_per_token(16) == 6 * weights + 6 * scores
     tied = dataclasses.replace(shape, tie_embeddings=True)
-    assert flops_per_token(tied, 16) == flops_per_token(shape, 16)
+    assert tied.flops_per_token(16) == shape.flops_per_token(16)
 
 
 def test_llama3_405b_at_the_published_speed_has_the_published_utilisation():
     """Llama 3 (arXiv 2407.21783, table 4): 430 TFLOPs/GPU are 43% at 8,192 GPUs, 8 K tokens."""
     shape = PRESETS["llama3-405b"]
-    tokens_per_s = 430e12 * 8192 / flops_per_token(shape, 8192)
+    tokens_per_s = 430e12 * 8192 / shape.flops_per_token(8192)
     mfu = utilisation(
         tokens_per_s,
         shape=shape,

@@ -8,27 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812
 
-from elastic_trainer.model import Llama, apply_rope, initial_rows, rope_frequencies, rope_table
+from elastic_trainer.model import Decoder, apply_rope, initial_rows, rope_frequencies, rope_table
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.parallel.apply import initialise
 
 SHAPE = ModelShape(num_layers=2, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40, vocab_size=50)
 
 
 def build(shape=SHAPE, seed=0):
-    model = Llama(shape)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(initial_rows(name, param.shape, range(len(param)), shape, seed))
+    model = Decoder(shape)
+    initialise(model, seed)
     return model
 
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", None)],
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", None),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_241_732_096),
+        ("tiny-qwen3", None),
+    ],
 )
 def test_the_model_has_the_published_number_of_parameters(name, published):
     with torch.device("meta"):
-        model = Llama(PRESETS[name])
+        model = Decoder(PRESETS[name])
     count = sum(param.numel() for param in model.parameters())
     assert count == (published or PRESETS[name].num_params())
 
@@ -43,7 +49,7 @@ def test_tied_embeddings_are_one_parameter():
         vocab_size=10,
         tie_embeddings=True,
     )
-    model = Llama(shape)
+    model = Decoder(shape)
     assert sum(p.numel() for p in model.parameters()) == shape.num_params()
     assert "head.weight" not in dict(model.named_parameters())
 
@@ -192,8 +198,13 @@ def test_a_document_changes_neither_the_logits_nor_the_gradient_of_another(chang
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+def rows_of(name, size, rows, seed):
+    mean, deviation = Decoder(SHAPE).initial(name)
+    return initial_rows(name, size, rows, seed, mean=mean, deviation=deviation)
+
+
 def whole(name, size, seed):
-    return initial_rows(name, size, range(size[0]), SHAPE, seed)
+    return rows_of(name, size, range(size[0]), seed)
 
 
 def test_initial_values_depend_on_seed_and_name_alone():
@@ -215,7 +226,7 @@ def test_any_rows_of_an_initial_value_are_those_of_the_whole(one, other):
     size = torch.Size([200, 3])
     first, stop = sorted([one, other])
     for name in ("embedding.weight", "norm.weight"):
-        rows = initial_rows(name, size, range(first, stop), SHAPE, 1)
+        rows = rows_of(name, size, range(first, stop), 1)
         assert torch.equal(rows, whole(name, size, 1)[first:stop])
     assert not torch.equal(
         whole("head.weight", size, 1)[:64], whole("head.weight", size, 1)[64:128]

