@@ -37,13 +37,17 @@ lint: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-# Its ft_launcher is a peer in recovery.py. Without its dependencies: it runs with our torch.
-benchmarks/.nvrx/ready:
-	$(PY) -m pip install --quiet --no-deps --target benchmarks/.nvrx nvidia-resiliency-ext==0.4.1 defusedxml nvidia-ml-py pyyaml
+# Peers in recovery.py, without what brings a torch along: they run with ours. The wheel of
+# nvidia-resiliency-ext is for a newer Python and libc only because of a CUDA module, not used here.
+PEERS := --quiet --target benchmarks/.peers
+benchmarks/.peers/ready:
+	$(PY) -m pip install $(PEERS) --no-deps torchft==0.2.0
+	$(PY) -m pip install $(PEERS) --no-deps --platform manylinux_2_39_x86_64 --python-version 3.12 nvidia-resiliency-ext==0.7.0
+	$(PY) -m pip install $(PEERS) opentelemetry-sdk opentelemetry-exporter-otlp-proto-http defusedxml grpcio httpx nvidia-ml-py
 	touch $@
 
 # About an hour; on an otherwise idle machine.
-bench: .venv/ready benchmarks/.nvrx/ready
+bench: .venv/ready benchmarks/.peers/ready
 	$(PY) benchmarks/run_all.py
 
 # What is marked slow, and every property with 200 examples: under an hour on two cores.

@@ -32,14 +32,14 @@ class Aim:
 
 
 def _recovery(key: str, what: str, limit: float) -> Aim:
-    systems = ("torchrun_tuned", "ft_launcher_tuned", "torchrun_default")
-    peers = tuple(f"{system}.{key}" for system in systems)
+    systems = ("torchrun_tuned", "ft_launcher_tuned", "torchft_1s", "torchft_default")
+    peers = tuple(f"{system}.{key}" for system in (*systems, "torchrun_default"))
     return Aim(
         program="recovery",
         key=f"holdfast.{key}",
         what=what,
         limit=limit,
-        peers=peers if key in ("node", "worker", "coordinator") else (),
+        peers=peers,
     )
 
 
@@ -50,6 +50,7 @@ AIMS: tuple[Aim, ...] = (
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
     _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
     _recovery("growth", "a returning node, at the boundary", 1.0),
+    _recovery("rejoin", "a returning node's agent starts to first step of all", 6.0),
     Aim(
         program="recovery",
         key="holdfast.committed_steps_redone",

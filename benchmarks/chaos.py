@@ -35,9 +35,8 @@ from typing import Any
 import click
 import psutil
 from common import OUT, ROOT, environment, machine, say, table, write_out
-from peers import PeerCluster, Steps, trains_whole
+from peers import PeerCluster, Steps, completed, trains_whole
 
-from elastic_trainer.events import Event
 from launcher.ops.local.faults import Chaos, ChaosSchedule
 from launcher.record.files import RunRecord
 
@@ -76,19 +75,13 @@ def steps_done(steps: Steps, begun_t: float, seconds: float) -> int:
     The newest step at the end, not the largest: who went back has not done what came after.
 
     Args:
-        steps: (time, process or epoch, step), in order of time.
+        steps: in order of time.
         begun_t: when the first gap between kills began.
         seconds: from then on.
     """
-    until = [step for t, _, step in steps if t <= begun_t + seconds]
-    before = [step for t, _, step in steps if t <= begun_t]
+    until = [done.step for done in steps if done.t <= begun_t + seconds]
+    before = [done.step for done in steps if done.t <= begun_t]
     return (until[-1] if until else 0) - (before[-1] if before else 0)
-
-
-def completed(events: list[Event]) -> Steps:
-    """Return the steps that holdfast completed."""
-    done = (e for e in events if e.event == "step.completed")
-    return [(e.t_unix, e.epoch or 0, e.step or 0) for e in done]
 
 
 def holdfast(seconds: float, chaos: Chaos | None) -> dict[str, Any]:
@@ -136,7 +129,7 @@ def first_step(record: RunRecord, running: subprocess.Popen[bytes]) -> float:
         assert time.monotonic() < deadline, f"no step within {START_S:.0f} s"
         time.sleep(TICK_S)
         record.poll()
-    return steps[0][0]
+    return steps[0].t
 
 
 def torchrun(seconds: float, chaos: Chaos | None) -> dict[str, Any]:
@@ -168,7 +161,7 @@ def torchrun(seconds: float, chaos: Chaos | None) -> dict[str, Any]:
                     back[node] = now + (chaos.return_s or 0.0 if chaos else 0.0)
             time.sleep(TICK_S)
         steps = cluster.steps()
-        restarts = len({pid for _, pid, _ in steps}) - NODES
+        restarts = len({step.by for step in steps}) - NODES
     return {
         "steps": steps_done(steps, begun_t, seconds),
         "kills": kills,

@@ -104,7 +104,7 @@ def torchrun(name: str, folder: Path) -> Found:
     whole = partial(trains_whole, num_nodes=NODES, past_step=FAULT_STEP)
     with PeerCluster("torchrun_tuned", job, folder, NODES) as cluster:
         cluster.wait_until(lambda steps: whole(steps, psutil.pid_exists))
-        before = {pid for _, pid, _ in cluster.steps()}
+        before = {step.by for step in cluster.steps()}
         node = cluster.agents[1 if name == "sigstop" else 2]
         family = [node, *node.children(recursive=True)]
         victims = [p for p in family if p.pid in before] if name == "sigstop" else family
@@ -114,7 +114,7 @@ def torchrun(name: str, folder: Path) -> Found:
         try:
             deadline = time.monotonic() + NEVER_S
             while time.monotonic() < deadline:
-                after = [t for t, pid, _ in cluster.steps() if pid not in before]
+                after = [step.t for step in cluster.steps() if step.by not in before]
                 if after:
                     return min(after) - struck, None
                 if len(cluster.left()) == NODES:

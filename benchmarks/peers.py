@@ -1,7 +1,8 @@
-"""The peers: torchrun and nvidia-resiliency-ext's ft_launcher, one agent per emulated node.
+"""The peers: torchrun, ft_launcher of nvidia-resiliency-ext, torchft; an agent on each node.
 
-Both run `torchrun_worker.py`: the same model, data and layout as holdfast's workers. Neither
-restarts agents that end by themselves; `PeerCluster` starts what it is told to start.
+The first two run `torchrun_worker.py`: the same model, data and layout as holdfast's workers.
+torchft runs `torchft_worker.py` under a torchrun of each node, beside one lighthouse outside
+the nodes. None restarts agents that end by themselves; `PeerCluster` starts what it is told to.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import psutil
 from common import ROOT, environment, say
 
+from elastic_trainer.events import Event
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
 from launcher.render.local import render_local
@@ -28,30 +31,72 @@ from launcher.render.local import render_local
 _Found = TypeVar("_Found")
 
 HERE = Path(__file__).parent
-FT_SITE = Path(os.environ.get("HOLDFAST_BENCH_NVRX", HERE / ".nvrx"))
-"""Where `make bench` puts nvidia-resiliency-ext, without its dependencies: our torch stays."""
-FT_VERSION = "0.4.1"
+SITE = Path(os.environ.get("HOLDFAST_BENCH_PEERS", HERE / ".peers"))
+"""Where `make bench` puts torchft and nvidia-resiliency-ext, with what they need besides torch."""
 MONITOR_INTERVAL_S = 0.1  # torchrun's own default in 2.13, said for older ones
 START_S = 120.0
-TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,"
 TORCHRUN = ("-m", "torch.distributed.run")
-FT_LAUNCHER = (
-    "-c",
-    "from nvidia_resiliency_ext.fault_tolerance.launcher import main; main()",
-)
-SYSTEMS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
-    "torchrun_tuned": (TORCHRUN, TUNED, ()),
-    "ft_launcher_tuned": (
-        FT_LAUNCHER,
-        TUNED,
-        ("--ignore-missing-fault-tol-cfg", "--workers-stop-timeout", "1"),
-    ),
-    "torchrun_default": (TORCHRUN, "", ()),
-}
-"""Name -> what Python runs, the rendezvous' options, further options."""
 
-Steps = list[tuple[float, int, int]]
-"""(time, pid, step) of every completed step."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """How a peer is run."""
+
+    cases: tuple[str, ...] = ("node", "worker", "coordinator")
+    """Of recovery.py, that mean something to it."""
+    package: str = ""
+    """That it is in, below SITE; empty: torch."""
+    program: tuple[str, ...] = TORCHRUN
+    """What Python runs."""
+    conf: str = ""
+    """Options of the rendezvous."""
+    options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    spares: int = 0
+    """Nodes more, since it goes on only with as many as before."""
+    heartbeat_ms: int = 0
+    """Of torchft's lighthouse, after which a node is lost; 0: there is none."""
+    timeout_s: float = 0.0
+    """Of torchft's collectives."""
+
+
+SYSTEMS: dict[str, System] = {
+    "torchrun_tuned": System(
+        cases=("node", "worker", "coordinator", "growth"),
+        conf="last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,",
+    ),
+    "ft_launcher_tuned": System(
+        package="nvidia_resiliency_ext",
+        program=(
+            "-c",
+            "from nvidia_resiliency_ext.fault_tolerance.launcher import main; main()",
+        ),
+        options=("--ft-ignore-missing-cfg", "--workers-stop-timeout", "1"),
+        env={"NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1"},  # all nodes are this machine
+        spares=1,
+    ),
+    "torchft_1s": System(
+        cases=("node", "worker", "growth"), package="torchft", heartbeat_ms=1000, timeout_s=1.0
+    ),
+    "torchft_default": System(
+        cases=("node", "worker", "growth"), package="torchft", heartbeat_ms=5000, timeout_s=5.0
+    ),
+    "torchrun_default": System(),
+}
+
+
+class Step(NamedTuple):
+    """A completed step, as one rank tells it."""
+
+    t: float
+    by: int
+    """Process, or epoch of membership: another one has been restarted."""
+    step: int
+    ranks: int
+    """That took part in it; of holdfast: nodes."""
+
+
+Steps = list[Step]
 
 
 class NotStartedError(RuntimeError):
@@ -60,12 +105,9 @@ class NotStartedError(RuntimeError):
 
 def why_not(system: str) -> str | None:
     """Return why `system` cannot run here; None when it can."""
-    if system.startswith("ft_") and not (FT_SITE / "nvidia_resiliency_ext").exists():
-        return (
-            f"nvidia-resiliency-ext {FT_VERSION} is not installed: `make bench` does, or pip "
-            f"install --no-deps --target {FT_SITE} nvidia-resiliency-ext=={FT_VERSION} "
-            "defusedxml nvidia-ml-py pyyaml"
-        )
+    package = SYSTEMS[system].package if system in SYSTEMS else ""
+    if package and not (SITE / package).exists():
+        return f"{package} is not in {SITE}: `make benchmarks/.peers/ready` puts it there"
     return None
 
 
@@ -87,19 +129,24 @@ class PeerCluster:
     """
 
     def __init__(self, system: str, job: Path, folder: Path, num_nodes: int) -> None:
-        self._program, self._conf, self._more = SYSTEMS[system]
+        self._system = SYSTEMS[system]
         self._folder, self._num_nodes = folder, num_nodes
         self._log = folder / "steps.log"
         self._read_to, self._steps = 0, Steps()
         render_job(job, folder)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            self._endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
         self.agents: dict[int, psutil.Popen] = {}
+        self._lighthouse: psutil.Popen | None = None
 
     def __enter__(self) -> Self:
         """Start an agent on every node."""
-        for node in range(self._num_nodes):
+        if self._system.heartbeat_ms:
+            command = [str(SITE / "bin" / "torchft_lighthouse"), "--min_replicas", "1"]
+            command += ["--heartbeat_timeout_ms", str(self._system.heartbeat_ms)]
+            self._lighthouse = self._start([*command, "--bind", self._endpoint], "lighthouse", {})
+        for node in range(self._num_nodes + self._system.spares):
             self.start_node(node)
         return self
 
@@ -107,34 +154,52 @@ class PeerCluster:
         """Kill what is left."""
         for node in self.agents:
             self.kill_node(node)
+        if self._lighthouse is not None:
+            kill_tree(self._lighthouse)
+            self._lighthouse.wait(10)
         kill_strays(self._folder)
 
     def start_node(self, node: int) -> None:
         """Start the agent of `node`; the first hosts the rendezvous' store."""
-        env = {
-            **environment(),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": f"{ROOT}:{FT_SITE}" if self._program == FT_LAUNCHER else str(ROOT),
-        }
+        system = self._system
+        if system.heartbeat_ms:  # each node is a job of its own
+            worker, nodes, endpoint, conf = "torchft_worker.py", "1", "localhost:0", ""
+            more = {
+                "TORCHFT_LIGHTHOUSE": f"http://{self._endpoint}",
+                "HOLDFAST_BENCH_PEER_TIMEOUT_S": str(system.timeout_s),
+                "REPLICA_GROUP_ID": str(node),
+                "NUM_REPLICA_GROUPS": str(self._num_nodes),
+            }
+        else:
+            worker, endpoint = "torchrun_worker.py", self._endpoint
+            least = self._num_nodes if system.spares else 1
+            nodes = f"{least}:{self._num_nodes + system.spares}"
+            conf = f"{system.conf}is_host={int(node == 0)}"
+            more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         options = {
-            "--nnodes": f"1:{self._num_nodes}",
+            "--nnodes": nodes,
             "--nproc-per-node": "1",
             "--max-restarts": "100000",
             "--rdzv-id": "bench",
             "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"127.0.0.1:{self._port}",
+            "--rdzv-endpoint": endpoint,
             "--local-addr": "127.0.0.1",
             "--monitor-interval": str(MONITOR_INTERVAL_S),
-            "--rdzv-conf": f"{self._conf}is_host={int(node == 0)}",
+            "--rdzv-conf": conf,
         }
-        command = [sys.executable, *self._program]
+        command = list(system.program)
         command += [part for option in options.items() for part in option]
-        command += [*self._more, str(HERE / "torchrun_worker.py")]
+        command += [*system.options, str(HERE / worker)]
         command += [str(self._folder / "job.json"), str(self._log), str(self._folder)]
-        with (self._folder / f"agent{node}.log").open("a") as log:
-            self.agents[node] = psutil.Popen(
-                command, env=env, stdout=log, stderr=log, start_new_session=True
+        self.agents[node] = self._start(command, f"agent{node}", more)
+
+    def _start(self, command: list[str], name: str, more: dict[str, str]) -> psutil.Popen:
+        path = f"{ROOT}:{SITE}" if self._system.package else str(ROOT)
+        env = {**environment(), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+        env |= {**self._system.env, **more}
+        with (self._folder / f"{name}.log").open("a") as log:
+            return psutil.Popen(
+                [sys.executable, *command], env=env, stdout=log, stderr=log, start_new_session=True
             )
 
     def kill_node(self, node: int) -> None:
@@ -144,10 +209,16 @@ class PeerCluster:
 
     def kill_worker(self, node: int) -> None:
         """SIGKILL the worker of `node`, not its agent."""
-        known = {pid for _, pid, _ in self.steps()}
-        for child in self.agents[node].children(recursive=True):
-            if child.pid in known:
-                child.send_signal(signal.SIGKILL)
+        for worker in self._workers(node):
+            worker.send_signal(signal.SIGKILL)
+
+    def training(self) -> list[int]:
+        """Return the nodes that are no spares: which of them is, is the system's choice."""
+        return [node for node in self.agents if self._workers(node)]
+
+    def _workers(self, node: int) -> list[psutil.Process]:
+        known = {step.by for step in self.steps()}
+        return [child for child in self.agents[node].children(recursive=True) if child.pid in known]
 
     def left(self) -> list[int]:
         """Return the nodes whose agents have ended."""
@@ -220,14 +291,28 @@ def kill_strays(folder: Path) -> None:
 def parse_steps(text: str) -> Steps:
     """Read what the workers append; a line that is not whole (yet) is left out."""
     lines = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [(float(t), int(pid), int(step)) for t, pid, step in (x for x in lines if len(x) == 3)]
+    whole = (fields for fields in lines if len(fields) == len(Step._fields))
+    return [Step(float(t), int(by), int(step), int(ranks)) for t, by, step, ranks in whole]
+
+
+def completed(events: Iterable[Event]) -> Steps:
+    """Return the steps that holdfast completed, with the nodes of their epoch."""
+    steps, nodes = Steps(), {}
+    for e in events:
+        match e.event:
+            case "epoch.formed":
+                nodes[e.epoch] = len(e.fields["members"])
+            case "step.completed":
+                steps.append(Step(e.t_unix, e.epoch or 0, e.step or 0, nodes.get(e.epoch, 0)))
+    return steps
 
 
 def trains_whole(
     steps: Steps, alive: Callable[[int], bool], *, num_nodes: int, past_step: int
 ) -> bool:
-    """Whether every node has a live worker past a step.
+    """Whether every node has a live worker past a step, all in the same step.
 
     A node that joined late has restarted all others: the old workers do not count.
     """
-    return len({pid for _, pid, s in steps if s >= past_step and alive(pid)}) == num_nodes
+    together = (s for s in steps if s.step >= past_step and s.ranks == num_nodes)
+    return len({s.by for s in together if alive(s.by)}) == num_nodes

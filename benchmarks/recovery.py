@@ -1,15 +1,19 @@
-"""Kill -> first completed step of the next epoch, beside torchrun and ft_launcher.
+"""Kill -> first completed step without what was killed, beside torchrun, ft_launcher and torchft.
 
-Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps and (holdfast) a
-snapshot every step; SIGKILL at step 15. Both clocks run from just before the signal to the
-first step that all ranks of the next epoch have completed.
+Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (torchft: none) and
+(holdfast) a snapshot every step; SIGKILL at step 15. All clocks run from just before the signal.
 
-    python benchmarks/recovery.py [--repeats N] [--only holdfast|torchrun|ft_launcher]
+    python benchmarks/recovery.py [--repeats N] [--only holdfast,torchft_1s,...]
                                   [--cases node,growth] [--out FILE]
 
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
-the store), one worker a node. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2;
-`compile`, torch.compile on; `growth`, a killed node returns: what that costs at the boundary.
+the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
+without a step. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
+torch.compile on.
+
+Columns: `longest gap`, between two steps of the job, from the kill (growth: the return) until
+the case is over; `rejoin`, from the death of a worker, or the start of a returning node's agent,
+to the first step of all four; `steps redone`, that had been completed before.
 
 Each case runs three times; torchrun with its default settings once, since its pause is that
 of its time-outs and three times would double the whole (`--repeats` holds for all).
@@ -28,21 +32,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 import psutil
 from common import OUT, ROOT, environment, machine, median, say, table, write_out
-from peers import SYSTEMS, PeerCluster, in_own_folder, trains_whole, why_not
+from peers import (
+    SYSTEMS,
+    PeerCluster,
+    Steps,
+    completed,
+    in_own_folder,
+    trains_whole,
+    why_not,
+)
 
+from elastic_trainer.events import Event
 from launcher.record.files import RunRecord
 
 FAULT_STEP, STEPS, NODES = 15, 22, 4
 ENDLESS = 100_000
-SHARED = ("node", "worker", "coordinator")
-"""Cases that the peers run too."""
-REPEATS = {"holdfast": 3, "torchrun_tuned": 3, "ft_launcher_tuned": 3, "torchrun_default": 1}
+REPEATS = {"torchrun_default": 1}
+"""3 otherwise."""
 NEVER_S, RUN_S = 90.0, 300.0
 CLI_INTERRUPTED = 130
 JOB = """
@@ -87,6 +100,10 @@ class Run:
     seconds: float | None
     """None: it never recovered."""
     phases: dict[str, float] = field(default_factory=dict)
+    gap: float | None = None
+    """The longest time between two steps."""
+    rejoin: float | None = None
+    """To the first step of all nodes; None: the case has none."""
     redone: int | None = None
     committed_redone: int | None = None
 
@@ -133,7 +150,9 @@ def holdfast(name: str, folder: Path) -> Run:
     if running.returncode not in (0, CLI_INTERRUPTED):
         say(said[-2000:])
         return Run(None)
-    return run_of(name, json.loads(out))
+    record = RunRecord(folder / "run")
+    record.poll()
+    return run_of(name, json.loads(out), record.events)
 
 
 def stop_once_grown(running: subprocess.Popen[str], run_dir: Path) -> None:
@@ -151,18 +170,48 @@ def stop_once_grown(running: subprocess.Popen[str], run_dir: Path) -> None:
         time.sleep(0.05)
 
 
-def run_of(name: str, summary: Mapping[str, Any]) -> Run:
-    """Read a run's summary."""
-    redone = summary["steps_redone"], summary["committed_steps_redone"]
+def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Run:
+    """Read a run's summary, and what its events say that is compared."""
+    injected = [e.t_unix for e in events if e.event == "fault.injected"]
+    seen = account(name, completed(events), injected[-1]) if injected else None
+    run = seen or Run(None)
+    run.redone = summary["steps_redone"]
+    run.committed_redone = summary["committed_steps_redone"]
     if name == "growth":
         pauses = [growth["pause_s"] for growth in summary["growths"]]
-        return Run(pauses[0] if pauses else None, {}, *redone)
-    failure = next(f for f in summary["failures"] if f["injected"])
-    return Run(failure["recovered_s"], {**failure["phases"], "other": failure["other_s"]}, *redone)
+        run.seconds = pauses[0] if pauses else None
+    else:
+        failure = next(f for f in summary["failures"] if f["injected"])
+        run.seconds = failure["recovered_s"]
+        run.phases = {**failure["phases"], "other": failure["other_s"]}
+    return run
+
+
+def account(name: str, steps: Steps, since: float) -> Run | None:
+    """Return what a kill, or in case `growth` a return, at `since` cost; None: it is not over.
+
+    Whoever completes a step afterwards is another process, or as many as before no longer.
+    """
+    steps = sorted(steps)
+    before = [step for step in steps if step.t <= since]
+    old, newest = {step.by for step in before}, before[-1]
+    fresh = [s for s in steps[len(before) :] if s.by not in old or s.ranks != newest.ranks]
+    rejoins = name in ("worker", "growth")
+    end = next((s for s in fresh if s.ranks == NODES or not rejoins), None)
+    if end is None:
+        return None
+    times = [newest.t, *(s.t for s in steps[len(before) :] if s.t <= end.t)]
+    gap = max(later - earlier for earlier, later in pairwise(times))
+    return Run(
+        gap if name == "growth" else fresh[0].t - since,
+        gap=gap,
+        rejoin=end.t - since if rejoins else None,
+        redone=max(newest.step + 1 - fresh[0].step, 0),
+    )
 
 
 def peer(system: str, name: str, folder: Path) -> Run:
-    """Run a peer with one fault; return seconds to the first step of restarted workers.
+    """Run a peer with one fault.
 
     Raises:
         NotStartedError: there was nothing to strike.
@@ -171,21 +220,29 @@ def peer(system: str, name: str, folder: Path) -> Run:
     whole = partial(trains_whole, num_nodes=NODES, past_step=FAULT_STEP)
     with PeerCluster(system, job, folder, NODES) as cluster:
         cluster.wait_until(lambda steps: whole(steps, psutil.pid_exists))
-        before = {pid for _, pid, _ in cluster.steps()}
-        struck = time.time()
+        nodes, struck = cluster.training(), time.time()
         if name == "worker":
-            cluster.kill_worker(1)
+            cluster.kill_worker(nodes[1])
         else:
-            cluster.kill_node(0 if name == "coordinator" else 2)
-        deadline = time.monotonic() + NEVER_S
-        while time.monotonic() < deadline:
-            after = [t for t, pid, _ in cluster.steps() if pid not in before]
-            if after:
-                return Run(min(after) - struck)
-            if len(cluster.left()) == NODES:
+            cluster.kill_node(0 if name == "coordinator" else nodes[2])
+        if name == "growth":
+            if recovery_from(cluster, "node", struck).seconds is None:
                 return Run(None)
-            time.sleep(0.02)
-        say(cluster.tail())
+            struck = time.time()
+            cluster.start_node(nodes[2])
+        return recovery_from(cluster, name, struck)
+
+
+def recovery_from(cluster: PeerCluster, name: str, since: float) -> Run:
+    """Wait for the end of a case, or of the agents."""
+    deadline = time.monotonic() + NEVER_S
+    while time.monotonic() < deadline:
+        if (run := account(name, cluster.steps(), since)) is not None:
+            return run
+        if len(cluster.left()) == len(cluster.agents):
+            return Run(None)
+        time.sleep(0.02)
+    say(cluster.tail())
     return Run(None)
 
 
@@ -212,6 +269,8 @@ def row(system: str, name: str, runs: Sequence[Run]) -> list[object]:
     known = [round(run.seconds, 2) for run in runs if run.seconds is not None]
     out: list[object] = [system, name, "never" if middle is None else middle]
     out += [min(known, default="-"), max(known, default="-"), len(runs)]
+    extra = [run.gap for run in runs], [run.rejoin for run in runs]
+    out += [shown if (shown := median(x)) is not None else "-" for x in extra]
     redone = [run.redone for run in runs if run.redone is not None]
     committed = [run.committed_redone for run in runs if run.committed_redone is not None]
     explained = [run.explained for run in runs if run.explained is not None]
@@ -220,12 +279,20 @@ def row(system: str, name: str, runs: Sequence[Run]) -> list[object]:
 
 
 HEADER = ["system", "killed", "median s", "min s", "max s", "runs"]
-HEADER += ["steps redone", "of them committed", "explained by the phases"]
+HEADER += [
+    "longest gap s",
+    "rejoin s",
+    "steps redone",
+    "of them committed",
+    "explained by the phases",
+]
 
 
 def result(system: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     """Return what the JSON line says of one system."""
     out: dict[str, Any] = {name: median([r.seconds for r in rs]) for name, rs in runs.items()}
+    if "growth" in runs:
+        out["rejoin"] = median([run.rejoin for run in runs["growth"]])
     if system == "holdfast":
         every = [run for rs in runs.values() for run in rs]
         out["committed_steps_redone"] = max((r.committed_redone or 0 for r in every), default=0)
@@ -246,26 +313,26 @@ def phase_rows(runs: Mapping[str, Sequence[Run]]) -> list[list[object]]:
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--repeats", type=int, help="Runs of every case.")
-@click.option("--only", type=click.Choice(["holdfast", "torchrun", "ft_launcher"]))
+@click.option("--only", default=",".join(("holdfast", *SYSTEMS)), help="Some of them, or families.")
 @click.option("--cases", default=",".join(CASES), show_default=True, help="Some of them.")
 @OUT
-def main(repeats: int | None, only: str | None, cases: str, out: Path | None) -> None:
+def main(repeats: int | None, only: str, cases: str, out: Path | None) -> None:
     """Measure everything and print the tables and the JSON line."""
     where = machine()
     say(f"recovery ({where})")
     results: dict[str, Any] = {}
     rows, phases, notes = [], [], []
     for system in ("holdfast", *SYSTEMS):
-        if only is not None and not system.startswith(only):
+        if not system.startswith(tuple(only.split(","))):
             continue
         if reason := why_not(system):
             notes.append(f"{system} was left out: {reason}")
             continue
-        chosen = [name for name in CASES if name in cases.split(",")]
+        known = SYSTEMS[system].cases if system in SYSTEMS else tuple(CASES)
         runs = {
-            name: repeat(system, name, repeats or REPEATS[system])
-            for name in chosen
-            if system == "holdfast" or name in SHARED
+            name: repeat(system, name, repeats or REPEATS.get(system, 3))
+            for name in CASES
+            if name in cases.split(",") and name in known
         }
         results[system] = result(system, runs)
         rows += [row(system, name, rs) for name, rs in runs.items()]

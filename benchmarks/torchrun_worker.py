@@ -1,7 +1,7 @@
 """The peer's training script: the same model, data and checkpoints under plain torchrun.
 
 Restores the newest checkpoint, trains, checkpoints every few steps, and appends
-`time pid step` to a file for every completed step.
+`time pid step ranks` to a file for every completed step.
 
     torchrun ... torchrun_worker.py JOB_JSON LOG_FILE CHECKPOINT_DIR
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from elastic_trainer.config import TrainConfig
-from elastic_trainer.data import open_corpus
+from elastic_trainer.data import Corpus, open_corpus
 from elastic_trainer.data.index import micro_batch_samples
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.model import Decoder, rope_table
@@ -58,27 +60,41 @@ def main() -> None:
     with log.open("a", buffering=1) as out:
         while step < train.steps:
             step += 1
-            for samples in micro_batch_samples(
-                step,
-                global_batch=train.global_batch,
-                micro_batch=train.micro_batch,
-                dp=dp,
-                dp_rank=rank,
-                rounds=micro_batches_per_rank(train.global_batch // train.micro_batch, dp),
-            ):
-                used = samples or range(train.micro_batch)
-                inputs, targets, _ = corpus.samples(used)
-                loss = F.cross_entropy(model(inputs, rope).flatten(0, 1), targets.flatten())
-                # A mean over the micro-batch; `parallelize` sums gradients over dp.
-                weight = len(samples) / train.global_batch if samples else 0.0
-                (loss * weight).backward()
+            for loss in losses(model, corpus, config, rope, step=step, dp=dp, rank=rank):
+                loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(loss.detach())
-            out.write(f"{time.time():.4f} {os.getpid()} {step}\n")
+            out.write(f"{time.time():.4f} {os.getpid()} {step} {dp}\n")
             if step % config.checkpoint.every_steps == 0:
                 save(model, optimizer, checkpoints, step)
+
+
+def losses(
+    model: torch.nn.Module,
+    corpus: Corpus,
+    config: TrainConfig,
+    rope: tuple[Tensor, Tensor],
+    *,
+    step: int,
+    dp: int,
+    rank: int,
+) -> Iterator[Tensor]:
+    """Yield the weighted losses of a rank's micro-batches: their sum over ranks is the mean."""
+    train = config.train
+    for samples in micro_batch_samples(
+        step,
+        global_batch=train.global_batch,
+        micro_batch=train.micro_batch,
+        dp=dp,
+        dp_rank=rank,
+        rounds=micro_batches_per_rank(train.global_batch // train.micro_batch, dp),
+    ):
+        used = samples or range(train.micro_batch)
+        inputs, targets, _ = corpus.samples(used)
+        loss = F.cross_entropy(model(inputs, rope).flatten(0, 1), targets.flatten())
+        yield loss * (len(samples) / train.global_batch if samples else 0.0)
 
 
 def save(model: Decoder, optimizer: torch.optim.Optimizer, root: Path, step: int) -> None:

@@ -223,6 +223,10 @@ CODES: Final[dict[str, Code]] = {
     ),
     "HF534": Code("A script's state dict cannot be kept.", "Keep plain values that do not grow."),
     "HF535": Code("The batch cannot be kept on fewer ranks.", "Accumulate more, or fix the nodes."),
+    "HF536": Code(
+        "A framework is set up in a way that its integration does not cover.",
+        "Use what the message names, or the framework's checkpoints.",
+    ),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import signal
 
@@ -24,6 +25,27 @@ code: {{dir: {root}}}
 cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
 elastic: {{min_nodes: {least}, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 30}}
 """
+LOOPS = {
+    "megatron": """\
+name: gpt
+command: tests/cluster/slow_trainer.py megatron_core --steps {steps} --tp {{tp}}
+code: {{dir: {root}}}
+layout: {{tp: 2, dp: auto, allow_tp_across_nodes: true}}
+cluster: {{nodes: 2, gpus_per_node: 1, gpu: cpu}}
+elastic:
+  {{min_nodes: 1, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60,
+    preload: megatron.core.models.gpt}}
+""",
+    "torchtitan": """\
+name: titan
+command: tests/cluster/torchtitan_loop.py {steps}
+code: {{dir: {root}}}
+cluster: {{nodes: 2, gpus_per_node: 1, gpu: cpu}}
+elastic: {{hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 60}}
+""",
+}
+"""Of two ranks. Parts of Megatron's model become one when a node is lost; torchtitan's data loader
+wants as many ranks as before, so the node returns."""
 
 
 def job_of(folder, example, *, nodes=3, least=2):
@@ -103,14 +125,61 @@ def test_the_batch_is_kept_or_the_shrink_refused(example, tmp_path):
     assert "HF535" in stopped["reason"]
 
 
-@pytest.mark.parametrize(("example", "lines"), [("hf_trainer", 1), ("lightning_trainer", 2)])
+@pytest.fixture(scope="module", params=list(LOOPS))
+def loop(request, tmp_path_factory):
+    """Its name, its job, and the record of a run that nothing happens to."""
+    if importlib.util.find_spec(request.param) is None:  # its import would warn
+        pytest.skip(f"not installed: pip install -e '.[{request.param}]'")
+    folder = tmp_path_factory.mktemp(request.param)
+    job = folder / "job.yaml"
+    job.write_text(LOOPS[request.param].format(root=ROOT, steps=STEPS))
+    summary_of(holdfast(*arguments(job, folder / "run"), timeout=120))
+    assert sorted(losses(folder / "run")) == list(range(1, STEPS + 1))
+    return request.param, job, folder / "run"
+
+
+def test_a_loop_loses_a_worker_and_then_a_node(loop, tmp_path):
+    name, job, plain = loop
+    run_dir = tmp_path / "run"
+    faults = ["--fault", "kill-worker:1@6", "--fault", "kill-node:1@15"]
+    if name == "torchtitan":
+        faults += ["--fault", "return-node:1@15"]
+    summary = summary_of(holdfast(*arguments(job, run_dir, *faults), timeout=120))
+    assert summary["committed_steps_redone"] == 0
+    started = events(run_dir, "trainer.started")
+    assert [e["restored_from"] for e in started] == [None, "memory", "memory"]
+    last = {"megatron": "dp1-pp1-cp1-tp1", "torchtitan": "dp2-pp1-cp1-tp1"}[name]
+    assert started[-1]["layout"] == last
+    assert losses(run_dir) == pytest.approx(losses(plain), rel=LOSS_REL)
+    assert leftovers(run_dir) == []
+
+
+def test_a_loop_is_stopped_and_continues_as_if_it_had_not_been(loop, tmp_path):
+    _, job, plain = loop
+    run_dir = tmp_path / "run"
+    with launched(arguments(job, run_dir)) as process:
+        wait_for_step(run_dir, 9, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (stopped,) = events(run_dir, "trainer.stopping")
+    assert 9 <= stopped["step"] < STEPS
+    summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json", timeout=120))
+    assert events(run_dir, "trainer.started")[-1]["resume_step"] == stopped["step"]
+    assert losses(run_dir) == pytest.approx(losses(plain), rel=LOSS_REL)
+    assert leftovers(run_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("example", "lines"), [("hf_trainer", 1), ("lightning_trainer", 2), ("megatron_core", 2)]
+)
 def test_so_many_lines_are_added(example, lines):
     """Besides the import: those that name the callback, or what the agent has set."""
     tree = ast.parse((ROOT / f"examples/{example}.py").read_text())
     ours = {
         node.lineno
         for node in ast.walk(tree)
-        if (isinstance(node, ast.Name) and node.id == "HoldfastCallback")
+        if (isinstance(node, ast.Name) and node.id in ("HoldfastCallback", "Steps", "steps"))
         or (isinstance(node, ast.Constant) and node.value == "GROUP_WORLD_SIZE")
     }
     assert len(ours) == lines

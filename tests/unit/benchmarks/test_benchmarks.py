@@ -35,8 +35,8 @@ def test_measured_programs_keep_compiled_files(load, monkeypatch):
 
 
 def test_unfinished_lines_are_no_steps(load):
-    steps = load("peers").parse_steps("10.5 7 25\n10.6 8\n10.7 8 2")
-    assert steps == [(10.5, 7, 25)]
+    steps = load("peers").parse_steps("10.5 7 25 4\n10.6 8\n10.7 8 2 4\n10.8 8 3 4")
+    assert steps == [(10.5, 7, 25, 4), (10.7, 8, 2, 4)]
 
 
 def test_training_is_whole_once_all_nodes_live_past_the_step(load):
@@ -45,23 +45,31 @@ def test_training_is_whole_once_all_nodes_live_past_the_step(load):
     def whole(steps, alive):
         return peers.trains_whole(steps, alive, num_nodes=4, past_step=late)
 
-    steps = [(0.0, pid, late) for pid in (1, 2, 3)] + [(0.0, 4, late - 1)]
+    def done(pid, step, ranks=4):
+        return peers.Step(0.0, pid, step, ranks)
+
+    steps = [done(pid, late) for pid in (1, 2, 3)] + [done(4, late - 1)]
     assert not whole(steps, lambda pid: True)
-    steps += [(0.0, 4, late)]
+    assert not whole([*steps, done(4, late, ranks=3)], lambda pid: True), "not with the others"
+    steps += [done(4, late)]
     assert whole(steps, lambda pid: True)
     # Three that were restarted for a fourth that came late.
-    steps += [(0.0, pid, late) for pid in (5, 6, 7)]
+    steps += [done(pid, late) for pid in (5, 6, 7)]
     assert not whole(steps, lambda pid: pid > 4)
     assert whole(steps, lambda pid: pid >= 4)
 
 
 def test_a_peer_that_is_not_installed_says_how(load, monkeypatch, tmp_path):
     peers = load("peers")
-    monkeypatch.setattr(peers, "FT_SITE", tmp_path)
+    monkeypatch.setattr(peers, "SITE", tmp_path)
     assert peers.why_not("torchrun_tuned") is None
-    assert f"--target {tmp_path}" in peers.why_not("ft_launcher_tuned")
-    (tmp_path / "nvidia_resiliency_ext").mkdir()
-    assert peers.why_not("ft_launcher_tuned") is None
+    for system, package in (
+        ("ft_launcher_tuned", "nvidia_resiliency_ext"),
+        ("torchft_default", "torchft"),
+    ):
+        assert f"{package} is not in {tmp_path}" in peers.why_not(system)
+        (tmp_path / package).mkdir()
+        assert peers.why_not(system) is None
 
 
 def test_import_trace_names_packages(load):

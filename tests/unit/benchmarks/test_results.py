@@ -7,6 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from elastic_trainer.events import Event
 from launcher.ops.local.faults import Chaos
 
 
@@ -117,15 +118,54 @@ def summary(**fields):
     return {**base, **fields}
 
 
+def event(name, t, epoch, step=None, **fields):
+    return Event(event=name, t_unix=t, t_mono=t, epoch=epoch, step=step, fields=fields)
+
+
 def test_recovery_reads_the_pause_and_what_explains_it(load):
     recovery = load("recovery")
-    run = recovery.run_of("node", summary())
+    run = recovery.run_of("node", summary(), [])
     assert (run.seconds, run.redone, run.committed_redone) == (0.5, 1, 0)
     assert run.phases == {"detect": 0.1, "other": 0.004}
     assert run.explained == pytest.approx(0.992)
-    grown = recovery.run_of("growth", summary(growths=[{"pause_s": 0.9}]))
+    events = [
+        event("epoch.formed", 0.0, 1, members=[1, 2, 3]),
+        event("step.completed", 1.0, 1, 1),
+        event("fault.injected", 1.5, 1, action="return-node"),
+        event("step.completed", 2.0, 1, 2),
+        event("epoch.formed", 2.1, 2, members=[1, 2, 3, 4]),
+        event("step.completed", 3.0, 2, 3),
+    ]
+    grown = recovery.run_of("growth", summary(growths=[{"pause_s": 0.9}]), events)
     assert (grown.seconds, grown.explained) == (0.9, None)
-    assert recovery.run_of("growth", summary()).seconds is None
+    assert (grown.gap, grown.rejoin) == (1.0, 1.5)
+    assert recovery.run_of("growth", summary(), []).seconds is None
+
+
+def test_survivors_that_never_restart_are_accounted_for_as_restarted_ones_are(load):
+    """Four ranks a step; rank 4 is killed at 10.15, steps go on with three, and it returns."""
+    recovery, step = load("recovery"), load("peers").Step
+
+    def steps(t, number, pids):
+        return [step(t + pid / 1000, pid, number, len(pids)) for pid in pids]
+
+    before = steps(10.0, 7, (1, 2, 3, 4)) + steps(10.1, 8, (1, 2, 3, 4))
+    flying = steps(10.2, 9, (1, 2, 3, 4))[:3]
+    alone = steps(11.2, 10, (1, 2, 3)) + steps(11.3, 11, (1, 2, 3))
+    again = steps(13.0, 12, (1, 2, 3, 5))
+    assert recovery.account("node", before + flying, 10.15) is None, "it had its part in step 9"
+    node = recovery.account("node", before + flying + alone, 10.15)
+    assert (node.seconds, node.gap) == (pytest.approx(1.051), pytest.approx(0.998))
+    assert (node.rejoin, node.redone) == (None, 0)
+    assert recovery.account("worker", before + flying + alone, 10.15) is None
+    worker = recovery.account("worker", before + flying + alone + again, 10.15)
+    assert (worker.seconds, worker.rejoin) == (pytest.approx(1.051), pytest.approx(2.855))
+    assert worker.gap == pytest.approx(1.698), "while the others waited for it"
+    growth = recovery.account("growth", before + flying + alone + again, 11.25)
+    assert growth.seconds == growth.gap == pytest.approx(1.698)
+    restarted = steps(14.0, 6, (6, 7, 8, 9))
+    back = recovery.account("worker", before + restarted, 10.15)
+    assert (back.redone, back.rejoin) == (3, pytest.approx(3.856))
 
 
 def test_recovery_shows_the_worst_of_what_must_not_be(load):
@@ -134,18 +174,25 @@ def test_recovery_shows_the_worst_of_what_must_not_be(load):
         recovery.Run(0.5, {"other": 0.0}, redone=0, committed_redone=0),
         recovery.Run(0.7, {"other": 0.07}, redone=2, committed_redone=1),
     ]
-    assert recovery.row("holdfast", "node", runs)[2:] == [0.6, 0.5, 0.7, 2, 2, 1, "90.0%"]
+    assert recovery.row("holdfast", "node", runs)[2:] == [
+        *(0.6, 0.5, 0.7, 2),
+        *("-", "-"),
+        *(2, 1, "90.0%"),
+    ]
     found = recovery.result("holdfast", {"node": runs})
     assert found == {"node": 0.6, "committed_steps_redone": 1, "steps_redone": 2, "explained": 0.9}
     never = [recovery.Run(None)]
-    assert recovery.row("torchrun", "node", never)[2:] == ["never", "-", "-", 1, "-", "-", "-"]
+    assert recovery.row("torchrun", "node", never)[2:] == ["never", *("-" * 2), 1, *("-" * 5)]
     assert recovery.result("torchrun", {"node": never}) == {"node": None}
+    back = [recovery.Run(0.4, rejoin=t) for t in (6.0, 8.0)]
+    assert recovery.result("torchft_1s", {"growth": back}) == {"growth": 0.4, "rejoin": 7.0}
 
 
 def test_chaos_counts_only_steps_that_stay(load):
     """Who went back to a checkpoint has not done what came after it."""
     chaos = load("chaos")
-    steps = [(1.0, 1, 10), (2.0, 1, 11), (3.0, 1, 30), (4.0, 2, 20), (9.0, 2, 99)]
+    told = [(1.0, 1, 10), (2.0, 1, 11), (3.0, 1, 30), (4.0, 2, 20), (9.0, 2, 99)]
+    steps = [load("peers").Step(*fields, ranks=4) for fields in told]
     assert chaos.steps_done(steps, begun_t=1.5, seconds=5.0) == 10
     assert chaos.steps_done([], begun_t=1.5, seconds=5.0) == 0
 
