@@ -56,7 +56,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     share = least.layout.dp / rungs[0].layout.dp
     batch = (
         f"the script's: falls to {share:.0%} with {least.num_nodes:,} of {rungs[0].num_nodes:,} "
-        "nodes unless the script adapts, as by {dp} in its arguments"
+        "nodes unless the script adapts, as by {dp} in its arguments or HoldfastCallback"
     )
     return [*head, lines[-2], f"batch    {batch}"]
 
