@@ -61,6 +61,12 @@ def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros():
     assert len(idle) == 2 * 4 * 3  # layers, experts, matrices
 
 
+def test_what_experts_add_to_the_residual_stream_starts_as_small_as_a_feed_forwards():
+    assert made().initial("layers.0.ffn.experts.4.w2.weight") == (0.0, 0.02 / (2 * 2) ** 0.5)
+    assert made().initial("layers.0.ffn.experts.4.w1.weight") == (0.0, 0.02)
+    assert made().initial("layers.0.ffn.router.weight") == (0.0, 0.02)
+
+
 def test_all_experts_count_in_bytes_and_those_of_a_token_in_flops():
     shape = PRESETS["mixtral-8x7b"]
     assert shape.num_params() == 46_702_792_704

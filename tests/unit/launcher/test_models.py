@@ -49,7 +49,7 @@ def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"family": "qwen"}, "HF014 model.family: the text 'qwen' is not one of its choices; use llama, qwen3, mistral or mixtral"),
+        ({"family": "qwen"}, "HF014 model.family: the text 'qwen' is not one of its choices; use llama, qwen3 or mistral"),
         ({"sliding_window": 8}, "HF016 model.sliding_window: sliding_window is no key of llama; leave it out"),
         ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: attention_bias is no key of mistral"),
         ({"family": "mistral", "sliding_window": 0}, "HF013 model.sliding_window"),

@@ -38,7 +38,7 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["model=mixtral-8x7b", "layout.ep=6"], "HF121 layout.ep: 6 does not divide the 8 experts of a layer; use 4, 2 or 1"),
         (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 does not divide dp 4; use 4, 2 or 1"),
         (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 does not divide dp/dp_replicate 4 / 2; use 2 or 1"),
-        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: blocks whose tokens choose experts are not compiled; use false"),
+        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: blocks whose tokens choose experts are not compiled; use train.compile: false"),
     ],
 )  # fmt: skip
 def test_each_rule_has_its_code_values_and_way_out(mistakes, sets, message):
