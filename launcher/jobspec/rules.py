@@ -383,6 +383,33 @@ def nearest_nodes(facts: Facts, replica: int) -> list[int]:
     return [n for n in (below, below + unit) if n > 0]
 
 
+def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[Finding]:
+    """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
+    experts, ranks = shape.num_experts, dp // dp_replicate
+    both = divisors(math.gcd(experts, ranks))
+    offers = instead("layout.ep", [d for d in both if d <= ep][:MOST_OFFERS])
+    if experts % ep:
+        what = f"{counted(experts, 'expert')} of a layer"
+        yield finding(
+            "HF121", "layout.ep", f"{ep} does not divide the {what}", "model", offers=offers
+        )
+    elif dp % dp_replicate == 0 and ranks % ep:
+        what = f"dp {dp}" if dp_replicate == 1 else f"dp/dp_replicate {dp} / {dp_replicate}"
+        yield finding(
+            "HF124",
+            "layout.ep",
+            f"{ep} does not divide {what}",
+            "layout.dp",
+            "layout.dp_replicate",
+            "layout.tp",
+            "layout.cp",
+            "layout.pp",
+            "cluster.nodes",
+            "cluster.gpus_per_node",
+            offers=offers,
+        )
+
+
 def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:
     """Return a finding unless `dp_replicate` divides dp."""
     if dp % dp_replicate == 0:
