@@ -62,6 +62,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
 
 
 def _problem(spec: JobSpec, found: Finding) -> Problem:
+    """Return the problem; where nothing can be offered, its message has the code's own fix."""
     where = spec.source.where_key(found.key)
     problem = Problem(found.code, where, found.message, found.offers or ())
     return problem.offering(()) if found.offers == () else problem

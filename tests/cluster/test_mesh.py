@@ -30,6 +30,8 @@ def _rank(rank, port, layout, answers):
     }
     every = [group for mesh in views for group in mesh.get_all_groups()]
     answers.put((rank, groups, [group_timeout(group, "cpu") for group in every]))
+    # One that ends closes its connections, and others may still be making sure of theirs.
+    store.wait(["every rank has answered"], TIMEOUT)
 
 
 def vars_of(meshes):
@@ -51,7 +53,9 @@ def _groups(layout, monkeypatch):
     try:
         for process in ranks:
             process.start()
-        return sorted(answers.get(timeout=50) for _ in ranks)
+        found = sorted(answers.get(timeout=50) for _ in ranks)
+        store.set("every rank has answered", "")
+        return found
     finally:
         for process in ranks:
             process.kill()
