@@ -54,7 +54,6 @@ class _Asked:
     kernel: str
     stacks_from: int = -1
     """Size of its file of stacks before; -1: it cannot answer."""
-    stacks_size: int = 0
     flight: bool = False
     spy: subprocess.Popen[bytes] | None = None
 
@@ -65,8 +64,11 @@ class _Asked:
     def _stacks_done(self) -> bool:
         if self.stacks_from < 0:
             return True
-        before, self.stacks_size = self.stacks_size, _size(stacks_path(self.target.heartbeat))
-        return before == self.stacks_size > self.stacks_from
+        # Pending until the main thread takes it, blocked there until the handler has written all.
+        status = _fields(_read(Path(f"/proc/{self.target.pid}/status")))
+        masks = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
+        answering = any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
+        return not answering and _size(stacks_path(self.target.heartbeat)) > self.stacks_from
 
     def _flight_done(self) -> bool:
         return not self.flight or flight_path(self.target.heartbeat).exists()
@@ -170,7 +172,7 @@ def _ask(target: Target, spy: str | None, *, spy_too: bool = False) -> _Asked:
     runs = state not in {"", "T", "t", "Z"}
     # Without a handler the signal would kill it: a script's worker, or one that just started.
     if runs and masks.get("SigCgt", 0) >> (STACKS_SIGNAL - 1) & 1:
-        asked.stacks_from = asked.stacks_size = _size(stacks_path(target.heartbeat))
+        asked.stacks_from = _size(stacks_path(target.heartbeat))
         _signal(target.pid, STACKS_SIGNAL)
     silent = asked.stacks_from < 0
     if spy is not None and state not in {"", "Z"} and (spy_too or silent):
