@@ -25,7 +25,7 @@ class Rung:
     tokens_per_s: float | None = None
     """Predicted; None until the planner predicts it."""
     memory_gib: float | None = None
-    """Predicted bytes of the fullest rank in GiB; None until the planner predicts it."""
+    """Predicted bytes of the fullest rank in GiB; None of a GPU whose memory is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types: HOLDFAST_RUNG of a worker."""
@@ -73,7 +73,8 @@ class Ladder:
         """Return plain JSON types: one entry for rungs that differ in nodes and dp by equal steps.
 
         An entry has its first rung, with the layout as text, and where it has more: their number
-        (`count`) and what each has less than the one before (`nodes_step`, `dp_step`).
+        (`count`) and what each has less than the one before (`nodes_step`, `dp_step`);
+        `memory_gib` is then a list, a figure a rung.
         """
         ranges: list[list[Rung]] = []
         for rung in self.rungs:
@@ -125,9 +126,9 @@ def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
 
 
 def _rest(rung: Rung) -> Rung:
-    """Return `rung` without its nodes and dp."""
+    """Return `rung` without its nodes, dp and memory."""
     layout = dataclasses.replace(rung.layout, dp=rung.layout.dp_replicate)
-    return dataclasses.replace(rung, num_nodes=0, layout=layout)
+    return dataclasses.replace(rung, num_nodes=0, layout=layout, memory_gib=None)
 
 
 def _continues(rungs: list[Rung], rung: Rung) -> bool:
@@ -142,7 +143,9 @@ def _range_to_dict(rungs: list[Rung]) -> dict[str, Any]:
         "layout": str(first.layout),
         "micro_batches": first.micro_batches,
     }
-    predicted = {"tokens_per_s": first.tokens_per_s, "memory_gib": first.memory_gib}
+    memory = [rung.memory_gib for rung in rungs]
+    together = memory[0] if len(set(memory)) == 1 else memory
+    predicted = {"tokens_per_s": first.tokens_per_s, "memory_gib": together}
     entry |= {name: value for name, value in predicted.items() if value is not None}
     if steps := _steps(*rungs[:2]) if len(rungs) > 1 else None:
         entry |= {"count": len(rungs), "nodes_step": steps[0], "dp_step": steps[1]}
@@ -155,7 +158,13 @@ def _rungs_of(entry: dict[str, Any]) -> Iterator[Rung]:
     nodes, dp = first.pop("nodes_step", 0), first.pop("dp_step", 0)
     if isinstance(first["layout"], str):
         first["layout"] = ParallelLayout.parse(first["layout"]).to_dict()
+    memory = first.pop("memory_gib", None)
+    each = memory if isinstance(memory, list) else [memory] * count
     rung = Rung.from_dict(first)
     for index in range(count):
-        layout = dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp)
-        yield dataclasses.replace(rung, num_nodes=rung.num_nodes - index * nodes, layout=layout)
+        yield dataclasses.replace(
+            rung,
+            num_nodes=rung.num_nodes - index * nodes,
+            layout=dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp),
+            memory_gib=each[index],
+        )

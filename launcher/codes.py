@@ -81,6 +81,10 @@ CODES: Final[dict[str, Code]] = {
     "HF120": Code("elastic.min_nodes is more than the cluster has.", "Lower it."),
     "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
     "HF123": Code("Peers would be declared dead between two heartbeats.", "Raise dead_after_s."),
+    "HF124": Code(
+        "The layout does not fit the memory of its GPUs.",
+        "Recompute more, shard further, or use more nodes.",
+    ),
     "HF125": Code("Fewer nodes than the smallest layout needs.", "Ask for more nodes."),
     "HF126": Code(
         "More GPUs per node than machines with this GPU have.", "Use more nodes of fewer GPUs."

@@ -22,6 +22,7 @@ from launcher.jobspec.rules import (
     finding,
     instead,
     layout_findings,
+    memory_finding,
     replicate_finding,
     world_finding,
 )
@@ -93,6 +94,10 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
             follows = {"layout.dp"} if each.key in ("layout.tp", "layout.cp", "layout.pp") else ()
             bad = bad | {each.key, *follows}
     if _touches(bad, {"layout"}):
+        return
+    misfit = memory_finding(facts, spec.full_layout)
+    if misfit is not None and not _touches(bad, misfit.needs):
+        yield misfit
         return
     if want.allow_tp_across_nodes and crosses_nodes(facts, layout):
         message = f"groups of {want.tp} reach beyond {facts.domain} GPUs, as allowed: slow"

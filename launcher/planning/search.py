@@ -7,6 +7,7 @@ parallelism. The global batch is the same on every rung.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.jobspec.rules import Facts, layout_findings, schedule_runs
 from launcher.jobspec.spec import JobSpec
+from launcher.memory import GIB
 from launcher.planning.clock import save_warnings
 from launcher.planning.snapshots import Snapshots, snapshots
 
@@ -34,15 +36,19 @@ class Plan:
 
 def plan(spec: JobSpec) -> Plan:
     """Return the plan of a checked job. Depends on its argument alone."""
-    ladder = Ladder(tuple(_rungs(spec.facts, spec.full_layout, spec.min_nodes)))
+    facts = spec.facts
+    ladder = Ladder(tuple(_rungs(facts, spec.full_layout, spec.min_nodes)))
     warnings = list(spec.warnings)
-    if ladder.min_nodes > spec.min_nodes:
+    # By default the ladder ends where memory does, and nothing was asked for that is not there.
+    if ladder.min_nodes > spec.min_nodes and spec.elastic.min_nodes is not None:
+        gpu = facts.memory_gib
+        short = "" if gpu is None else f" (layouts that need more than {gpu:.1f} GiB are left out)"
         warnings.append(
             spec.problem(
                 "HF151",
                 "elastic.min_nodes",
                 f"fewer than {counted(ladder.min_nodes, 'node')} cannot be used, though "
-                f"min_nodes is {spec.min_nodes}: the job waits for nodes there",
+                f"min_nodes is {spec.min_nodes}: the job waits for nodes there{short}",
                 {"elastic.min_nodes": ladder.min_nodes},
             )
         )
@@ -65,8 +71,17 @@ def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
         if left_over or dp > facts.num_micro_batches:
             continue  # the nodes that fill no replica are spares of the next rung
         layout = replace(current, dp=dp, dp_replicate=_replicate(dp, top.dp_replicate))
-        if num_nodes == facts.nodes or _usable(facts, layout):
-            yield Rung(num_nodes=num_nodes, layout=layout, micro_batches=num_rounds(facts, layout))
+        if num_nodes != facts.nodes and not (_usable(facts, layout) and facts.fits(layout)):
+            continue
+        memory = None
+        if facts.memory_gib is not None:
+            memory = math.ceil(10 * facts.rank_bytes(layout).total / GIB) / 10
+        yield Rung(
+            num_nodes=num_nodes,
+            layout=layout,
+            micro_batches=num_rounds(facts, layout),
+            memory_gib=memory,
+        )
 
 
 def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:

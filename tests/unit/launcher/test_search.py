@@ -117,6 +117,7 @@ def test_the_405b_ladder_gives_up_one_replica(make_spec):
     spec = make_spec(
         "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16}", "cluster.nodes=2048",
         "train.seq_len=131072", "train.global_batch=128", "elastic.min_nodes=1792",
+        "train.recompute=full",
     )  # fmt: skip
     rungs = plan(spec).ladder.rungs
     assert [(rung.num_nodes, str(rung.layout), rung.micro_batches) for rung in rungs] == [
