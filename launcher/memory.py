@@ -80,6 +80,8 @@ class Stack:
     """Values of width F that a feed-forward keeps: both halves of SwiGLU, silu, the product."""
     norm_bytes: float = 0
     """Per value, beside its input and output; an unfused RMSNorm keeps fp32 copies."""
+    fp8_inputs: bool = False
+    """Inputs of matmuls are kept in one byte a value (Transformer Engine)."""
     flash: bool = True
     """Attention's scores are never written."""
     selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
@@ -330,6 +332,8 @@ class _Rank:
         values += stack.attention_copies * self.q + stack.mlp_values * self.ffn
         values += self.q + self.kv if self.work.shape.qk_norm else 0
         rest = 2 * stack.norm_bytes * self.tokens * self.part + log_sums
+        if stack.fp8_inputs:  # of the branches, of attention's and the feed-forward's last matrix
+            rest -= (self.value - 1) * self.tokens * (2 * branch + self.q + self.ffn)
         if self.work.masked:  # one byte to see or not, and the same as values to add
             rest += (1 + self.value) * self.tokens * self.work.seq_len
         if not stack.flash and recompute == "none":
