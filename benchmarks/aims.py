@@ -48,6 +48,7 @@ AIMS: tuple[Aim, ...] = (
     _recovery("node", "SIGKILL of a node to first step", 1.0),
     _recovery("worker", "SIGKILL of a worker to first step", 1.0),
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
+    _recovery("trainer", "SIGKILL of a worker of Hugging Face's Trainer, preloaded", 1.5),
     _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
     _recovery("growth", "a returning node, at the boundary", 1.0),
     _recovery("rejoin", "a returning node's agent starts to first step of all", 6.0),

@@ -9,7 +9,8 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
 the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
 without a step. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
-torch.compile on.
+torch.compile on; `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
+`trainer_imports`, without.
 
 Columns: `longest gap`, between two steps of the job, from the kill (growth: the return) until
 the case is over; `rejoin`, from the death of a worker, or the start of a returning node's agent,
@@ -24,6 +25,7 @@ peer's agents had all left, or no step came within NEVER_S).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -70,6 +72,14 @@ data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
 elastic: {{min_nodes: 1}}
 """
+TRAINER = """
+name: recovery
+command: hf_trainer.py --max_steps {steps} --output_dir {{run_dir}}
+code: {{dir: "{examples}"}}
+cluster: {{nodes: 4, gpus_per_node: 1, gpu: cpu}}
+elastic: {{min_nodes: 4, preload: "{preload}"}}
+"""
+PRELOAD = "transformers.trainer,transformers.models.llama.modeling_llama"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,10 @@ class Case:
     """Per node, tensor-parallel."""
     compiled: bool = False
     steps: int = STEPS
+    trainer: bool = False
+    """Hugging Face's Trainer, in place of the tiny model."""
+    preload: str = "torch"
+    """Of a Trainer; torch is anyway."""
 
 
 CASES = {
@@ -90,6 +104,8 @@ CASES = {
     "tp": Case(("kill-node:2@15",), workers=2),
     "compile": Case(("kill-node:2@15",), compiled=True),
     "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS),
+    "trainer": Case(("kill-worker:1@15",), trainer=True, preload=PRELOAD),
+    "trainer_imports": Case(("kill-worker:1@15",), trainer=True),
 }
 
 
@@ -116,13 +132,15 @@ class Run:
 
 
 def write_job(folder: Path, case: Case) -> Path:
-    """Write the job file that all systems train."""
+    """Write the job file that all systems train, or that of a Trainer."""
     job = folder / "job.yaml"
-    text = JOB.format(
+    text = (TRAINER if case.trainer else JOB).format(
         steps=case.steps,
         corpus=ROOT / "examples" / "corpus",
         workers=case.workers,
         compiled=str(case.compiled).lower(),
+        examples=ROOT / "examples",
+        preload=case.preload,
     )
     job.write_text(text, encoding="utf-8")
     return job
@@ -311,6 +329,12 @@ def phase_rows(runs: Mapping[str, Sequence[Run]]) -> list[list[object]]:
     return rows
 
 
+def own_cases() -> tuple[str, ...]:
+    """Return holdfast's cases, those of a Trainer only where it is installed."""
+    installed = importlib.util.find_spec("accelerate") is not None
+    return tuple(name for name, case in CASES.items() if installed or not case.trainer)
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--repeats", type=int, help="Runs of every case.")
 @click.option("--only", default=",".join(("holdfast", *SYSTEMS)), help="Some of them, or families.")
@@ -328,7 +352,7 @@ def main(repeats: int | None, only: str, cases: str, out: Path | None) -> None:
         if reason := why_not(system):
             notes.append(f"{system} was left out: {reason}")
             continue
-        known = SYSTEMS[system].cases if system in SYSTEMS else tuple(CASES)
+        known = SYSTEMS[system].cases if system in SYSTEMS else own_cases()
         runs = {
             name: repeat(system, name, repeats or REPEATS.get(system, 3))
             for name in CASES

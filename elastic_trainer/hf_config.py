@@ -15,8 +15,8 @@ _DIMENSIONS: Final = {
     "ffn_dim": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_MOST: Final = {"num_hidden_layers": 10_000}
-"""As of `model.num_layers` in a job file; of other sizes 10**9."""
+_MOST: Final = {"num_hidden_layers": 10_000, "num_local_experts": 1024}
+"""As of these in a job file; of other sizes 10**9."""
 
 
 class ConfigError(Exception):
@@ -101,14 +101,18 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(raw: dict[str, Any], family: type[ModelShape]) -> dict[str, Any]:
-    """Return the family's own fields: true or false, or a whole number or null."""
-    flags = {each.name for each in dataclasses.fields(family) if isinstance(each.default, bool)}
-    return {
-        ours: raw.get(key) is True
-        if ours in flags
-        else (None if raw.get(key) is None else _whole(raw, key))
-        for ours, key in family.hf_fields.items()
-    }
+    """Return the family's own fields: true or false, or a whole number, or null by default."""
+    defaults = {each.name: each.default for each in dataclasses.fields(family)}
+    found: dict[str, Any] = {}
+    for ours, key in family.hf_fields.items():
+        default = defaults[ours]
+        if isinstance(default, bool):
+            found[ours] = raw.get(key) is True
+        elif default is None and raw.get(key) is None:
+            found[ours] = None
+        else:
+            found[ours] = _whole(raw, key)
+    return found
 
 
 def _whole(raw: dict[str, Any], key: str) -> int:

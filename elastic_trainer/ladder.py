@@ -127,7 +127,7 @@ def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
 
 def _rest(rung: Rung) -> Rung:
     """Return `rung` without its nodes, dp and memory."""
-    layout = dataclasses.replace(rung.layout, dp=rung.layout.dp_replicate)
+    layout = dataclasses.replace(rung.layout, dp=rung.layout.dp_replicate * rung.layout.ep)
     return dataclasses.replace(rung, num_nodes=0, layout=layout, memory_gib=None)
 
 

@@ -16,7 +16,8 @@ class ParallelLayout:
     """Degrees of the four axes and the order in which ranks are laid out.
 
     `order` is innermost first: neighbours along `order[0]` have consecutive
-    ranks. `dp_replicate` splits dp into replicate x shard (HSDP).
+    ranks. `dp_replicate` splits dp into replicate x shard (HSDP). Neighbours in a shard, `ep` of
+    them, split a layer's experts among them (expert parallelism): no axis of its own.
     """
 
     dp: int = 1
@@ -24,13 +25,14 @@ class ParallelLayout:
     pp: int = 1
     cp: int = 1
     dp_replicate: int = 1
+    ep: int = 1
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         """Assert what no caller may get wrong; user errors are caught by the spec."""
         assert sorted(self.order) == sorted(AXES), f"order {self.order} must name {AXES} once each"
-        assert min(self.dp, self.tp, self.pp, self.cp, self.dp_replicate) >= 1, f"{self!r}"
-        assert self.dp % self.dp_replicate == 0, f"{self!r}"
+        assert min(self.dp, self.tp, self.pp, self.cp, self.dp_replicate, self.ep) >= 1
+        assert self.dp % (self.dp_replicate * self.ep) == 0, f"{self!r}"
 
     @property
     def world_size(self) -> int:
@@ -67,7 +69,8 @@ class ParallelLayout:
     def __str__(self) -> str:
         """Return the text form, outermost first: `dp8-pp16-cp16-tp8`."""
         text = "-".join(f"{axis}{getattr(self, axis)}" for axis in reversed(self.order))
-        return text + (f"-hsdp{self.dp_replicate}" if self.dp_replicate > 1 else "")
+        inside = {"hsdp": self.dp_replicate, "ep": self.ep}
+        return text + "".join(f"-{name}{size}" for name, size in inside.items() if size > 1)
 
     @property
     def label(self) -> str:
@@ -81,9 +84,9 @@ class ParallelLayout:
         Raises:
             ValueError: not a layout; the message shows the form.
         """
-        pairs = re.findall(r"(dp|tp|pp|cp|hsdp)([1-9][0-9]*)(?:-|$)", text)
+        pairs = re.findall(r"(dp|tp|pp|cp|hsdp|ep)([1-9][0-9]*)(?:-|$)", text)
         degrees = {axis: int(degree) for axis, degree in pairs}
-        order = tuple(reversed([axis for axis, _ in pairs if axis != "hsdp"]))
+        order = tuple(reversed([axis for axis, _ in pairs if axis not in ("hsdp", "ep")]))
         rebuilt = "-".join(f"{axis}{degree}" for axis, degree in pairs)
         if rebuilt != text or sorted(order) != sorted(AXES):
             raise ValueError(f"{text!r} is not a layout; the form is dp8-pp16-cp16-tp8")
@@ -91,6 +94,7 @@ class ParallelLayout:
             **{axis: degrees[axis] for axis in AXES},
             order=order,
             dp_replicate=degrees.get("hsdp", 1),
+            ep=degrees.get("ep", 1),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,6 +102,7 @@ class ParallelLayout:
         return {
             **{axis: getattr(self, axis) for axis in AXES},
             "dp_replicate": self.dp_replicate,
+            "ep": self.ep,
             "order": list(self.order),
         }
 

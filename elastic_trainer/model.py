@@ -251,7 +251,7 @@ class Decoder(nn.Module):
     ParallelStyle of torch. Modules that a block does not have, and identities, are passed over."""
     residual: ClassVar[tuple[str, ...]] = ("attention.wo.weight", "ffn.w2.weight")
     """Matrices of a block whose products join the residual stream."""
-    hf_names: ClassVar[Mapping[str, str]] = MappingProxyType(
+    hf_names: Mapping[str, str] = MappingProxyType(
         {
             "attention_norm": "input_layernorm",
             "attention.wq": "self_attn.q_proj",

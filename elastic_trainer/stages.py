@@ -76,7 +76,7 @@ def stages_of_rank(pp_rank: int, pp: int, interleave: int) -> list[int]:
 
 
 def end_weight(shape: ModelShape) -> float:
-    """Return the embedding's (and the head's) work in layers."""
+    """Return the embedding's (and the head's) work in layers: of those a token meets."""
     table = shape.vocab_size * shape.dim
     outside = table * (1 if shape.tie_embeddings else 2) + shape.dim
-    return table / ((shape.num_params() - outside) / shape.num_layers)
+    return table / ((shape.active_params() - outside) / shape.num_layers)

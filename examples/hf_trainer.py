@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="a Trainer")
     parser.add_argument("--max_steps", type=int, default=40)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--output_dir", required=True)
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -41,7 +42,7 @@ def main() -> None:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            attention_dropout=0.1,
+            attention_dropout=given.dropout,
         )
     )
     args = TrainingArguments(

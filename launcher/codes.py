@@ -45,7 +45,7 @@ CODES: Final[dict[str, Code]] = {
     "HF021": Code("The model's config.json cannot be read.", "Check the path and the JSON."),
     "HF022": Code(
         "The model is of a family, or has a feature, that is not trained here.",
-        "Use a Llama, Qwen3 or Mistral model, a plug-in or a script.",
+        "Use a Llama, Qwen3, Mistral or Mixtral model, a plug-in or a script.",
     ),
     "HF023": Code("The model's dimensions contradict each other.", "Fix the one named."),
     "HF024": Code("The vocabulary is too small for the tokenizer.", "Enlarge vocab_size."),
@@ -79,12 +79,10 @@ CODES: Final[dict[str, Code]] = {
     "HF119": Code("Tied embeddings with more than one pipeline stage.", "Use pp 1."),
     # Cluster, elasticity.
     "HF120": Code("elastic.min_nodes is more than the cluster has.", "Lower it."),
+    "HF121": Code("ep does not divide the experts of a layer.", "Use a divisor of both."),
     "HF122": Code("An unknown GPU.", "Use one of the names listed, or cpu."),
     "HF123": Code("Peers would be declared dead between two heartbeats.", "Raise dead_after_s."),
-    "HF124": Code(
-        "The layout does not fit the memory of its GPUs.",
-        "Recompute more, shard further, or use more nodes.",
-    ),
+    "HF124": Code("ep does not divide dp / dp_replicate.", "Use a divisor of both."),
     "HF125": Code("Fewer nodes than the smallest layout needs.", "Ask for more nodes."),
     "HF126": Code(
         "More GPUs per node than machines with this GPU have.", "Use more nodes of fewer GPUs."
@@ -94,6 +92,11 @@ CODES: Final[dict[str, Code]] = {
     ),
     "HF128": Code("An address that other nodes cannot reach.", "Use another interface, or auto."),
     "HF129": Code("Too few ports for an agent.", "Use a wider range, as 29400-29499."),
+    "HF130": Code("train.compile of a model with experts.", "Use train.compile: false."),
+    "HF131": Code(
+        "The layout does not fit the memory of its GPUs.",
+        "Recompute more, shard further, or use more nodes.",
+    ),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-from elastic_trainer.models import llama, mistral, qwen3
+from elastic_trainer.models import llama, mistral, mixtral, qwen3
 from elastic_trainer.models.llama import ModelShape, says
 from elastic_trainer.models.mistral import Mistral
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.models.plugin import Plugin
 from elastic_trainer.models.qwen3 import Qwen3
 
@@ -27,11 +28,16 @@ __all__ = [
 ]
 
 FAMILIES: Final[Mapping[str, type[ModelShape]]] = {
-    family.family: family for family in (ModelShape, Qwen3, Mistral)
+    family.family: family for family in (ModelShape, Qwen3, Mistral, Mixtral)
 }
 """Name, as in job files and config.json -> shape."""
 
-PRESETS: Final[Mapping[str, ModelShape]] = {**llama.PRESETS, **qwen3.PRESETS, **mistral.PRESETS}
+PRESETS: Final[Mapping[str, ModelShape]] = {
+    **llama.PRESETS,
+    **qwen3.PRESETS,
+    **mistral.PRESETS,
+    **mixtral.PRESETS,
+}
 """Models known by name."""
 
 PUBLISHED_CONTEXT: Final[Mapping[str, int]] = {
@@ -40,6 +46,7 @@ PUBLISHED_CONTEXT: Final[Mapping[str, int]] = {
     "llama3-405b": 131072,
     "qwen3-8b": 40960,
     "mistral-7b": 32768,
+    "mixtral-8x7b": 32768,
 }
 """Tokens of context the published weights were trained for."""
 

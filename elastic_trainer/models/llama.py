@@ -74,6 +74,11 @@ class ModelShape:
         return None
 
     @property
+    def num_experts(self) -> int:
+        """Experts of a layer, of which a token goes to some; 1: one feed-forward for all."""
+        return 1
+
+    @property
     def decoder(self) -> str:
         """The subclass of `elastic_trainer.model.Decoder` that workers build, as `module:Class`."""
         return "elastic_trainer.model:Decoder"
@@ -96,18 +101,22 @@ class ModelShape:
         tables = self.vocab_size * h * (1 if self.tie_embeddings else 2)
         return self.num_layers * layer + tables + h
 
+    def active_params(self) -> int:
+        """Return the number of parameters that one token meets: all, unless there are experts."""
+        return self.num_params()
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return training FLOPs per token: 6 N + 12 L H E k, where a query sees k keys on average.
 
         Source: PaLM, arXiv 2204.02311, appendix B. k is half the sequence, or what a window leaves
-        of that; N leaves out the embedding look-up, which multiplies nothing (a tied table is the
-        head too).
+        of that; N is what a token meets, without the embedding look-up, which multiplies nothing (a
+        tied table is the head too).
         """
         look_up = 0 if self.tie_embeddings else self.vocab_size * self.dim
         window = min(self.sliding_window or seq_len, seq_len)
         keys = window - window**2 / (2 * seq_len)
         attention = self.num_layers * self.num_heads * self.head_size * keys
-        return 6.0 * (self.num_params() - look_up) + 12.0 * attention
+        return 6.0 * (self.active_params() - look_up) + 12.0 * attention
 
 
 def _llama(num_layers: int, dim: int, num_heads: int, ffn_dim: int, factor: float) -> ModelShape:

@@ -21,7 +21,9 @@ class Mistral(ModelShape):
 
     sliding_window: int | None = field(
         default=None,
-        metadata=says("Of mistral: tokens that a position sees, itself included; null: all."),
+        metadata=says(
+            "Of mistral and mixtral: tokens that a position sees, itself included; null: all."
+        ),
     )
 
 

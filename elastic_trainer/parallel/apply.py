@@ -1,4 +1,4 @@
-"""Applies meshes to a model: TP, CP, activation checkpointing, compile, FSDP2, in that order."""
+"""Applies meshes to a model: EP, TP, CP, recomputation, compile, FSDP2, in that order."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
 from elastic_trainer.parallel.context import GatheredAttention
+from elastic_trainer.parallel.experts import SplitExperts, split_experts
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 
@@ -42,6 +43,9 @@ def parallelize(
         recompute: none, selective or full.
         compile_blocks: torch.compile every block.
     """
+    if meshes.ep is not None:
+        for block in stage.layers.values():
+            split_experts(block, meshes.ep)
     if meshes.tp is not None:
         apply_tensor_parallel(stage, meshes.tp)
     for name, block in stage.layers.items():
@@ -83,6 +87,11 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     # parameters for each of them again would cost more than keeping them.
     keep = meshes.pp is not None
     for block in stage.layers.values():
+        for module in block.modules():
+            if isinstance(module, SplitExperts):
+                fully_shard(
+                    module, mesh=meshes.experts, mp_policy=policy, reshard_after_forward=not keep
+                )
         fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(stage, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
     for module in stage.modules():

@@ -24,12 +24,16 @@ class Meshes:
     tp: DeviceMesh | None
     pp: DeviceMesh | None
     cp: DeviceMesh | None
+    ep: DeviceMesh | None
+    experts: DeviceMesh
+    """As `fsdp`, of the ranks that keep the same experts: dp_shard / ep x cp."""
 
 
 def build_meshes(layout: ParallelLayout, device_type: str, timeout: timedelta) -> Meshes:
     """Make the process groups of `layout`, ranks in its order.
 
-    dp becomes `dp_replicate` x `dp_shard` where it is split (HSDP), else `dp_shard`.
+    dp becomes `dp_replicate` x `dp_shard` where it is split (HSDP), else `dp_shard`; of that the
+    innermost part is `ep`, and `dp_shard` what is left.
     Context-parallel ranks hold the same parameters, so FSDP shards over them as well.
     Collective. The default group must exist and may be unconnected.
 
@@ -47,20 +51,29 @@ def build_meshes(layout: ParallelLayout, device_type: str, timeout: timedelta) -
             mesh_dim_names=tuple(sizes),
             backend_override=dict.fromkeys(sizes, backend),
         )
-        shard_axes = tuple(axis for axis in sizes if axis in ("dp_shard", "cp"))
-        shard = mesh[shard_axes]
-        if len(shard_axes) > 1:
-            # As torchtitan; there is no public way.
-            shard = shard._flatten("fsdp", backend)  # noqa: SLF001
-    fsdp = shard
-    if "dp_replicate" in sizes:
-        fsdp = DeviceMesh._concatenate([mesh["dp_replicate"], shard])  # noqa: SLF001
+        fsdp = _sharded_over(mesh, ("dp_shard", "ep", "cp"), "fsdp", backend)
+        experts = fsdp
+        if layout.ep > 1:
+            experts = _sharded_over(mesh, ("dp_shard", "cp"), "experts", backend)
     # torch gives new groups its own default: 30 min on gloo, 10 on NCCL. Options in
     # `backend_override` would say it at once, but gloo's groups then never come up.
-    for group in {*mesh.get_all_groups(), *fsdp.get_all_groups()}:
+    for group in {*mesh.get_all_groups(), *fsdp.get_all_groups(), *experts.get_all_groups()}:
         _set_pg_timeout(timeout, group)
-    views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp")}
-    return Meshes(fsdp=fsdp, **views)
+    views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp", "ep")}
+    return Meshes(fsdp=fsdp, experts=experts, **views)
+
+
+def _sharded_over(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str) -> DeviceMesh:
+    """Return the mesh of FSDP over those of `axes` that `mesh` has, with HSDP's before it."""
+    names = mesh.mesh_dim_names or ()
+    found = tuple(axis for axis in names if axis in axes)
+    shard = mesh[found]
+    if len(found) > 1:
+        # As torchtitan; there is no public way.
+        shard = shard._flatten(name, backend)  # noqa: SLF001
+    if "dp_replicate" in names:
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shard])  # noqa: SLF001
+    return shard
 
 
 def _axis_sizes(layout: ParallelLayout) -> dict[str, int]:
@@ -70,8 +83,10 @@ def _axis_sizes(layout: ParallelLayout) -> dict[str, int]:
         if axis == "dp":
             if layout.dp_replicate > 1:
                 sizes["dp_replicate"] = layout.dp_replicate
-            if layout.dp_shard > 1 or layout.cp == 1:
-                sizes["dp_shard"] = layout.dp_shard
+            if layout.dp_shard > layout.ep or layout.cp == 1:
+                sizes["dp_shard"] = layout.dp_shard // layout.ep
+            if layout.ep > 1:
+                sizes["ep"] = layout.ep
         elif getattr(layout, axis) > 1:
             sizes[axis] = getattr(layout, axis)
     return sizes

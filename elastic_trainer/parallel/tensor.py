@@ -12,6 +12,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_gather_single_autograd,
+    reduce_scatter_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -86,6 +90,32 @@ class WholeSequence(ParallelStyle):
         return module
 
 
+class CutExperts(ParallelStyle):
+    """Cuts each expert as a feed-forward, but gathers and sums once for all of them.
+
+    Whole sequences go in, with what the router says of them. What comes out is a summand, and so
+    are the gradients of all that went in.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+
+        def gather(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(all_gather_single_autograd(arg, SEQUENCE, group) for arg in args)
+
+        def reduce(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+            summed: Tensor = reduce_scatter_single_autograd(output, "sum", SEQUENCE, group)
+            return summed
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(reduce)
+        # Their hooks are never called: an expert takes the weights only.
+        cut = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+        for expert in module.children():
+            parallelize_module(expert, device_mesh, cut)
+        return module
+
+
 def _styles() -> dict[str, ParallelStyle]:
     """Return what the words of `Decoder.tensor_plan` mean.
 
@@ -99,6 +129,7 @@ def _styles() -> dict[str, ParallelStyle]:
         "whole": WholeSequence(),
         # Their gradient is that of this rank's heads: as DTensors they are summed over tp.
         "heads": SequenceParallel(sequence_dim=HEADS, use_local_output=True),
+        "experts": CutExperts(),
     }
 
 

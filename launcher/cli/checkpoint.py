@@ -154,8 +154,8 @@ def export(*, reference: str, target: str, output: Path, dtype: str, as_json: bo
 def import_(*, source: Path, run_dir: Path, as_json: bool) -> int:
     """Make RUN of the safetensors in HF_DIR; `holdfast run JOB --from RUN` starts with it.
 
-    RUN is new or empty. A Llama, Qwen3 or Mistral in float32, bfloat16 or
-    float16, in one file or many.
+    RUN is new or empty. A model of one of the families (docs/models.md) in float32,
+    bfloat16 or float16, in one file or many.
     """
     try:
         result = _convert("import", {"hf": str(source), "run": str(run_dir)})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import FAMILIES, PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.quantities import counted
 from launcher.errors import Offer, Problem
 from launcher.hardware import CPU, GPUS
@@ -19,6 +20,7 @@ from launcher.jobspec.rules import (
     auto_finding,
     crosses_nodes,
     divisors,
+    expert_findings,
     finding,
     instead,
     layout_findings,
@@ -61,6 +63,7 @@ def cross_check(spec: JobSpec, bad: set[str]) -> list[Problem]:
 
 
 def _problem(spec: JobSpec, found: Finding) -> Problem:
+    """Return the problem; where nothing can be offered, its message has the code's own fix."""
     where = spec.source.where_key(found.key)
     problem = Problem(found.code, where, found.message, found.offers or ())
     return problem.offering(()) if found.offers == () else problem
@@ -84,6 +87,7 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
     else:
         world = world_finding(facts, layout)
     of_dp = [each for each in (world, replicate_finding(dp, want.dp_replicate)) if each]
+    of_dp += expert_findings(facts.shape, dp, want.dp_replicate, want.ep)
     # Single degrees, then dp, then the batch: what follows from a wrong one would only repeat it.
     for each in sorted(
         [*layout_findings(facts, layout), *of_dp],
@@ -319,6 +323,10 @@ def _model(spec: JobSpec) -> Iterator[Finding]:
     for field, message, usable in dimension_mistakes(shape):
         offers = instead(f"model.{field}", usable)
         yield finding("HF023", f"model.{field}", message, offers=offers)
+    if shape.num_experts > 1 and spec.train.compile:
+        message = "blocks whose tokens choose experts are not compiled"
+        offers = instead("train.compile", [False])
+        yield finding("HF130", "train.compile", message, "model", offers=offers)
     if (
         spec.data.format in ("text", "sft")
         and spec.data.tokenizer == "bytes"
@@ -339,6 +347,12 @@ def _model(spec: JobSpec) -> Iterator[Finding]:
 
 def dimension_mistakes(shape: ModelShape) -> Iterator[tuple[str, str, list[int]]]:
     """Yield (key, message, values to use instead) for dimensions that contradict each other."""
+    if isinstance(shape, Mixtral):
+        experts, chosen = shape.num_experts, shape.experts_per_token
+        if experts == 1:
+            yield "num_experts", "1 is no mixture; say how many, or use family mistral", [8]
+        elif chosen > experts:
+            yield "experts_per_token", f"{chosen} is more than the {experts} experts", [2]
     if shape.num_heads % shape.num_kv_heads:
         message = f"{shape.num_kv_heads} does not divide the {shape.num_heads} heads"
         yield "num_kv_heads", message, divisors(shape.num_heads)[:6]

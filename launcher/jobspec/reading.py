@@ -137,7 +137,7 @@ def _tried(
                 continue
             if not new:
                 helping.append(offer)
-            elif [each.code for each in new] == ["HF124"] and offer in problem.offers:
+            elif [each.code for each in new] == ["HF131"] and offer in problem.offers:
                 offers[:0] = [
                     {**more, **offer} for more in new[0].offers[:1] if not {*more} & {*offer}
                 ]

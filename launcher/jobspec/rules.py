@@ -362,7 +362,7 @@ def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
     items = sorted(found.items().items(), key=lambda item: -item[1])
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items if size >= GIB / 20)
     return finding(
-        "HF124",
+        "HF131",
         "layout",
         f"{layout.label} needs {found.total / GIB:.1f} GiB on its fullest GPU, which has "
         f"{facts.memory_gib:.1f}: {listed}",
@@ -418,12 +418,11 @@ def _larger(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
         if left or dp < 1 or (tp, cp, pp) == (layout.tp, layout.cp, layout.pp):
             continue
         replicas = math.gcd(dp, layout.dp_replicate)
-        other = ParallelLayout(
-            dp=dp, tp=tp, cp=cp, pp=pp, dp_replicate=replicas, order=layout.order
-        )
+        changed = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": replicas}
+        changed["ep"] = math.gcd(dp // replicas, layout.ep)
+        other = ParallelLayout(dp=dp, **changed, order=layout.order)
         if any(layout_findings(facts, other)) or not facts.fits(other):
             continue
-        changed = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": replicas}
         offer: Offer = {
             f"layout.{key}": value
             for key, value in changed.items()
@@ -484,6 +483,33 @@ def nearest_nodes(facts: Facts, replica: int) -> list[int]:
     unit = math.lcm(replica, facts.gpus_per_node) // facts.gpus_per_node
     below = facts.nodes // unit * unit
     return [n for n in (below, below + unit) if n > 0]
+
+
+def expert_findings(shape: ModelShape, dp: int, dp_replicate: int, ep: int) -> Iterator[Finding]:
+    """Yield what ep does not divide: the experts, and the ranks of one copy of the parameters."""
+    experts, ranks = shape.num_experts, dp // dp_replicate
+    both = divisors(math.gcd(experts, ranks))
+    offers = instead("layout.ep", [d for d in both if d <= ep][:MOST_OFFERS])
+    if experts % ep:
+        what = f"{counted(experts, 'expert')} of a layer"
+        yield finding(
+            "HF121", "layout.ep", f"{ep} does not divide the {what}", "model", offers=offers
+        )
+    elif dp % dp_replicate == 0 and ranks % ep:
+        what = f"dp {dp}" if dp_replicate == 1 else f"dp/dp_replicate {dp} / {dp_replicate}"
+        yield finding(
+            "HF124",
+            "layout.ep",
+            f"{ep} does not divide {what}",
+            "layout.dp",
+            "layout.dp_replicate",
+            "layout.tp",
+            "layout.cp",
+            "layout.pp",
+            "cluster.nodes",
+            "cluster.gpus_per_node",
+            offers=offers,
+        )
 
 
 def replicate_finding(dp: int, dp_replicate: int) -> Finding | None:

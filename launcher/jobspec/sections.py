@@ -25,6 +25,7 @@ from elastic_trainer.config import (
 from elastic_trainer.layout import AXES
 from elastic_trainer.models import FAMILIES, ModelShape, Plugin
 from elastic_trainer.models.mistral import Mistral
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.models.qwen3 import Qwen3
 from launcher.jobspec.values import (
     Above,
@@ -94,6 +95,8 @@ class ModelDimensions(Section):
     tie_embeddings: bool = _shape("tie_embeddings")
     attention_bias: bool = setting_of(Qwen3)("attention_bias")
     sliding_window: Count | None = setting_of(Mistral)("sliding_window")
+    num_experts: Annotated[int, Field(ge=1, le=1024)] = setting_of(Mixtral)("num_experts")
+    experts_per_token: Count = setting_of(Mixtral)("experts_per_token")
     params: Annotated[int, Field(ge=1, le=10**15)] | None = _plugin("params")
     options: dict[Text, Plain] = Field(
         default_factory=dict, description=_plugin("options").description
@@ -111,6 +114,9 @@ class Layout(Section):
     )
     dp_replicate: Degree = Field(
         1, description="Copies of the parameters (HSDP); each is sharded over dp/dp_replicate."
+    )
+    ep: Degree = Field(
+        1, description="Ranks of dp/dp_replicate that split a layer's experts among them."
     )
     order: Order = Field(
         AXES, description="Axes, innermost first: neighbours along the first have next ranks."

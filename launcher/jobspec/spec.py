@@ -217,6 +217,7 @@ class JobSpec(values.Section):
             pp=want.pp,
             cp=want.cp,
             dp_replicate=want.dp_replicate,
+            ep=want.ep,
             order=want.order,
         )
 

@@ -15,7 +15,7 @@ from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.quantities import counted
 from launcher.errors import Problem
-from launcher.jobspec.rules import Facts, layout_findings, schedule_runs
+from launcher.jobspec.rules import Facts, divisors, layout_findings, schedule_runs
 from launcher.jobspec.spec import JobSpec
 from launcher.memory import GIB
 from launcher.planning.clock import save_warnings
@@ -70,7 +70,9 @@ def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
         dp, left_over = divmod(gpus, current.world_size)
         if left_over or dp > facts.num_micro_batches:
             continue  # the nodes that fill no replica are spares of the next rung
-        layout = replace(current, dp=dp, dp_replicate=_replicate(dp, top.dp_replicate))
+        replicate = _replicate(dp, top.dp_replicate)
+        ep = _ep(facts, dp // replicate, top.ep)
+        layout = replace(current, dp=dp, dp_replicate=replicate, ep=ep)
         if num_nodes != facts.nodes and not (_usable(facts, layout) and facts.fits(layout)):
             continue
         memory = None
@@ -90,7 +92,7 @@ def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
     Only what stays legal however many replicas there are; the rest is for the
     rung itself to find.
     """
-    replica = replace(top, dp=1, dp_replicate=1)
+    replica = replace(top, dp=1, dp_replicate=1, ep=1)
     yield replica
     last = replica.world_size
     for axis in ("pp", "cp", "tp"):
@@ -132,6 +134,12 @@ def _usable(facts: Facts, layout: ParallelLayout) -> bool:
 def _replicate(dp: int, wanted: int) -> int:
     """Return the largest divisor of dp that is not above the `dp_replicate` wanted."""
     return next(degree for degree in range(min(dp, wanted), 0, -1) if dp % degree == 0)
+
+
+def _ep(facts: Facts, dp_shard: int, wanted: int) -> int:
+    """Return the largest ep, up to the one wanted, that divides ranks and experts."""
+    both = math.gcd(dp_shard, facts.shape.num_experts)
+    return next(degree for degree in divisors(both) if degree <= wanted)
 
 
 def num_rounds(facts: Facts, layout: ParallelLayout) -> int:

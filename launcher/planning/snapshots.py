@@ -123,7 +123,7 @@ def _copied(layout: ParallelLayout, workers: int) -> bool:
 
 
 def shortest_step_s(spec: JobSpec) -> float | None:
-    """Return the least time of a step: 6 FLOPs per parameter and token at measured speed.
+    """Return the least time of a step: 6 FLOPs per token and parameter it meets, at measured speed.
 
     None on the emulated cluster and for GPUs whose speed is not known.
     """
@@ -132,4 +132,4 @@ def shortest_step_s(spec: JobSpec) -> float | None:
     if tflops is None:
         return None
     tokens = spec.train.global_batch * spec.train.seq_len
-    return 6 * spec.shape.num_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)
+    return 6 * spec.shape.active_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)

@@ -30,8 +30,10 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     hsdp = f", {layout.dp_replicate} x {layout.dp_shard} (HSDP)" if layout.dp_replicate > 1 else ""
     spares = f", {cluster.spares} more as spares" if cluster.spares else ""
     nodes, sequences = counted(rung.num_nodes, "node"), counted(train.global_batch, "sequence")
+    shape = spec.shape
+    active = f", {short(shape.active_params())} a token" if shape.num_experts > 1 else ""
     lines = [
-        f"model    {spec.model_name}, {short(spec.shape.num_params())} parameters",
+        f"model    {spec.model_name}, {short(shape.num_params())} parameters{active}",
         f"layout   {layout.label} = {layout.world_size:,} {unit}{hsdp}",
         f"cluster  {nodes} x {cluster.gpus_per_node} {cluster.gpu}{spares}",
         (
@@ -58,7 +60,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
     share = least.layout.dp / rungs[0].layout.dp
     batch = (
         f"the script's: falls to {share:.0%} with {least.num_nodes:,} of {rungs[0].num_nodes:,} "
-        "nodes unless the script adapts, as by {dp} in its arguments"
+        "nodes unless the script adapts, as by {dp} in its arguments or HoldfastCallback"
     )
     return [*head, lines[-2], f"batch    {batch}"]
 
@@ -159,7 +161,11 @@ def plan_dict(spec: JobSpec, plan: Plan) -> dict[str, Any]:
     layout = plan.ladder.rungs[0].layout
     return {
         "name": spec.name,
-        "model": {"name": spec.model_name, "num_params": spec.shape.num_params()},
+        "model": {
+            "name": spec.model_name,
+            "num_params": spec.shape.num_params(),
+            "active_params": spec.shape.active_params(),
+        },
         "layout": layout.to_dict(),
         "text": str(layout),
         "world_size": layout.world_size,

@@ -39,6 +39,7 @@ from elastic_trainer.checkpoint.state import create_optimizer_state, live_tensor
 from elastic_trainer.config import ElasticSection
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.models import ModelShape
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.parallel.apply import slice_of
 from elastic_trainer.rank_grid import RankGrid
 from elastic_trainer.snapshots.errors import TornImageError
@@ -49,6 +50,7 @@ from elastic_trainer.training.optimizer import build_optimizer
 
 SHAPE = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=4, ffn_dim=44, vocab_size=52)
 """Legal for tp 4; hardly any of its sizes is divided by the number of ranks."""
+EXPERTS = Mixtral(**dataclasses.asdict(SHAPE), num_experts=4, experts_per_token=2)
 STEP = 3
 SCALARS = {"step": (torch.Size([]), torch.float32)}
 
@@ -206,7 +208,7 @@ class World:
         config = make_config(
             run,
             case.layout,
-            model=SHAPE,
+            model=EXPERTS if case.model == "tiny-mixtral" else SHAPE,
             interleave=case.interleave,
             micro_batch=case.micro_batch,
             seq_len=48,

@@ -18,6 +18,7 @@ from harness import SHAPE, Run, make_config
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import Plugin
+from elastic_trainer.models.mixtral import Mixtral
 
 ONE = ParallelLayout()
 
@@ -145,7 +146,11 @@ def test_a_jobs_own_decoder_agrees_with_one_process(layout, tmp_path):
     assert "model.layers.1.joined.bias" in many.tensors()
 
 
-IN_SAMPLE = ("tiny-qwen3 dp1-pp1-cp1-tp2", "tiny-mistral dp1-pp1-cp2-tp1")
+IN_SAMPLE = (
+    "tiny-qwen3 dp1-pp1-cp1-tp2",
+    "tiny-mistral dp1-pp1-cp2-tp1",
+    "tiny-mixtral dp2-pp1-cp1-tp1-ep2",
+)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +175,33 @@ def test_every_family_agrees_with_one_process_in_every_tensor(case, tmp_path):
     for name in (name for name in theirs if name.endswith(".exp_avg")):
         difference = (ours[name] - theirs[name]).norm() / theirs[name].norm()
         assert difference <= 5e-6, (name, difference)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(dp=2),
+        pytest.param(ParallelLayout(dp=2, ep=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_that_a_step_leaves_idle_agree_too(layout, tmp_path):
+    """16 tokens choose among 32 experts: most have none on one rank, some on neither."""
+    shape = Mixtral(**dataclasses.asdict(SHAPE), num_experts=32, experts_per_token=2)
+    one = trained(tmp_path / "one", ONE, model=shape, global_batch=2)
+    many = trained(tmp_path / "many", layout, model=shape, global_batch=2)
+    agree(many, one)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_experts_whose_tokens_are_sent_again_agree(recompute, tmp_path):
+    """Activations computed again: the tokens travel twice, and arrive the same."""
+    one = trained_case(tmp_path / "one", Case(ONE, "tiny-mixtral", micro_batch=5))
+    case = Case(ParallelLayout(dp=2, ep=2), "tiny-mixtral", micro_batch=5)
+    errors = compare(trained_case(tmp_path / "many", case, recompute=recompute), one)
+    assert errors.loss <= BOUND
+    assert errors.grad_norm <= BOUND
+    assert errors.gradients <= 5e-6
 
 
 @pytest.mark.slow

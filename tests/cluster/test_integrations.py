@@ -16,6 +16,7 @@ STEPS = 24
 FRAMEWORKS = {"hf_trainer": "accelerate", "lightning_trainer": "lightning"}
 """Example -> what it needs besides torch."""
 OPTIONS = {"hf_trainer": "--output_dir {{run_dir}}/hf", "lightning_trainer": ""}
+PRELOADS = {"hf_trainer": "transformers.trainer", "lightning_trainer": "lightning.pytorch"}
 pytestmark = pytest.mark.timeout(200)
 
 JOB = """\
@@ -23,7 +24,9 @@ name: framework
 command: tests/cluster/slow_trainer.py {example} --max_steps {steps} --accumulate 2 {options}
 code: {{dir: {root}}}
 cluster: {{nodes: {nodes}, gpus_per_node: 1, gpu: cpu}}
-elastic: {{min_nodes: {least}, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 30}}
+elastic:
+  {{min_nodes: {least}, hang_ceiling_s: 60, start_ceiling_s: 120, join_timeout_s: 30,
+    preload: {preload}}}
 """
 LOOPS = {
     "megatron": """\
@@ -53,7 +56,13 @@ def job_of(folder, example, *, nodes=3, least=2):
     options = OPTIONS[example].format()
     path.write_text(
         JOB.format(
-            root=ROOT, example=example, options=options, steps=STEPS, nodes=nodes, least=least
+            root=ROOT,
+            example=example,
+            options=options,
+            steps=STEPS,
+            nodes=nodes,
+            least=least,
+            preload=PRELOADS[example],
         )
     )
     return path
@@ -99,17 +108,21 @@ def test_a_trainer_loses_a_worker_and_then_a_node(plain, example, tmp_path):
     assert leftovers(run_dir) == []
 
 
-def test_a_trainer_is_stopped_and_continues_as_if_it_had_not_been(plain, example, tmp_path):
+def test_a_trainer_is_stopped_twice_and_continues_as_if_it_had_not_been(plain, example, tmp_path):
     run_dir = tmp_path / "run"
-    with launched(arguments(job_of(tmp_path, example), run_dir)) as process:
-        wait_for_step(run_dir, 9, process)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    (stopped,) = events(run_dir, "trainer.stopping")
-    assert 9 <= stopped["step"] < STEPS
-    summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json", timeout=120))
-    assert events(run_dir, "trainer.started")[-1]["resume_step"] == stopped["step"]
+    resume = [*HOLDFAST, "run", "--resume", str(run_dir), "--json"]
+    for number, start in enumerate([arguments(job_of(tmp_path, example), run_dir), resume], 1):
+        seen = max(losses(run_dir), default=0)
+        with launched(start) as process:
+            wait_for_step(run_dir, seen + 5, process)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert len(events(run_dir, "trainer.stopping")) == number
+    summary_of(holdfast(*resume, timeout=120))
+    stopped = [event["step"] for event in events(run_dir, "trainer.stopping")]
+    assert [e["resume_step"] for e in events(run_dir, "trainer.started")] == [0, *stopped]
+    assert 5 <= stopped[0] < stopped[1] < STEPS
     # Ranks may be on other nodes: sums in another order.
     assert losses(run_dir) == pytest.approx(losses(plain), rel=LOSS_REL)
     assert leftovers(run_dir) == []

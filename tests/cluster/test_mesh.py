@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 from datetime import timedelta
 
@@ -21,7 +22,7 @@ def _rank(rank, port, layout, answers):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size)
     meshes = build_meshes(layout, "cpu", TIMEOUT)
-    views = [mesh for mesh in (meshes.fsdp, meshes.tp, meshes.pp, meshes.cp) if mesh is not None]
+    views = [mesh for mesh in vars_of(meshes) if mesh is not None]
     groups = {
         name: dist.get_process_group_ranks(mesh.get_group(name))
         for mesh in views
@@ -29,6 +30,12 @@ def _rank(rank, port, layout, answers):
     }
     every = [group for mesh in views for group in mesh.get_all_groups()]
     answers.put((rank, groups, [group_timeout(group, "cpu") for group in every]))
+    # One that ends closes its connections, and others may still be making sure of theirs.
+    store.wait(["every rank has answered"], TIMEOUT)
+
+
+def vars_of(meshes):
+    return [getattr(meshes, field.name) for field in dataclasses.fields(meshes)]
 
 
 def group_timeout(group, device_type):
@@ -46,7 +53,9 @@ def _groups(layout, monkeypatch):
     try:
         for process in ranks:
             process.start()
-        return sorted(answers.get(timeout=50) for _ in ranks)
+        found = sorted(answers.get(timeout=50) for _ in ranks)
+        store.set("every rank has answered", "")
+        return found
     finally:
         for process in ranks:
             process.kill()
@@ -78,8 +87,21 @@ def _groups(layout, monkeypatch):
                 {"fsdp": [2, 3, 6, 7], "pp": [5, 7], "cp": [6, 7]},
             ],
         ),
+        (
+            ParallelLayout(dp=4, cp=2, ep=2),
+            [
+                {
+                    "fsdp": list(range(8)),
+                    "cp": [i - i % 2, i - i % 2 + 1],
+                    "ep": [i // 4 * 4 + i % 2, i // 4 * 4 + i % 2 + 2],
+                    "experts": sorted({i % 4 - i % 2, i % 4 - i % 2 + 1})
+                    + sorted({4 + i % 4 - i % 2, 5 + i % 4 - i % 2}),
+                }
+                for i in range(8)
+            ],
+        ),
     ],
-    ids=["hsdp", "dp-pp-cp"],
+    ids=["hsdp", "dp-pp-cp", "ep"],
 )
 def test_every_group_has_the_ranks_and_the_one_time_out(layout, expected, monkeypatch):
     answers = _groups(layout, monkeypatch)

@@ -52,8 +52,22 @@ FEW = SAMPLE[2:6]
 """Every axis, and the interleaved schedule."""
 
 
+OF_EXPERTS = tuple(
+    Case(ParallelLayout(**degrees), "tiny-mixtral", micro_batch=2)
+    for degrees in (
+        {},
+        {"dp": 2, "ep": 2},
+        {"dp": 3},
+        {"dp": 4, "dp_replicate": 2, "ep": 2},
+        {"dp": 2, "ep": 2, "pp": 2},
+    )
+)
+
+
 @pytest.mark.parametrize(
-    "chosen", [FEW, pytest.param(SAMPLE, marks=pytest.mark.slow)], ids=["few", "sample"]
+    "chosen",
+    [FEW, OF_EXPERTS, pytest.param(SAMPLE, marks=pytest.mark.slow)],
+    ids=["few", "experts", "sample"],
 )
 def test_any_layout_reads_what_any_other_wrote(chosen, tmp_path):
     assert every_pair(chosen, tmp_path) == {}
@@ -114,6 +128,7 @@ def damage_what_is_there_twice(root):
     [
         pytest.param(SAMPLE, 64, marks=pytest.mark.slow, id="few ranks"),
         pytest.param(FEW, 0, id="as with many"),
+        pytest.param(OF_EXPERTS, 64, id="experts"),
     ],
 )
 def test_any_layout_reads_what_any_other_kept_in_memory_though_a_node_is_lost(

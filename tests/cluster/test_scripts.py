@@ -350,6 +350,35 @@ def commands():
     return [line for line in blocks.splitlines() if line and not line.startswith("#")]
 
 
+READERS_OWN = {
+    "train.sbatch": """\
+#!/bin/bash
+#SBATCH --nodes=2
+srun --ntasks-per-node=1 torchrun --nnodes 1:2 --nproc-per-node 8 \\
+    --rdzv-backend c10d --rdzv-endpoint "$(hostname):29500" train.py
+""",
+    "job.yaml": """\
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata: {name: own}
+spec:
+  elasticPolicy: {rdzvBackend: c10d, minReplicas: 1, maxReplicas: 2}
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: 2
+      template:
+        spec:
+          containers:
+            - name: pytorch
+              image: registry.local/train:1
+              command: [torchrun, --nproc-per-node, "8", train.py]
+              volumeMounts: [{name: shared, mountPath: /shared}]
+          volumes: [{name: shared, persistentVolumeClaim: {claimName: runs}}]
+""",
+}
+"""What the page's reader has. tests/slurm and tests/kubernetes submit such files."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in commands() if line != OWN_LOOP])
 def test_every_command_of_the_page_works(line, tmp_path):
@@ -360,6 +389,12 @@ def test_every_command_of_the_page_works(line, tmp_path):
         program = tmp_path / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         program.chmod(0o755)
+    for name, option in {"sbatch": "", "kubectl": "create -f "}.items():
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\n[ "$*" = "{option}$(ls wrapped.*)" ]\n')
+        program.chmod(0o755)
+    for name, text in READERS_OWN.items():
+        (tmp_path / name).write_text(text)
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

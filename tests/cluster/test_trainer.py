@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from harness import Run, make_config
+from harness import SHAPE, Run, make_config
 
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_SAVED
 from elastic_trainer.heartbeat import Request, Section
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models.mixtral import Mixtral
 
 B = 12
 MANY = 5000
@@ -79,6 +81,32 @@ def test_a_stopped_job_goes_on_with_the_next_batch_in_any_layout(tmp_path):
         for step in range(stopped + 1, steps + 1):
             assert ours[step] == pytest.approx(theirs[step], rel=2e-6), (key, step)
     assert run.curve("lr")[steps] == run.config.train.optimizer.lr
+
+
+def test_experts_go_on_with_another_ep(tmp_path):
+    """From ep 2 on two workers to three that all keep every expert, and to one process."""
+    shape = Mixtral(**dataclasses.asdict(SHAPE), num_experts=4, experts_per_token=2)
+    layouts = (ParallelLayout(), ParallelLayout(dp=2, ep=2), ParallelLayout(dp=3))
+
+    def config(path, steps):
+        adam = {"min_lr_ratio": 1.0, "lr": 3e-4}
+        return make_config(path, *layouts, model=shape, steps=steps, optimizer=adam)
+
+    (tmp_path / "run").mkdir()
+    run = Run(tmp_path / "run", config(tmp_path / "run", MANY))
+    steps = stop_after(run, 1, 2, 2) + 8
+    shutil.copytree(run.path, tmp_path / "alone")
+    other = Run(tmp_path / "alone", config(tmp_path / "alone", steps))
+    other.train(2, 1)
+    run.write(config(run.path, steps))
+    run.train(2, 3)
+    for each in (run, other):
+        exact(each, steps)
+    for key in ("loss", "grad_norm"):
+        ours, theirs = run.curve(key), other.curve(key)
+        for step in theirs:
+            assert ours[step] == pytest.approx(theirs[step], rel=2e-6), (key, step)
+    assert run.tensors().keys() == other.tensors().keys()
 
 
 def test_growth_is_a_stop_of_another_name_also_while_saves_are_under_way(tmp_path):

@@ -44,7 +44,7 @@ def test_defaults_are_those_of_the_format():
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"model_type": "mixtral"}, "HF022", "'mixtral' is none of llama, qwen3, mistral"),
+        ({"model_type": "gemma2"}, "HF022", "'gemma2' is none of llama, qwen3, mistral"),
         ({"model_type": ["llama"]}, "HF022", "model_type"),
         ({"attention_bias": True}, "HF022", "attention_bias"),
         ({"hidden_act": "gelu"}, "HF022", "hidden_act 'gelu'"),
@@ -81,11 +81,11 @@ def small(kind, **changes):
 
 def test_what_a_family_leaves_out_is_transformers_default():
     transformers = pytest.importorskip("transformers", reason="needs the dev extra")
-    for kind in ("qwen3", "mistral"):
+    for kind in ("qwen3", "mistral", "mixtral"):
         theirs = transformers.AutoConfig.for_model(kind, **SMALL)
         ours = small(kind)
         assert ours.num_kv_heads == theirs.num_key_value_heads
-        assert ours.head_size == theirs.head_dim
+        assert ours.head_size == (theirs.head_dim or theirs.hidden_size // 32)
         assert ours.sliding_window == theirs.sliding_window
         assert ours.tie_embeddings == theirs.tie_word_embeddings
         assert ours.norm_eps == theirs.rms_norm_eps
@@ -97,6 +97,9 @@ def test_a_family_has_fields_of_its_own():
     assert small("qwen3", sliding_window=4096, use_sliding_window=False).sliding_window is None
     assert small("mistral", sliding_window=None).sliding_window is None
     assert small("mistral", sliding_window=8).sliding_window == 8
+    mixtral = small("mixtral", router_aux_loss_coef=0.02, output_router_logits=False)
+    assert (mixtral.num_experts, mixtral.experts_per_token) == (8, 2)
+    assert small("mixtral", num_local_experts=4, num_experts_per_tok=1).num_experts == 4
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,10 @@ def test_a_family_has_fields_of_its_own():
         ("mistral", {"attention_bias": True}, "HF022", "attention_bias True"),
         ("mistral", {"sliding_window": 0}, "HF021", "sliding_window is 0"),
         ("mistral", {"sliding_window": True}, "HF021", "sliding_window is True"),
+        ("mixtral", {"output_router_logits": True}, "HF022", "output_router_logits True"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "HF022", "router_jitter_noise 0.1"),
+        ("mixtral", {"num_local_experts": None}, "HF021", "num_local_experts is None"),
+        ("mixtral", {"num_local_experts": 10**6}, "HF021", "from 1 to 1,024"),
     ],
 )
 def test_what_a_family_does_not_have_here_is_refused(kind, changes, code, message):

@@ -124,7 +124,7 @@ def test_wrong_tensors_are_refused(tmp_path, hf, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mixtral"}, r"HF022 .*config.json: model_type 'mixtral'"),
+        ({"model_type": "gemma2"}, r"HF022 .*config.json: model_type 'gemma2'"),
         ({"attention_bias": True}, r"HF022 .*attention_bias"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"HF022 .*yarn"),
         ({"hidden_size": "big"}, r"HF021 .*hidden_size"),

@@ -12,9 +12,10 @@ import torch
 from hf_models import equal_bits, export_run, names_of, random_weights, read_hf, write_hf
 
 from elastic_trainer.checkpoint.hf_convert import import_hf
-from elastic_trainer.model import Decoder, rope_table
+from elastic_trainer.model import build, rope_table
 from elastic_trainer.models import PRESETS, ModelShape
 from elastic_trainer.models.mistral import Mistral
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.models.qwen3 import Qwen3
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -44,6 +45,7 @@ SHAPES = {
     "qwen3 tied": Qwen3(**DIMENSIONS, tie_embeddings=True, rope_theta=1e6),
     "mistral": Mistral(**DIMENSIONS, sliding_window=16),
     "mistral, all": Mistral(**DIMENSIONS, head_dim=16),
+    "mixtral": Mixtral(**DIMENSIONS, num_experts=5, experts_per_token=3),
 }
 
 
@@ -56,7 +58,7 @@ def _one_thread():
 
 
 def logits_of_ours(shape, path, tokens):
-    model, names = Decoder(shape), names_of(shape)
+    model, names = build(shape).to_empty(device="cpu"), names_of(shape)
     state = {names[name]: tensor for name, tensor in read_hf(path).items()}
     if shape.tie_embeddings:
         state["head.weight"] = state["embedding.weight"]
@@ -117,6 +119,8 @@ CONFIGS = {
                     norm_eps=1e-6, rope_theta=1e6)),
     "mistral": ({"sliding_window": 16}, Mistral(**DIMENSIONS, head_dim=8, sliding_window=16,
                                                 norm_eps=1e-6, rope_theta=1e6)),
+    "mixtral": ({"num_local_experts": 5, "num_experts_per_tok": 3},
+                Mixtral(**DIMENSIONS, rope_theta=1e6, num_experts=5, experts_per_token=3)),
 }  # fmt: skip
 
 

@@ -43,16 +43,17 @@ def ladders(draw):
     """Runs of rungs with steps of all kinds, as planners make and as none does."""
     rungs, nodes = [], 5000
     for _ in range(draw(st.integers(1, 6))):
-        replicate = draw(st.integers(1, 3))
+        replicate, ep = draw(st.integers(1, 3)), draw(st.integers(1, 2))
         layout = ParallelLayout(
-            dp=replicate * draw(st.integers(50, 90)),
+            dp=replicate * ep * draw(st.integers(50, 90)),
             tp=draw(st.sampled_from([1, 8])),
             pp=draw(st.integers(1, 3)),
             dp_replicate=replicate,
+            ep=ep,
             order=draw(st.permutations(AXES).map(tuple)),
         )
         rounds, speed = draw(st.integers(1, 3)), draw(st.none() | st.floats(0.1, 9.0))
-        step, dp_step = draw(st.integers(1, 3)), replicate * draw(st.integers(-2, 3))
+        step, dp_step = draw(st.integers(1, 3)), replicate * ep * draw(st.integers(-2, 3))
         for index in range(draw(st.integers(1, 12))):
             rungs.append(
                 Rung(

@@ -13,13 +13,14 @@ degrees = st.integers(1, 5)
 
 @st.composite
 def layouts(draw):
-    replicate = draw(st.integers(1, 3))
+    replicate, ep = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     return ParallelLayout(
-        dp=draw(degrees) * replicate,
+        dp=draw(degrees) * replicate * ep,
         tp=draw(degrees),
         pp=draw(degrees),
         cp=draw(degrees),
         dp_replicate=replicate,
+        ep=ep,
         order=tuple(draw(st.permutations(AXES))),
     )
 
@@ -58,6 +59,7 @@ def test_text_and_dict_forms_round_trip(layout):
 def test_text_form_is_outermost_first():
     assert str(ParallelLayout(dp=8, pp=16, cp=16, tp=8)) == "dp8-pp16-cp16-tp8"
     assert str(ParallelLayout(dp=4, dp_replicate=2)) == "dp4-pp1-cp1-tp1-hsdp2"
+    assert str(ParallelLayout(dp=4, dp_replicate=2, ep=2)) == "dp4-pp1-cp1-tp1-hsdp2-ep2"
 
 
 @pytest.mark.parametrize("text", ["", "dp8", "dp8-pp1-cp1-tp0", "dp8-pp1-cp1-tp1-dp2", "x", "dp8 "])
@@ -71,7 +73,13 @@ def test_hsdp_shards_within_a_replica():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dp": 3, "dp_replicate": 2}, {"tp": 0}, {"order": ("tp", "tp", "pp", "dp")}]
+    "wrong",
+    [
+        {"dp": 3, "dp_replicate": 2},
+        {"dp": 4, "dp_replicate": 2, "ep": 4},
+        {"tp": 0},
+        {"order": ("tp", "tp", "pp", "dp")},
+    ],
 )
 def test_impossible_layouts_are_asserted(wrong):
     with pytest.raises(AssertionError):

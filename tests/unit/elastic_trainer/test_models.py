@@ -13,6 +13,7 @@ from elastic_trainer.models import PRESETS, ModelShape
         ("llama3-405b", 405.85e9),
         ("qwen3-8b", 8_190_735_360),
         ("mistral-7b", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_parameter_counts_are_the_published_ones(name, published):

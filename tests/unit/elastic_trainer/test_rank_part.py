@@ -19,6 +19,7 @@ from elastic_trainer.config import (
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
+from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.rank_part import main, rank_part
 from elastic_trainer.stages import split_layers
 
@@ -140,11 +141,17 @@ def test_405b_fits_where_it_was_trained():
         ParallelLayout(dp=3, tp=2, pp=2),
         ParallelLayout(dp=2, cp=3, tp=2),
         ParallelLayout(dp=4, dp_replicate=2, pp=2),
+        ParallelLayout(dp=4, ep=2, tp=2),
+        ParallelLayout(dp=8, dp_replicate=2, ep=2, order=("dp", "tp", "cp", "pp")),
+        ParallelLayout(dp=2, ep=2, cp=3),
     ],
     ids=str,
 )
 def test_all_ranks_together_store_every_parameter(layout):
-    shape = ModelShape(num_layers=4, dim=24, num_heads=4, num_kv_heads=2, ffn_dim=44, vocab_size=50)
+    sizes = {"dim": 24, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 44, "vocab_size": 50}
+    shape = ModelShape(num_layers=4, **sizes)
+    if layout.ep > 1:
+        shape = Mixtral(num_layers=4, **sizes, num_experts=6, experts_per_token=2)
     stored: dict[str, int] = {}
     for rank in range(layout.world_size):
         part = part_of(("x", layout, 48), rank, shape=shape)
@@ -152,10 +159,25 @@ def test_all_ranks_together_store_every_parameter(layout):
             stored[name] = stored.get(name, 0) + torch.Size(local).numel()
     total = 0
     for name, count in stored.items():
-        copies = layout.dp_replicate * (layout.tp if "norm" in name else 1)
+        whole = "norm" in name or "router" in name
+        copies = layout.dp_replicate * (layout.tp if whole else 1)
         assert count % copies == 0, name
         total += count // copies
     assert total == shape.num_params()
+
+
+def test_a_rank_keeps_its_experts_and_shards_them_over_those_that_keep_the_same():
+    layout = ParallelLayout(dp=16, tp=2, pp=2, ep=8)
+    for dp in (0, 7, 13):
+        part = part_of(
+            ("mixtral-8x7b", layout, 8192), layout.rank({"tp": 1, "cp": 0, "pp": 1, "dp": dp})
+        )
+        experts = {name.split(".")[4] for name in part.shapes if "experts" in name}
+        assert experts == {str(dp % 8)}
+        whole, local = part.shapes[f"layers.31.ffn.experts.{dp % 8}.w1.weight"]
+        assert (whole, local) == ((14336, 4096), (14336 // 2 // 2, 4096))
+        whole, local = part.shapes["layers.31.ffn.router.weight"]
+        assert (whole, local) == ((8, 4096), (1 if dp < 8 else 0, 4096))
 
 
 def test_interleaved_stages_are_every_ppth():

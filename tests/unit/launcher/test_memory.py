@@ -136,7 +136,7 @@ def test_memory_is_known_of_every_gpu_and_of_nothing_else():
 def test_what_does_not_fit_is_refused_with_its_bytes_and_what_fits(make_spec, mistakes):
     sets = ["model=llama3-70b", "cluster.nodes=2", "train.recompute=selective"]
     (line,) = mistakes(*sets)
-    assert "HF124 layout: dp2·tp8 needs" in line
+    assert "HF131 layout: dp2·tp8 needs" in line
     for item in ("weights", "gradients", "optimizer", "activations", "fragmentation"):
         assert item in line
     with pytest.raises(UserError) as caught:

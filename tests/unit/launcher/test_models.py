@@ -39,7 +39,7 @@ def test_a_family_has_its_own_keys(make_spec):
     assert make_spec(model(family="mistral", sliding_window=None)).shape.sliding_window is None
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "mistral-7b"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "mistral-7b", "mixtral-8x7b"])
 def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
     assert make_spec(f"model={name}").shape == PRESETS[name]
     (line,) = mistakes(f"model={name}", "layout.tp=16", "layout.allow_tp_across_nodes=true")
@@ -53,6 +53,9 @@ def test_presets_obey_the_rules_of_layouts(name, make_spec, mistakes):
         ({"sliding_window": 8}, "HF016 model.sliding_window: sliding_window is no key of llama; leave it out"),
         ({"family": "mistral", "attention_bias": True}, "HF016 model.attention_bias: attention_bias is no key of mistral"),
         ({"family": "mistral", "sliding_window": 0}, "HF013 model.sliding_window"),
+        ({"family": "mixtral"}, "HF023 model.num_experts: 1 is no mixture"),
+        ({"family": "mixtral", "num_experts": 4, "experts_per_token": 5}, "HF023 model.experts_per_token: 5 is more than the 4 experts; use 2"),
+        ({"num_experts": 8}, "HF016 model.num_experts: num_experts is no key of llama; leave it out"),
         ({"params": 7}, "HF016 model.params"),
         ({"options": {"a": 1}}, "HF016 model.options"),
         ({"plugin": "my_model"}, "HF015 model.plugin: expected module:Class"),

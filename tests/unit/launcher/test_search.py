@@ -5,6 +5,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from elastic_trainer.ladder import Ladder
 from launcher.errors import UserError
 from launcher.jobspec.reading import parse_spec
 from launcher.jobspec.rules import layout_findings, schedule_runs
@@ -124,6 +125,27 @@ def test_the_405b_ladder_gives_up_one_replica(make_spec):
         (2048, "dp8-pp16-cp16-tp8", 16),
         (1792, "dp7-pp16-cp16-tp8", 19),
     ]
+
+
+def test_a_rung_has_the_largest_ep_that_divides_its_ranks_and_the_experts(make_spec):
+    spec = make_spec(
+        "model=mixtral-8x7b", "layout={tp: 8, ep: 4}", "cluster.nodes=12", "train.global_batch=96",
+        "cluster.gpu=B200",
+    )  # fmt: skip
+    found = {rung.num_nodes: rung.layout.ep for rung in plan(spec).ladder.rungs}
+    assert found == {12: 4, 11: 1, 10: 2, 9: 1, 8: 4, 7: 1, 6: 2, 5: 1, 4: 4, 3: 1, 2: 2, 1: 1}
+    spec = make_spec(
+        "model=mixtral-8x7b", "layout={tp: 8, dp_replicate: 2, ep: 4}", "cluster.nodes=16",
+        "train.global_batch=96",
+    )  # fmt: skip
+    found = {rung.num_nodes: rung.layout for rung in plan(spec).ladder.rungs}
+    assert [(found[n].dp_replicate, found[n].ep) for n in (16, 15, 12, 8)] == [
+        (2, 4),
+        (1, 1),
+        (2, 2),
+        (2, 4),
+    ]
+    assert Ladder.from_ranges(plan(spec).ladder.to_ranges()) == plan(spec).ladder
 
 
 def test_by_default_one_replica_is_the_last_rung(make_spec):

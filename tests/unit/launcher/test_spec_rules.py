@@ -34,6 +34,11 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["train.micro_batch=3"], "HF112 train.global_batch: 64 sequences are not a whole number of micro-batches of 3; use 63 or 72, or train.micro_batch: 2 or 1"),
         (["layout={dp: auto}", "train.global_batch=16"], "HF113 train.global_batch: 16 sequences are 16 micro-batches of 1, fewer than dp 32 (more tp, cp or pp make it smaller); use 32"),
         (["layout.dp_replicate=3"], "HF114 layout.dp_replicate: 3 does not divide dp 4; use 2 or 1"),
+        (["layout.ep=2"], "HF121 layout.ep: 2 does not divide the 1 expert of a layer; use 1"),
+        (["model=mixtral-8x7b", "layout.ep=6"], "HF121 layout.ep: 6 does not divide the 8 experts of a layer; use 4, 2 or 1"),
+        (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 does not divide dp 4; use 4, 2 or 1"),
+        (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 does not divide dp/dp_replicate 4 / 2; use 2 or 1"),
+        (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: blocks whose tokens choose experts are not compiled; use train.compile: false"),
     ],
 )  # fmt: skip
 def test_each_rule_has_its_code_values_and_way_out(mistakes, sets, message):

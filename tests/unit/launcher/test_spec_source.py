@@ -106,6 +106,12 @@ def test_smaller_mistakes_are_kept_for_the_report(text, problem):
     assert problem in str(found)
 
 
+@pytest.mark.parametrize("text", ["_", "-_", "+__", "._", "0o_", "0x_", "0b_", "-._e+1"])
+def test_a_number_has_a_digit(text):
+    source = read_source(f"a: {text}\n", "job.yaml")
+    assert (source.data, source.problems) == ({"a": text}, [])
+
+
 def test_sets_override_add_and_win_in_order():
     source = read_source("a: {b: 1}\n", "job.yaml", ["a.b=2", "c.d=[1, x]", "a.b=3", "e="])
     assert source.data == {"a": {"b": 3}, "c": {"d": [1, "x"]}, "e": None}

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 
 import pytest
 import yaml
@@ -224,6 +225,17 @@ _ENV = st.lists(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what PyYAML takes for a text and kubectl for a number, as 0E0."""
+
+    def represent_text(self, text):
+        style = "'" if re.match(r"[-+.]?[0-9]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
 def without_ours(after, before):
     """Return a wrapped job without what has been added to `before`."""
     if isinstance(after, dict) and isinstance(before, dict):
@@ -262,8 +274,14 @@ def test_what_is_the_users_stays(fields, env, args, style, first):
     if env:
         container["env"] = env
     before = copy.deepcopy(job)
-    text = yaml.safe_dump(
-        job, default_flow_style=style[0], sort_keys=False, width=style[1], allow_unicode=True
+    flow, width = style
+    text = yaml.dump(
+        job,
+        Dumper=_Dumper,
+        default_flow_style=flow,
+        sort_keys=False,
+        width=width,
+        allow_unicode=True,
     )
     made = yaml.safe_load(wrap_manifest(f"# mine\n{text}", "job.yaml").text)
     command = container_of(yaml.safe_dump(made))["command"]
