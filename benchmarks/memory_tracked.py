@@ -4,9 +4,10 @@
 
 Prints the table of docs/memory.md; takes some minutes. Fake tensors under a fake process group: any
 rank of any layout, on any processor. What a GPU does otherwise than a processor is put in its
-place: flash attention and the fused RMSNorm, whose shapes torch knows without a GPU. The bytes of
-the second step count, since the first has no optimizer state. Not counted are CUDA's context, the
-buffers of NCCL and cuBLAS, fragmentation, and memory that streams give back late.
+place: flash attention and the fused RMSNorm, whose shapes torch knows without a GPU. Tokens that do
+not exist choose no expert, so each gets as many. The bytes of the second step count, since the
+first has no optimizer state. Not counted are CUDA's context, the buffers of NCCL and cuBLAS,
+fragmentation, and memory that streams give back late.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+import elastic_trainer.mixture
 import elastic_trainer.model
 import elastic_trainer.parallel.context
 from elastic_trainer.config import (
@@ -148,6 +150,14 @@ CASES = (
     replace(SHARDED, model="qwen3-8b", recompute="none"),
     replace(SHARDED, model="mistral-7b", recompute="selective"),
     replace(SHARDED, model="llama3-70b", layout="dp8-pp1-cp1-tp8", recompute="selective"),
+    *(
+        Case(model="mixtral-8x7b", layers=4, layout=layout, recompute=level)
+        for layout, level in (
+            ("dp64-pp1-cp1-tp1", "none"),
+            ("dp64-pp1-cp1-tp1", "selective"),
+            ("dp8-pp1-cp1-tp8", "full"),
+        )
+    ),
     *(replace(TWO_STAGES, recompute=level, pp_rank=rank) for level in LEVELS for rank in (0, 1)),
     *(replace(TWO_STAGES, recompute="none", interleave=2, pp_rank=rank) for rank in (0, 1)),
     *(
@@ -236,6 +246,15 @@ def _as_on_a_gpu() -> None:
         out: Tensor = _FusedNorm.apply(x, self.weight)
         return out
 
+    def compute(self: nn.ModuleDict, rows: Tensor, _counts: Tensor) -> Tensor:
+        parts = rows.chunk(len(self))
+        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+
+    def bincount(_self: Tensor, minlength: int) -> Tensor:
+        return torch.zeros(minlength, dtype=torch.int64)
+
+    elastic_trainer.mixture.Experts.compute = compute
+    Tensor.bincount = bincount
     elastic_trainer.model.attend = attend
     elastic_trainer.parallel.context.attend = attend
     nn.RMSNorm.forward = norm

@@ -1,6 +1,7 @@
 """GPU memory of one rank, itemised: formulas, and what they depend on. Pure.
 
-docs/memory.md explains the items to users and has the table beside what torch's MemTracker counts.
+docs/memory.md explains the items to users, has the table beside what torch's MemTracker counts, and
+says of every constant where it is from and which were chosen with measured runs in view.
 
 Sources of the formulas:
 - state and activations of a layer: Korthikanti et al., arXiv 2205.05198, equations 1 to 4, written
@@ -11,8 +12,11 @@ Sources of the formulas:
 - buffers of FSDP2: torch.distributed.fsdp._fully_shard (one block gathered, the next one under
   way; gradients are reduced from one flat fp32 buffer).
 
+- what a mixture's layer keeps: elastic_trainer/mixture.py, with as many rows for every expert.
+
 Symbols: n tokens of a micro-batch on one rank, D width, Q and K widths of this rank's queries and
-keys, F its width of the feed-forward, V vocabulary, e bytes of a value in the forward.
+keys, F its width of the feed-forward (of one expert), V vocabulary, e bytes of a value in the
+forward.
 """
 
 from __future__ import annotations
@@ -29,10 +33,13 @@ from elastic_trainer.stages import end_weight, split_evenly, stages_of_rank
 
 GIB: Final = 2**30
 CONTEXT_BYTES: Final = 3 * GIB // 2
-"""CUDA's context, kernels, and buffers of NCCL and cuBLAS: 1.5 GB in BLOOM's chronicles (A100)."""
+"""CUDA's context and kernels: 1.3 GB by nvidia-smi in transformers' docs ("Model training
+anatomy"), about 1.5 GB in BLOOM's chronicles (A100). The buffers of NCCL and cuBLAS are assumed to
+be in it; they have not been measured."""
 FRAGMENTATION: Final = 0.05
-"""What torch's allocator keeps in blocks that fit nothing, as a share of all that comes and goes.
-Weights and optimizer state are allocated once."""
+"""What torch's allocator keeps in blocks that fit nothing, as a share of all that comes and goes;
+weights and optimizer state are allocated once. Chosen, with torchtitan's and DeepSpeed's peaks in
+view: no source gives it, and no GPU was at hand to measure it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,9 @@ class Stack:
     """As a share of what comes and goes."""
     buffers: float = 0
     """Bytes of a stack's own communication buffers."""
+    step: float = 0
+    """Bytes per parameter that the optimizer's step has for its own while. A fused AdamW has none;
+    torch's others keep a square root and a denominator."""
 
 
 HOLDFAST: Final = Stack()
@@ -209,6 +219,7 @@ class _Rank:
         self.kv = shape.num_kv_heads * shape.head_size / tp
         self.ffn = shape.ffn_dim / tp
         self.width = shape.dim
+        self.mixture, self.chosen = shape.num_experts > 1, shape.experts_per_token
         self.part = shape.dim / (tp if stack.sequence_parallel else 1)
         """Width of what is split along the sequence instead, as if it were split here."""
         ends = end_weight(shape) if stack.balanced else 0.0
@@ -218,13 +229,20 @@ class _Rank:
         self.in_flight = _in_flight(pp_rank, layout.pp, work.interleave, micro_batches)
         whole = shape.vocab_size * shape.dim
         outside = whole * (1 if shape.tie_embeddings else 2) + shape.dim
-        self.layer = (shape.num_params() - outside) / shape.num_layers / tp
-        """Parameters of a layer."""
+        layer = (shape.num_params() - outside) / shape.num_layers / tp
+        matrices = 3 * shape.num_experts / layout.ep
+        self.experts = matrices * self.ffn * self.width
+        """Parameters of a layer's feed-forward, or of those of its experts that are kept here."""
+        self.layer = layer - self.experts * (layout.ep - 1)
+        """Parameters of a layer that are here when it is whole."""
         self.table = whole / tp
         """Parameters of the embedding, and of the head."""
         one = self.first and self.last and shape.tie_embeddings
         self.tables = self.table * (1 if one else self.first + self.last)
-        self.params = sum(self.layers) * self.layer + self.tables
+        self.whole = sum(self.layers) * self.layer + self.tables
+        """Parameters of this rank's stages when they are whole."""
+        self.params = sum(self.layers) * layer + self.tables
+        """The same with the experts of all ep ranks: these, over `shards`, are the state here."""
 
     def always(self) -> float:
         """Return what is there from the first forward to the last backward.
@@ -236,13 +254,13 @@ class _Rank:
             return self.stack.buffers
         sides = 2 * len(self.layers) - self.first - self.last
         received = sides * self.micro_batches * self.value * self.tokens * self.part
-        return self.stack.buffers + received + self.value * self.params
+        return self.stack.buffers + received + self.value * self.whole
 
     def moments(self) -> Iterator[_Moment]:
         """Yield the moments that may be the fullest.
 
-        The backward of the last layer, the loss, the backward of the embedding, and the reduction
-        of the tables' gradients.
+        The backward of the last layer's feed-forward and of its attention, the loss, the backward
+        of the embedding, the reduction of the tables' gradients, and the optimizer's step.
         """
         kept = self.kept(self.work.recompute)
         stages = list(zip(self.layers, self.in_flight, strict=True))
@@ -255,11 +273,20 @@ class _Rank:
         alone = self.fsdp and not self.pipeline
         root = self.value * self.tables if alone else 0.0
         head = self.value * self.table if alone and self.last else 0.0
-        # Two of the feed-forward's three matrices have gradients when most is computed again. FSDP
-        # alone has this layer and the next one whole, and the last one's flat fp32 gradients.
-        layer = 2 * self.value * self.ffn * self.width
-        layer += self.layer * (2 * self.value + 4) if alone else 0
-        yield _Moment(activations + self.computing(), 0.0, root + head + layer, before)
+        # FSDP alone has this layer and the next one whole, and the last one's flat fp32 gradients.
+        # Two of the feed-forward's three matrices have gradients when most is computed again.
+        two, flat = (2 * self.value * self.layer, 4 * self.layer) if alone else (0.0, 0.0)
+        layer = root + head + two
+        gradients = 2 * self.value * self.ffn * self.width
+        if self.mixture:
+            # Its flat gradients are large: where they are there, a layer's activations are gone.
+            # The gradients of all experts are whole at once.
+            larger = layer + gradients + max(0.0, flat - kept)
+            yield _Moment(activations + self.computing(), 0.0, larger, before)
+            most = activations - 2 * kept + self.last_expert()
+            yield _Moment(most, 0.0, layer + flat + self.value * self.experts, before)
+        else:
+            yield _Moment(activations + self.computing(), 0.0, layer + flat + gradients, before)
         if self.last and not self.stack.chunked_loss:
             yield _Moment(activations, self.logits(), root, before)
         if self.first:
@@ -271,6 +298,8 @@ class _Rank:
             gradients = self.value * self.tables if alone else 0.0
             reduced = self.stack.gradients * self.params / self.shards
             yield _Moment(0.0, 0.0, gradients + 4 * self.tables, summed + reduced)
+        shards = self.shards if self.stack.zero >= 1 else 1
+        yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 
     def gradients(self) -> tuple[float, float]:
         """Return the gradients held at the first backward that is as full as any, and at the end.
@@ -280,7 +309,7 @@ class _Rank:
         """
         if self.fsdp and self.pipeline:
             whole = self.layout.tp - 1 if self.first and self.stack.dtensor else 0
-            summed = 4 * (self.params + self.table * whole)
+            summed = 4 * (self.whole + self.table * whole)
         else:
             shards = self.shards if self.stack.zero >= 2 else 1
             summed = self.stack.gradients * self.params / shards
@@ -298,38 +327,53 @@ class _Rank:
         """Return what the backward of one layer computes again, and its widest gradients.
 
         Three of width F and one of width D at once: those of the product, of silu and of its
-        factor, and of the branch's output.
+        factor, and of the branch's output. Of a mixture those of each expert's output, which are
+        weighted in fp32; then expert follows expert.
         """
         one = self.value * self.tokens
         gradients = one * (3 * self.ffn + self.width)
+        if self.mixture:
+            gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
         recompute = self.work.recompute
         if recompute == "none":
             return gradients
         shared = self.kept(recompute)
         if recompute == "selective" and self.stack.selective == "matmuls":
-            shared -= 2 * one * self.width  # the products of wo and w2 are no one's input
+            # The products of wo and w2 are no one's input.
+            shared -= (1 + self.chosen) * one * self.width
         return gradients + max(0.0, self.kept("none") - shared)
+
+    def last_expert(self) -> float:
+        """Return what a mixture's layer has when all but one of its experts are done with backward.
+
+        Of the experts' values those of one, and for all rows the gradients of what went in.
+        """
+        experts = max(1.0, self.work.shape.num_experts / self.layout.ep)
+        done = self.stack.mlp_values * self.ffn * (1 - 1 / experts) - 2 * self.width
+        return self.kept("none") - self.value * self.tokens * self.chosen * done
 
     def kept(self, recompute: str) -> float:
         """Return what one layer keeps of one micro-batch until its backward.
 
         none: the input of each norm, of each branch, queries, keys and values (cp gathers those of
         all ranks), attention's output and its log-sum-exp (4 bytes a head), and the feed-forward's
-        values. full: the layer's input. selective: that, attention's output, and the products that
-        `Stack.selective` names.
+        values, or those of a token's experts. full: the layer's input. selective: that, attention's
+        output, and the products that `Stack.selective` names.
         """
         stack, one = self.stack, self.value * self.tokens
         if recompute == "full":
             return one * self.part
         log_sums = 4 * self.tokens * self.heads
         if recompute == "selective" and stack.selective != "attention":
-            products = self.q + self.kv + self.ffn + self.width
+            products = self.q + self.kv + self.chosen * self.ffn + self.width
             if stack.selective == "matmuls":
-                products += self.kv + self.ffn + self.width
+                products += self.kv + self.chosen * (self.ffn + self.width)
             return one * (self.part + products + self.q) + log_sums
         branch = self.part if stack.gathers_again else self.width
         values = 2 * self.part + 2 * branch + self.q + 2 * self.kv * self.layout.cp
-        values += stack.attention_copies * self.q + stack.mlp_values * self.ffn
+        values += stack.attention_copies * self.q + self.chosen * stack.mlp_values * self.ffn
+        if self.mixture:  # the router's input is split; experts' rows go in and come out
+            values += self.part - branch + 2 * self.chosen * self.width
         values += self.q + self.kv if self.work.shape.qk_norm else 0
         rest = 2 * stack.norm_bytes * self.tokens * self.part + log_sums
         if stack.fp8_inputs:  # of the branches, of attention's and the feed-forward's last matrix
