@@ -47,7 +47,8 @@ class Facts:
     packed: bool = False
     """Samples are packed documents."""
     memory_gib: float | None = None
-    """Of a GPU; None: not known, so nothing is said of what fits."""
+    """Of a GPU. None: nothing is said of what fits, for the GPU is not known, or the model is the
+    job's own and may keep anything."""
 
     @property
     def num_gpus(self) -> int:

@@ -193,7 +193,7 @@ class JobSpec(values.Section):
             precision=self.train.precision,
             recompute=self.train.recompute,
             packed=self.data.packed,
-            memory_gib=None if self.command else device_memory_gib(self.cluster.gpu),
+            memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
         )
 
     @property

@@ -70,10 +70,8 @@ def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
         dp, left_over = divmod(gpus, current.world_size)
         if left_over or dp > facts.num_micro_batches:
             continue  # the nodes that fill no replica are spares of the next rung
-        replicate = _replicate(dp, top.dp_replicate)
-        ep = _ep(facts, dp // replicate, top.ep)
-        layout = replace(current, dp=dp, dp_replicate=replicate, ep=ep)
-        if num_nodes != facts.nodes and not (_usable(facts, layout) and facts.fits(layout)):
+        layout = top if num_nodes == facts.nodes else _fitting(facts, replace(current, dp=dp), top)
+        if layout is None:
             continue
         memory = None
         if facts.memory_gib is not None:
@@ -131,9 +129,21 @@ def _usable(facts: Facts, layout: ParallelLayout) -> bool:
     return all(finding.code == "HF111" for finding in layout_findings(facts, layout))
 
 
-def _replicate(dp: int, wanted: int) -> int:
-    """Return the largest divisor of dp that is not above the `dp_replicate` wanted."""
-    return next(degree for degree in range(min(dp, wanted), 0, -1) if dp % degree == 0)
+def _fitting(facts: Facts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
+    """Return `layout` with the most copies of the parameters, up to `top`'s, that fits.
+
+    A copy on fewer ranks needs more of each, so copies are given up before the rung. None: not even
+    one copy fits, or a rule forbids the layout.
+    """
+    for degree in range(min(layout.dp, top.dp_replicate), 0, -1):
+        if layout.dp % degree == 0:
+            ep = _ep(facts, layout.dp // degree, top.ep)
+            found = replace(layout, dp_replicate=degree, ep=ep)
+            if not _usable(facts, found):
+                return None
+            if facts.fits(found):
+                return found
+    return None
 
 
 def _ep(facts: Facts, dp_shard: int, wanted: int) -> int:

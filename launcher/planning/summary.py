@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import Plugin
 from elastic_trainer.quantities import counted, scaled
+from launcher.hardware import device_memory_gib
 from launcher.jobspec.spec import JobSpec
 from launcher.memory import GIB
 from launcher.planning.search import Plan
@@ -66,8 +68,10 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
 
 
 def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
-    """Return what the fullest GPU is predicted to need; nothing where its memory is not known."""
+    """Return what the fullest GPU is predicted to need, or why nobody can say; of a CPU nothing."""
     memory = spec.facts.memory_gib
+    if isinstance(spec.shape, Plugin) and device_memory_gib(spec.cluster.gpu) is not None:
+        return [f"gpu      memory not predicted: only {spec.shape.plugin} knows what it keeps"]
     if memory is None:
         return []
     found = spec.facts.rank_bytes(rung.layout)

@@ -14,6 +14,7 @@ from launcher.hardware import GPUS, device_memory_gib
 from launcher.jobspec.reading import parse_spec
 from launcher.memory import GIB, HOLDFAST, Stack, Work, fullest_rank, rank_bytes
 from launcher.planning.search import plan
+from launcher.planning.summary import summary_lines
 
 LLAMA = PRESETS["llama3-8b"]
 
@@ -87,6 +88,70 @@ def test_every_family_and_precision_has_bytes(shape, recompute):
         assert min(rank_bytes(job, ParallelLayout(dp=2, tp=2), 2).items().values()) >= 0
 
 
+MIXTRAL = PRESETS["mixtral-8x7b"]
+
+
+def test_experts_are_sharded_over_all_ranks_and_gathered_by_those_that_keep_them():
+    alone, split = (
+        rank_bytes(work(shape=MIXTRAL, recompute="full"), ParallelLayout(dp=64, ep=ep), 2)
+        for ep in (1, 8)
+    )
+    share = MIXTRAL.num_params() / 64
+    for found in (alone, split):
+        assert found.weights == found.gradients == pytest.approx(4 * share, rel=1e-6)
+        assert found.optimizer == pytest.approx(8 * share, rel=1e-6)
+    expert = 3 * MIXTRAL.dim * MIXTRAL.ffn_dim
+    # bf16 of two layers and the gradients of one, and fp32 of one's: 10 bytes each.
+    assert alone.gathered - split.gathered > 9 * 7 * expert
+
+
+def test_a_mixture_keeps_the_values_of_the_experts_a_token_goes_to():
+    one, two = (
+        rank_bytes(
+            work(shape=dataclasses.replace(MIXTRAL, experts_per_token=count)),
+            ParallelLayout(pp=4, dp=16, ep=8),
+            8,
+            1,
+        )
+        for count in (1, 2)
+    )
+    layers_in_flight = 3 * 8  # eight layers, of three micro-batches
+    values = 4 * MIXTRAL.ffn_dim + 2 * MIXTRAL.dim
+    more = two.activations - one.activations
+    assert more >= layers_in_flight * 2 * 8192 * values
+
+
+@pytest.mark.parametrize(
+    ("sets", "label"),
+    [
+        (("layout={ep: 8}", "cluster.nodes=1", "train.recompute=full"), "dp8·ep8"),
+        (("layout={ep: 8}", "cluster.nodes=4", "train.recompute=none"), "dp32·ep8"),
+    ],
+)
+def test_offers_against_a_mixture_that_does_not_fit_are_legal_with_its_ep(make_spec, sets, label):
+    sets = ("model=mixtral-8x7b", "train.global_batch=256", *sets)
+    with pytest.raises(UserError) as caught:
+        make_spec(*sets)
+    (problem,) = caught.value.problems
+    assert problem.code == "HF131"
+    assert label in problem.message
+    assert problem.offers
+    for offer in problem.offers:
+        spec = make_spec(*sets, *(f"{key}={value}" for key, value in offer.items()))
+        assert spec.facts.fits(spec.full_layout)
+
+
+def test_the_optimizers_step_is_a_moment_of_its_own():
+    plain = Stack(zero=3, weights=2, gradients=2, optimizer=12, dtensor=False)
+    tight = dataclasses.replace(plain, step=12)
+    job = work(seq_len=256, recompute="full")
+    more = rank_bytes(job, ParallelLayout(dp=4), 2, 0, tight).counted
+    share = LLAMA.num_params() / 4
+    assert more == pytest.approx(28 * share, rel=1e-6)
+    assert rank_bytes(job, ParallelLayout(dp=4), 2, 0, plain).counted < more
+    assert HOLDFAST.step == 0
+
+
 def test_masks_of_packed_documents_count():
     layout = ParallelLayout(dp=64)
     more = rank_bytes(work(masked=True), layout, 1).activations
@@ -149,10 +214,44 @@ def test_what_does_not_fit_is_refused_with_its_bytes_and_what_fits(make_spec, mi
         assert spec.facts.fits(spec.full_layout)
 
 
-@pytest.mark.parametrize("sets", [["cluster.gpu=cpu"], ["command=train.py"]])
-def test_nothing_is_claimed_where_memory_or_model_is_not_known(make_spec, sets):
-    spec = make_spec("model=llama3-405b", "layout={dp: auto}", *sets)
+LARGE = "num_layers: 126, dim: 16384, num_heads: 128, num_kv_heads: 8, ffn_dim: 53248"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "reason"),
+    [
+        ("llama3-405b", "cpu", False),
+        (f"{{plugin: 'mine:Model', {LARGE}, vocab_size: 128256}}", "H100-80GB-SXM", True),
+    ],
+)
+def test_nothing_is_claimed_where_memory_or_model_is_not_known(make_spec, model, gpu, reason):
+    spec = make_spec(f"model={model}", "layout={dp: auto}", f"cluster.gpu={gpu}")
+    planned = plan(spec)
+    assert {rung.memory_gib for rung in planned.ladder.rungs} == {None}
+    lines = [line for line in summary_lines(spec, planned) if line.startswith("gpu ")]
+    assert [("mine:Model" in line, "GiB" in line) for line in lines] == [(True, False)] * reason
+
+
+def test_nothing_is_claimed_of_a_script(make_spec):
+    spec = make_spec("model=llama3-405b", "layout={dp: auto}", "command=train.py")
     assert {rung.memory_gib for rung in plan(spec).ladder.rungs} == {None}
+
+
+def test_copies_of_the_parameters_are_given_up_before_nodes_are(make_spec):
+    spec = make_spec(
+        "layout={dp: auto, dp_replicate: 16}", "cluster.nodes=8", "train.global_batch=64",
+        "train.recompute=full", "elastic.min_nodes=1",
+    )  # fmt: skip
+    copies = {rung.num_nodes: rung.layout.dp_replicate for rung in plan(spec).ladder.rungs}
+    assert set(copies) == set(range(1, 9))
+    assert copies[8] == 16
+    for nodes, found in copies.items():
+        layout = dataclasses.replace(spec.full_layout, dp=8 * nodes, dp_replicate=found)
+        assert spec.facts.fits(layout)
+        more = [d for d in range(found + 1, 17) if 8 * nodes % d == 0]
+        wider = [dataclasses.replace(layout, dp_replicate=degree) for degree in more]
+        assert not any(spec.facts.fits(each) for each in wider)
+    assert copies[1] < 8  # a whole copy on each GPU would not fit
 
 
 def test_rungs_that_do_not_fit_are_left_out(make_spec):
