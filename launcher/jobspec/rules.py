@@ -373,7 +373,15 @@ def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
 
 
 def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
-    """Yield what fits, what changes least first: recompute, micro-batch, degrees, nodes."""
+    """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    fewer = (
+        replace(layout, dp_replicate=copies)
+        for copies in divisors(layout.dp)
+        if copies < layout.dp_replicate and layout.dp // copies % layout.ep == 0
+    )
+    yield from islice(
+        ({"layout.dp_replicate": each.dp_replicate} for each in fewer if facts.fits(each)), 1
+    )
     levels = ("none", "selective", "full")
     more = levels[levels.index(facts.recompute) + 1 :]
     recomputing = [
@@ -384,10 +392,11 @@ def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
         if changed.fits(layout):
             yield offer
             break
-    for smaller in (d for d in divisors(facts.micro_batch) if d < facts.micro_batch):
-        if replace(facts, micro_batch=smaller).fits(layout):
-            yield {"train.micro_batch": smaller}
-            break
+    smaller = (d for d in divisors(facts.micro_batch) if d < facts.micro_batch)
+    yield from islice(
+        ({"train.micro_batch": d} for d in smaller if replace(facts, micro_batch=d).fits(layout)),
+        1,
+    )
     for changed, offer in recomputing:
         larger = list(islice(_larger(changed, layout), 2))
         yield from ({**offer, **each} for each in larger)

@@ -106,6 +106,12 @@ def test_what_dp_is_split_into_and_memory_may_differ_within_an_entry():
     assert Ladder.from_ranges([first, second]) == Ladder((*rungs, below))
 
 
+def test_a_list_that_is_not_as_long_as_its_rungs_is_no_ladder():
+    (entry,) = Ladder.data_parallel(max_nodes=3, min_nodes=1, workers=8).to_ranges()
+    with pytest.raises(ValueError, match="as long as"):
+        Ladder.from_ranges([{**entry, "memory_gib": [1.0, 2.0]}])
+
+
 def test_the_former_form_is_read_too():
     ladder = make([8, 4])
     assert Ladder.from_ranges([rung.to_dict() for rung in ladder.rungs]) == ladder

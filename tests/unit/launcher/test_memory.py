@@ -121,6 +121,20 @@ def test_a_mixture_keeps_the_values_of_the_experts_a_token_goes_to():
     assert more >= layers_in_flight * 2 * 8192 * values
 
 
+def test_fewer_copies_of_the_parameters_are_offered_first(make_spec):
+    sets = ["layout={dp_replicate: 32}", "train.recompute=full"]
+    with pytest.raises(UserError) as caught:
+        make_spec(*sets)
+    (problem,) = caught.value.problems
+    assert problem.code == "HF131"
+    offer, *_ = problem.offers
+    assert list(offer) == ["layout.dp_replicate"]
+    spec = make_spec(*sets, f"layout.dp_replicate={offer['layout.dp_replicate']}")
+    assert spec.facts.fits(spec.full_layout)
+    more = dataclasses.replace(spec.full_layout, dp_replicate=2 * spec.layout.dp_replicate)
+    assert not spec.facts.fits(more)
+
+
 @pytest.mark.parametrize(
     ("sets", "label"),
     [
