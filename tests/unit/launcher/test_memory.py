@@ -121,6 +121,12 @@ def test_a_mixture_keeps_the_values_of_the_experts_a_token_goes_to():
     assert more >= layers_in_flight * 2 * 8192 * values
 
 
+def test_memory_is_not_asked_about_where_a_wrong_value_leaves_no_layout(mistakes):
+    lines = mistakes("cluster.nodes='4'", "layout={tp: 4, cp: 3}")
+    assert ["HF012" in line for line in lines].count(True) == 1
+    assert not any("HF131" in line for line in lines)
+
+
 def test_fewer_copies_of_the_parameters_are_offered_first(make_spec):
     sets = ["layout={dp_replicate: 32}", "train.recompute=full"]
     with pytest.raises(UserError) as caught:
