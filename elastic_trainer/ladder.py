@@ -25,7 +25,7 @@ class Rung:
     tokens_per_s: float | None = None
     """Predicted; None until the planner predicts it."""
     memory_gib: float | None = None
-    """Predicted bytes of the fullest rank in GiB; None until the planner predicts it."""
+    """Predicted bytes of the fullest rank in GiB; None of a GPU or model that is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types: HOLDFAST_RUNG of a worker."""
@@ -73,7 +73,9 @@ class Ladder:
         """Return plain JSON types: one entry for rungs that differ in nodes and dp by equal steps.
 
         An entry has its first rung, with the layout as text, and where it has more: their number
-        (`count`) and what each has less than the one before (`nodes_step`, `dp_step`).
+        (`count`) and what each has less than the one before (`nodes_step`, `dp_step`). What else
+        differs, of `dp_replicate`, `ep` and `memory_gib`, is a list, a figure a rung. `memory_gib`
+        is left out where it is that of the last rung of the entry before.
         """
         ranges: list[list[Rung]] = []
         for rung in self.rungs:
@@ -81,7 +83,8 @@ class Ladder:
                 ranges[-1].append(rung)
             else:
                 ranges.append([rung])
-        return [_range_to_dict(rungs) for rungs in ranges]
+        above = [None, *(rungs[-1].memory_gib for rungs in ranges)]
+        return [_range_to_dict(rungs, last) for rungs, last in zip(ranges, above, strict=False)]
 
     @classmethod
     def from_ranges(cls, raw: list[dict[str, Any]]) -> Ladder:
@@ -92,11 +95,13 @@ class Ladder:
         """
         if sum(entry.get("count", 1) for entry in raw) > MAX_RUNGS:
             raise ValueError(f"a ladder of more than {MAX_RUNGS:,} rungs")
-        rungs = tuple(rung for entry in raw for rung in _rungs_of(entry))
+        rungs: list[Rung] = []
+        for entry in raw:
+            rungs += _rungs_of(entry, rungs[-1].memory_gib if rungs else None)
         sizes = [rung.num_nodes for rung in rungs]
         if not sizes or sizes != sorted(set(sizes), reverse=True):
             raise ValueError("the ladder does not go from most nodes to fewest")
-        return cls(rungs)
+        return cls(tuple(rungs))
 
     @property
     def max_nodes(self) -> int:
@@ -117,6 +122,9 @@ class Ladder:
         return next((rung for rung in self.rungs if rung.num_nodes <= num_nodes), None)
 
 
+_SPLITS: Final = ("dp_replicate", "ep")
+
+
 def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
     """Return by how many nodes and dp ranks `lower` is smaller; None where more differs."""
     if _rest(upper) != _rest(lower):
@@ -125,9 +133,9 @@ def _steps(upper: Rung, lower: Rung) -> tuple[int, int] | None:
 
 
 def _rest(rung: Rung) -> Rung:
-    """Return `rung` without its nodes and dp."""
-    layout = dataclasses.replace(rung.layout, dp=rung.layout.dp_replicate * rung.layout.ep)
-    return dataclasses.replace(rung, num_nodes=0, layout=layout)
+    """Return `rung` without its nodes, dp, what dp is split into, and memory."""
+    layout = dataclasses.replace(rung.layout, dp=1, dp_replicate=1, ep=1)
+    return dataclasses.replace(rung, num_nodes=0, layout=layout, memory_gib=None)
 
 
 def _continues(rungs: list[Rung], rung: Rung) -> bool:
@@ -135,27 +143,44 @@ def _continues(rungs: list[Rung], rung: Rung) -> bool:
     return steps is not None and (len(rungs) == 1 or steps == _steps(*rungs[-2:]))
 
 
-def _range_to_dict(rungs: list[Rung]) -> dict[str, Any]:
+def _range_to_dict(rungs: list[Rung], last_gib: float | None) -> dict[str, Any]:
     first = rungs[0]
     entry: dict[str, Any] = {
         "num_nodes": first.num_nodes,
         "layout": str(first.layout),
         "micro_batches": first.micro_batches,
     }
-    predicted = {"tokens_per_s": first.tokens_per_s, "memory_gib": first.memory_gib}
-    entry |= {name: value for name, value in predicted.items() if value is not None}
+    if first.tokens_per_s is not None:
+        entry["tokens_per_s"] = first.tokens_per_s
+    memory = [rung.memory_gib for rung in rungs]
+    if set(memory) != {last_gib}:
+        entry["memory_gib"] = memory[0] if len(set(memory)) == 1 else memory
+    for name in _SPLITS:
+        degrees = [getattr(rung.layout, name) for rung in rungs]
+        if len(set(degrees)) > 1:
+            entry[name] = degrees
     if steps := _steps(*rungs[:2]) if len(rungs) > 1 else None:
         entry |= {"count": len(rungs), "nodes_step": steps[0], "dp_step": steps[1]}
     return entry
 
 
-def _rungs_of(entry: dict[str, Any]) -> Iterator[Rung]:
+def _rungs_of(entry: dict[str, Any], last_gib: float | None) -> Iterator[Rung]:
     first = dict(entry)
     count = first.pop("count", 1)
     nodes, dp = first.pop("nodes_step", 0), first.pop("dp_step", 0)
     if isinstance(first["layout"], str):
         first["layout"] = ParallelLayout.parse(first["layout"]).to_dict()
+    memory = first.pop("memory_gib", last_gib)
+    each = memory if isinstance(memory, list) else [memory] * count
+    splits = {name: first.pop(name) for name in _SPLITS if name in first}
     rung = Rung.from_dict(first)
+    if any(len(listed) != count for listed in (each, *splits.values())):
+        raise ValueError("an entry of the ladder has a list that is not as long as its rungs")
     for index in range(count):
-        layout = dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp)
-        yield dataclasses.replace(rung, num_nodes=rung.num_nodes - index * nodes, layout=layout)
+        degrees = {name: listed[index] for name, listed in splits.items()}
+        yield dataclasses.replace(
+            rung,
+            num_nodes=rung.num_nodes - index * nodes,
+            layout=dataclasses.replace(rung.layout, dp=rung.layout.dp - index * dp, **degrees),
+            memory_gib=each[index],
+        )

@@ -93,6 +93,10 @@ CODES: Final[dict[str, Code]] = {
     "HF128": Code("An address that other nodes cannot reach.", "Use another interface, or auto."),
     "HF129": Code("Too few ports for an agent.", "Use a wider range, as 29400-29499."),
     "HF130": Code("train.compile of a model with experts.", "Use train.compile: false."),
+    "HF131": Code(
+        "The layout does not fit the memory of its GPUs.",
+        "Recompute more, shard further, or use more nodes.",
+    ),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),

@@ -67,3 +67,15 @@ def tight_domain(gpu: str, gpus_per_node: int) -> int:
     domain = GPUS[gpu].scaleup_domain if gpu in GPUS else 1
     rack = domain > 8 and domain % gpus_per_node == 0
     return max(domain, gpus_per_node) if rack else gpus_per_node
+
+
+def device_memory_gib(gpu: str) -> float | None:
+    """Return the memory of one device in GiB; None of a GPU that is not known, and of processors.
+
+    What vendors print as GB is GiB less a percent: nvidia-smi shows 81,559 MiB on an H100 of 80 GB
+    and 143,771 MiB on an H200 of 141 GB.
+    """
+    if gpu not in GPUS:
+        return None
+    dies = 2 if gpu == "MI250X" else 1
+    return 0.99 * GPUS[gpu].memory_gb / dies

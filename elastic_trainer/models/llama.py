@@ -79,6 +79,11 @@ class ModelShape:
         return 1
 
     @property
+    def experts_per_token(self) -> int:
+        """Experts that a token goes to."""
+        return 1
+
+    @property
     def decoder(self) -> str:
         """The subclass of `elastic_trainer.model.Decoder` that workers build, as `module:Class`."""
         return "elastic_trainer.model:Decoder"

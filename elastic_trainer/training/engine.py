@@ -16,8 +16,8 @@ from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
 from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
-from elastic_trainer.parallel.stages import split_layers, stages_of_rank
 from elastic_trainer.parallel.tensor import loss_scope, token_loss_sum
+from elastic_trainer.stages import split_layers, stages_of_rank
 from elastic_trainer.training.feed import MicroBatch
 from elastic_trainer.training.marks import Mark, mark_stage
 

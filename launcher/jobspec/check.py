@@ -24,6 +24,7 @@ from launcher.jobspec.rules import (
     finding,
     instead,
     layout_findings,
+    memory_finding,
     replicate_finding,
     world_finding,
 )
@@ -98,6 +99,12 @@ def _layout(spec: JobSpec, bad: set[str]) -> Iterator[Finding]:
             bad = bad | {each.key, *follows}
     if _touches(bad, {"layout"}):
         return
+    # What stands in for a wrong value may leave no layout to ask about.
+    if not _touches(bad, {"model", "cluster", "train", "data.format"}):
+        misfit = memory_finding(facts, spec.full_layout)
+        if misfit is not None:
+            yield misfit
+            return
     if want.allow_tp_across_nodes and crosses_nodes(facts, layout):
         message = f"groups of {want.tp} reach beyond {facts.domain} GPUs, as allowed: slow"
         yield finding("HF150", "layout.tp", message, "layout", "cluster")

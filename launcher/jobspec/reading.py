@@ -122,17 +122,25 @@ def _tried(
     """Return the problems with those of their offers that help, of the first `trials` of all.
 
     An offer helps if with it in place the job has the problem no more, and no error that it did
-    not have before.
+    not have before. Where it then lacks memory alone, what is offered against that goes with it.
     """
     before, out = _places(problems), []
     for problem in problems:
         helping = []
-        for offer in problem.offers[:trials]:
+        offers = list(problem.offers)
+        while offers and trials > 0:
             trials -= 1
+            offer = offers.pop(0)
             after = check(offer)
-            errors = _places(each for each in after if not each.is_warning)
-            if errors <= before and not _places([problem]) & _places(after):
+            new = [each for each in after if not each.is_warning and not _places([each]) <= before]
+            if _places([problem]) & _places(after):
+                continue
+            if not new:
                 helping.append(offer)
+            elif [each.code for each in new] == ["HF131"] and offer in problem.offers:
+                offers[:0] = [
+                    {**more, **offer} for more in new[0].offers[:1] if not {*more} & {*offer}
+                ]
         # Messages of single values say what is expected, whether or not anything can be offered.
         enough = not problem.offers or (not helping and problem.code in ("HF012", "HF013", "HF015"))
         out.append(replace(problem, offers=()) if enough else problem.offering(helping))

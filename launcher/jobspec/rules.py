@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from typing import Any, Final
 
 from elastic_trainer.layout import AXES, ParallelLayout, micro_batches_per_rank
 from elastic_trainer.models import ModelShape
 from elastic_trainer.quantities import counted
 from launcher.errors import Offer
+from launcher.memory import GIB, RankBytes, Work, fullest_rank
 
 MOST_OFFERS: Final = 4
 """Values that a message lists of one key."""
@@ -41,6 +42,13 @@ class Facts:
     allow_tp_across_nodes: bool = False
     auto_dp: bool = True
     """dp follows from the other degrees."""
+    precision: str = "bf16"
+    recompute: str = "none"
+    packed: bool = False
+    """Samples are packed documents."""
+    memory_gib: float | None = None
+    """Of a GPU. None: nothing is said of what fits, for the GPU is not known, or the model is the
+    job's own and may keep anything."""
 
     @property
     def num_gpus(self) -> int:
@@ -51,6 +59,24 @@ class Facts:
     def num_micro_batches(self) -> int:
         """Micro-batches of one step over all dp ranks."""
         return max(1, self.global_batch // self.micro_batch)
+
+    def rank_bytes(self, layout: ParallelLayout) -> RankBytes:
+        """Return the bytes of the fullest rank of a legal layout."""
+        work = Work(
+            shape=self.shape,
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            recompute=self.recompute,
+            interleave=self.interleave,
+            masked=self.packed,
+        )
+        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
+        return fullest_rank(work, layout, rounds)
+
+    def fits(self, layout: ParallelLayout) -> bool:
+        """Return whether a legal layout fits the GPU; True where its memory is not known."""
+        return self.memory_gib is None or self.rank_bytes(layout).total <= self.memory_gib * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +351,94 @@ RULES: Final[tuple[Rule, ...]] = (
 
 
 def layout_findings(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
-    """Yield every rule that `layout` breaks, the number of GPUs aside."""
+    """Yield every rule that `layout` breaks, the number of GPUs and their memory aside."""
     return (found for rule in RULES for found in rule(facts, layout))
+
+
+def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
+    """Return a finding unless a legal `layout` fits the memory of its GPUs."""
+    if facts.fits(layout):
+        return None
+    found = facts.rank_bytes(layout)
+    items = sorted(found.items().items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items if size >= GIB / 20)
+    return finding(
+        "HF131",
+        "layout",
+        f"{layout.label} needs {found.total / GIB:.1f} GiB on its fullest GPU, which has "
+        f"{facts.memory_gib:.1f}: {listed}",
+        *("model", "cluster", "train", "data.format"),
+        offers=islice(_that_fit(facts, layout), MOST_OFFERS),
+    )
+
+
+def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+    """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    fewer = (
+        replace(layout, dp_replicate=copies)
+        for copies in divisors(layout.dp)
+        if copies < layout.dp_replicate and layout.dp // copies % layout.ep == 0
+    )
+    yield from islice(
+        ({"layout.dp_replicate": each.dp_replicate} for each in fewer if facts.fits(each)), 1
+    )
+    levels = ("none", "selective", "full")
+    more = levels[levels.index(facts.recompute) + 1 :]
+    recomputing = [
+        (facts, {}),
+        *((replace(facts, recompute=r), {"train.recompute": r}) for r in more),
+    ]
+    for changed, offer in recomputing[1:]:
+        if changed.fits(layout):
+            yield offer
+            break
+    smaller = (d for d in divisors(facts.micro_batch) if d < facts.micro_batch)
+    yield from islice(
+        ({"train.micro_batch": d} for d in smaller if replace(facts, micro_batch=d).fits(layout)),
+        1,
+    )
+    for changed, offer in recomputing:
+        larger = list(islice(_larger(changed, layout), 2))
+        yield from ({**offer, **each} for each in larger)
+        if larger:
+            return
+    changed, offer = recomputing[-1]
+    for times in (2, 4, 8, 16, 32):
+        grown = replace(changed, nodes=facts.nodes * times)
+        wider = replace(layout, dp=layout.dp * times)
+        if grown.num_micro_batches >= wider.dp and grown.fits(wider):
+            nodes: Offer = {"cluster.nodes": grown.nodes}
+            yield {**offer, **nodes, **({} if facts.auto_dp else {"layout.dp": "auto"})}
+            return
+
+
+def _larger(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
+    """Yield degrees on the same GPUs that fit, the smallest replica first."""
+    shape = facts.shape
+    degrees = sorted(
+        product(
+            [d for d in divisors(facts.domain) if d >= layout.tp],
+            [layout.cp * times for times in (1, 2, 4, 8)],
+            [layout.pp * times for times in (1, 2, 4, 8) if layout.pp * times <= shape.num_layers],
+        ),
+        key=lambda each: (math.prod(each), each[2], each[1]),
+    )
+    for tp, cp, pp in degrees:
+        dp, left = divmod(facts.num_gpus, tp * cp * pp)
+        if left or dp < 1 or (tp, cp, pp) == (layout.tp, layout.cp, layout.pp):
+            continue
+        replicas = math.gcd(dp, layout.dp_replicate)
+        changed = {"tp": tp, "cp": cp, "pp": pp, "dp_replicate": replicas}
+        changed["ep"] = math.gcd(dp // replicas, layout.ep)
+        other = ParallelLayout(dp=dp, **changed, order=layout.order)
+        if any(layout_findings(facts, other)) or not facts.fits(other):
+            continue
+        offer: Offer = {
+            f"layout.{key}": value
+            for key, value in changed.items()
+            if value != getattr(layout, key)
+        }
+        yield {**offer, **({} if facts.auto_dp else {"layout.dp": "auto"})}
 
 
 def world_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:

@@ -14,7 +14,7 @@ from elastic_trainer import config
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape, Plugin
 from launcher.errors import Offer, Problem
-from launcher.hardware import tight_domain
+from launcher.hardware import device_memory_gib, tight_domain
 from launcher.jobspec import sections, values
 from launcher.jobspec.env import Env
 from launcher.jobspec.errors import MODEL_TAGS
@@ -190,6 +190,10 @@ class JobSpec(values.Section):
             interleave=self.layout.interleave,
             allow_tp_across_nodes=self.layout.allow_tp_across_nodes,
             auto_dp=self.layout.dp == "auto",
+            precision=self.train.precision,
+            recompute=self.train.recompute,
+            packed=self.data.packed,
+            memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
         )
 
     @property

@@ -17,6 +17,7 @@ from elastic_trainer.quantities import counted
 from launcher.errors import Problem
 from launcher.jobspec.rules import Facts, divisors, layout_findings, schedule_runs
 from launcher.jobspec.spec import JobSpec
+from launcher.memory import GIB
 from launcher.planning.clock import save_warnings
 from launcher.planning.snapshots import Snapshots, snapshots
 
@@ -35,15 +36,19 @@ class Plan:
 
 def plan(spec: JobSpec) -> Plan:
     """Return the plan of a checked job. Depends on its argument alone."""
-    ladder = Ladder(tuple(_rungs(spec.facts, spec.full_layout, spec.min_nodes)))
+    facts = spec.facts
+    ladder = Ladder(tuple(_rungs(facts, spec.full_layout, spec.min_nodes)))
     warnings = list(spec.warnings)
-    if ladder.min_nodes > spec.min_nodes:
+    # By default the ladder ends where memory does, and nothing was asked for that is not there.
+    if ladder.min_nodes > spec.min_nodes and spec.elastic.min_nodes is not None:
+        gpu = facts.memory_gib
+        short = "" if gpu is None else f" (layouts that need more than {gpu:.1f} GiB are left out)"
         warnings.append(
             spec.problem(
                 "HF151",
                 "elastic.min_nodes",
                 f"fewer than {counted(ladder.min_nodes, 'node')} cannot be used, though "
-                f"min_nodes is {spec.min_nodes}: the job waits for nodes there",
+                f"min_nodes is {spec.min_nodes}: the job waits for nodes there{short}",
                 {"elastic.min_nodes": ladder.min_nodes},
             )
         )
@@ -65,11 +70,18 @@ def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
         dp, left_over = divmod(gpus, current.world_size)
         if left_over or dp > facts.num_micro_batches:
             continue  # the nodes that fill no replica are spares of the next rung
-        replicate = _replicate(dp, top.dp_replicate)
-        ep = _ep(facts, dp // replicate, top.ep)
-        layout = replace(current, dp=dp, dp_replicate=replicate, ep=ep)
-        if num_nodes == facts.nodes or _usable(facts, layout):
-            yield Rung(num_nodes=num_nodes, layout=layout, micro_batches=num_rounds(facts, layout))
+        layout = top if num_nodes == facts.nodes else _fitting(facts, replace(current, dp=dp), top)
+        if layout is None:
+            continue
+        memory = None
+        if facts.memory_gib is not None:
+            memory = math.ceil(10 * facts.rank_bytes(layout).total / GIB) / 10
+        yield Rung(
+            num_nodes=num_nodes,
+            layout=layout,
+            micro_batches=num_rounds(facts, layout),
+            memory_gib=memory,
+        )
 
 
 def _reductions(facts: Facts, top: ParallelLayout) -> Iterator[ParallelLayout]:
@@ -117,9 +129,21 @@ def _usable(facts: Facts, layout: ParallelLayout) -> bool:
     return all(finding.code == "HF111" for finding in layout_findings(facts, layout))
 
 
-def _replicate(dp: int, wanted: int) -> int:
-    """Return the largest divisor of dp that is not above the `dp_replicate` wanted."""
-    return next(degree for degree in range(min(dp, wanted), 0, -1) if dp % degree == 0)
+def _fitting(facts: Facts, layout: ParallelLayout, top: ParallelLayout) -> ParallelLayout | None:
+    """Return `layout` with the most copies of the parameters, up to `top`'s, that fits.
+
+    A copy on fewer ranks needs more of each, so copies are given up before the rung. None: not even
+    one copy fits, or a rule forbids the layout.
+    """
+    for degree in range(min(layout.dp, top.dp_replicate), 0, -1):
+        if layout.dp % degree == 0:
+            ep = _ep(facts, layout.dp // degree, top.ep)
+            found = replace(layout, dp_replicate=degree, ep=ep)
+            if not _usable(facts, found):
+                return None
+            if facts.fits(found):
+                return found
+    return None
 
 
 def _ep(facts: Facts, dp_shard: int, wanted: int) -> int:

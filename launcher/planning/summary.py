@@ -10,8 +10,11 @@ from typing import Any, Final
 
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import Plugin
 from elastic_trainer.quantities import counted, scaled
+from launcher.hardware import device_memory_gib
 from launcher.jobspec.spec import JobSpec
+from launcher.memory import GIB
 from launcher.planning.search import Plan
 from launcher.planning.snapshots import snapshot_line
 
@@ -44,6 +47,7 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
             f"ladder   {counted(len(rungs), 'layout')}, "
             f"{plan.ladder.max_nodes:,} to {counted(plan.ladder.min_nodes, 'node')}"
         ),
+        *_gpu_lines(spec, rung),
         snapshot_line(plan.snapshots),
     ]
     if spec.command is None:
@@ -61,6 +65,20 @@ def summary_lines(spec: JobSpec, plan: Plan, rung: Rung | None = None) -> list[s
         "nodes unless the script adapts, as by {dp} in its arguments or HoldfastCallback"
     )
     return [*head, lines[-2], f"batch    {batch}"]
+
+
+def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
+    """Return what the fullest GPU is predicted to need, or why nobody can say; of a CPU nothing."""
+    memory = spec.facts.memory_gib
+    if isinstance(spec.shape, Plugin) and device_memory_gib(spec.cluster.gpu) is not None:
+        return [f"gpu      memory not predicted: only {spec.shape.plugin} knows what it keeps"]
+    if memory is None:
+        return []
+    found = spec.facts.rank_bytes(rung.layout)
+    items = ", ".join(
+        f"{name} {size / GIB:.1f}" for name, size in found.items().items() if size >= GIB / 20
+    )
+    return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB: {items}"]
 
 
 def short(count: float) -> str:
@@ -107,7 +125,8 @@ def ladder_lines(
     `num_micro_batches` None: only a script knows of batches.
     """
     width = max(len("layout"), *(len(rung.layout.label) for rung in ladder.rungs))
-    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  idle places"
+    memory = f"{'GiB':>5}  " if ladder.rungs[0].memory_gib is not None else ""
+    head = f"{'nodes':>7}  {'layout':<{width}}  micro-batches  {memory}idle places"
     rows = []
     if num_micro_batches is None:
         rows = [f"{rung.num_nodes:>7,}  {rung.layout.label}" for rung in ladder.rungs]
@@ -117,7 +136,8 @@ def ladder_lines(
         idle = places - num_micro_batches
         share = f"{idle} of {places}" if idle else "-"
         nodes, layout = f"{rung.num_nodes:>7,}", f"{rung.layout.label:<{width}}"
-        rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {share}")
+        memory = f"{rung.memory_gib:>5.1f}  " if rung.memory_gib is not None else ""
+        rows.append(f"{nodes}  {layout}  {rung.micro_batches:>13}  {memory}{share}")
     return [head, *(rows if show_all else ends(rows, "layouts"))]
 
 
@@ -136,6 +156,7 @@ def rung_dict(rung: Rung) -> dict[str, Any]:
         "layout": rung.layout.to_dict(),
         "text": str(rung.layout),
         "micro_batches": rung.micro_batches,
+        "memory_gib": rung.memory_gib,
     }
 
 

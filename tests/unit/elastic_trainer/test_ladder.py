@@ -43,9 +43,11 @@ def ladders(draw):
     """Runs of rungs with steps of all kinds, as planners make and as none does."""
     rungs, nodes = [], 5000
     for _ in range(draw(st.integers(1, 6))):
-        replicate, ep = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+        splits = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
+        replicate, ep = draw(splits)
+        varied = draw(st.booleans())
         layout = ParallelLayout(
-            dp=replicate * ep * draw(st.integers(50, 90)),
+            dp=12 * draw(st.integers(50, 90)),
             tp=draw(st.sampled_from([1, 8])),
             pp=draw(st.integers(1, 3)),
             dp_replicate=replicate,
@@ -53,15 +55,18 @@ def ladders(draw):
             order=draw(st.permutations(AXES).map(tuple)),
         )
         rounds, speed = draw(st.integers(1, 3)), draw(st.none() | st.floats(0.1, 9.0))
-        step, dp_step = draw(st.integers(1, 3)), replicate * ep * draw(st.integers(-2, 3))
+        step, dp_step = draw(st.integers(1, 3)), 12 * draw(st.integers(-2, 3))
         for index in range(draw(st.integers(1, 12))):
+            if varied:
+                replicate, ep = draw(splits)
+            dp = layout.dp - index * dp_step
             rungs.append(
                 Rung(
                     num_nodes=nodes,
-                    layout=replace(layout, dp=layout.dp - index * dp_step),
+                    layout=replace(layout, dp=dp, dp_replicate=replicate, ep=ep),
                     micro_batches=rounds,
                     tokens_per_s=speed,
-                    memory_gib=draw(st.none() | st.just(2.5)) if index == 3 else None,
+                    memory_gib=draw(st.sampled_from([None, 2.5, 2.6])) if varied else None,
                 )
             )
             nodes -= step
@@ -81,6 +86,30 @@ def test_rungs_that_differ_by_equal_steps_are_one_entry():
     first = {"num_nodes": 2048, "layout": "dp16384-pp1-cp1-tp1", "micro_batches": 1}
     steps = {"count": 2048, "nodes_step": 1, "dp_step": 8}
     assert rungs.to_ranges() == [{**first, **steps}]
+
+
+def test_what_dp_is_split_into_and_memory_may_differ_within_an_entry():
+    splits = [(4, 2.5), (3, 2.5), (2, 2.6)]
+    rungs = [
+        Rung(
+            num_nodes=nodes,
+            layout=ParallelLayout(dp=12 * nodes, dp_replicate=replicate),
+            micro_batches=1,
+            memory_gib=gib,
+        )
+        for nodes, (replicate, gib) in zip((9, 8, 7), splits, strict=True)
+    ]
+    below = replace(rungs[-1], num_nodes=5, micro_batches=2)
+    first, second = Ladder((*rungs, below)).to_ranges()
+    assert (first["dp_replicate"], first["memory_gib"]) == ([4, 3, 2], [2.5, 2.5, 2.6])
+    assert "memory_gib" not in second
+    assert Ladder.from_ranges([first, second]) == Ladder((*rungs, below))
+
+
+def test_a_list_that_is_not_as_long_as_its_rungs_is_no_ladder():
+    (entry,) = Ladder.data_parallel(max_nodes=3, min_nodes=1, workers=8).to_ranges()
+    with pytest.raises(ValueError, match="as long as"):
+        Ladder.from_ranges([{**entry, "memory_gib": [1.0, 2.0]}])
 
 
 def test_the_former_form_is_read_too():

@@ -20,8 +20,8 @@ from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS, ModelShape
 from elastic_trainer.models.mixtral import Mixtral
-from elastic_trainer.parallel.stages import split_layers
 from elastic_trainer.rank_part import main, rank_part
+from elastic_trainer.stages import split_layers
 
 PAPER = {
     "8,192 GPUs": ("llama3-405b", ParallelLayout(tp=8, cp=1, pp=16, dp=64), 8192),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.models import PRESETS, ModelShape
-from elastic_trainer.parallel.stages import split_layers, stages_of_rank
+from elastic_trainer.stages import split_layers, stages_of_rank
 
 
 def counts(name, num_stages):

@@ -24,6 +24,7 @@ PURE = {
     "command",
     "templates",
     "running_clock",
+    "stages",
     "typed",
 }
 SHARED = {"board", "atomic_file", "fresh_look", "regular_file", "storage_probe"}

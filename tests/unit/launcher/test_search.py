@@ -118,6 +118,7 @@ def test_the_405b_ladder_gives_up_one_replica(make_spec):
     spec = make_spec(
         "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16}", "cluster.nodes=2048",
         "train.seq_len=131072", "train.global_batch=128", "elastic.min_nodes=1792",
+        "train.recompute=full",
     )  # fmt: skip
     rungs = plan(spec).ladder.rungs
     assert [(rung.num_nodes, str(rung.layout), rung.micro_batches) for rung in rungs] == [
@@ -128,8 +129,9 @@ def test_the_405b_ladder_gives_up_one_replica(make_spec):
 
 def test_a_rung_has_the_largest_ep_that_divides_its_ranks_and_the_experts(make_spec):
     spec = make_spec(
-        "model=mixtral-8x7b", "layout={tp: 8, ep: 4}", "cluster.nodes=12", "train.global_batch=96"
-    )
+        "model=mixtral-8x7b", "layout={tp: 8, ep: 4}", "cluster.nodes=12", "train.global_batch=96",
+        "cluster.gpu=B200",
+    )  # fmt: skip
     found = {rung.num_nodes: rung.layout.ep for rung in plan(spec).ladder.rungs}
     assert found == {12: 4, 11: 1, 10: 2, 9: 1, 8: 4, 7: 1, 6: 2, 5: 1, 4: 4, 3: 1, 2: 2, 1: 1}
     spec = make_spec(

@@ -71,11 +71,20 @@ def test_the_ways_out_of_sequence_rules_are_ways_out(mistakes, make_spec, cp):
 def test_the_famous_405b_line_is_half_of_the_gpus(mistakes):
     (line,) = mistakes(
         "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16, dp: 4}", "cluster.nodes=2048",
-        "train.seq_len=131072", "train.global_batch=128",
+        "train.seq_len=131072", "train.global_batch=128", "train.recompute=full",
     )  # fmt: skip
     assert "8,192" in line
     assert "16,384" in line
     assert "use 8 or auto" in line
+
+
+def test_what_an_offer_would_lack_in_memory_is_offered_with_it(mistakes):
+    (line,) = mistakes(
+        "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16, dp: 4}", "cluster.nodes=2048",
+        "train.seq_len=131072", "train.global_batch=128", "train.recompute=selective",
+    )  # fmt: skip
+    assert "HF101" in line
+    assert "train.recompute: full with" in line
 
 
 def test_tp_across_nodes_is_a_warning_once_allowed(make_spec):

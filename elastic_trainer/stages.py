@@ -47,16 +47,7 @@ def split_layers(shape: ModelShape, num_stages: int) -> tuple[StageSpan, ...]:
     more activations.
     """
     assert 1 <= num_stages <= shape.num_layers, f"{num_stages} stages, {shape.num_layers} layers"
-    work = [0.0] * num_stages
-    work[0] += _end_weight(shape)
-    work[-1] += _end_weight(shape)
-    counts = [0] * num_stages
-    for number in range(shape.num_layers):
-        empty = [index for index in range(num_stages) if counts[index] == 0]
-        among = empty if len(empty) == shape.num_layers - number else range(num_stages)
-        index = min(among, key=lambda i: (work[i], -i))
-        counts[index] += 1
-        work[index] += 1.0
+    counts = split_evenly(shape.num_layers, num_stages, end_weight(shape))
     stops = list(itertools.accumulate(counts))
     return tuple(
         StageSpan(index, stop - count, stop, num_stages)
@@ -64,12 +55,27 @@ def split_layers(shape: ModelShape, num_stages: int) -> tuple[StageSpan, ...]:
     )
 
 
+def split_evenly(num_layers: int, num_stages: int, end: float) -> list[int]:
+    """Return the layers of each stage; `end` is the work of a table in layers."""
+    work = [0.0] * num_stages
+    work[0] += end
+    work[-1] += end
+    counts = [0] * num_stages
+    for number in range(num_layers):
+        empty = [index for index in range(num_stages) if counts[index] == 0]
+        among = empty if len(empty) == num_layers - number else range(num_stages)
+        index = min(among, key=lambda i: (work[i], -i))
+        counts[index] += 1
+        work[index] += 1.0
+    return counts
+
+
 def stages_of_rank(pp_rank: int, pp: int, interleave: int) -> list[int]:
     """Return the stages that pipeline rank `pp_rank` holds: every pp-th one."""
     return list(range(pp_rank, pp * interleave, pp))
 
 
-def _end_weight(shape: ModelShape) -> float:
+def end_weight(shape: ModelShape) -> float:
     """Return the embedding's (and the head's) work in layers: of those a token meets."""
     table = shape.vocab_size * shape.dim
     outside = table * (1 if shape.tie_embeddings else 2) + shape.dim

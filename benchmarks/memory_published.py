@@ -1,0 +1,310 @@
+"""The memory formulas beside published runs: error of peaks, and which runs go out of memory.
+
+    python benchmarks/memory_published.py ROWS.csv [--by source|model|gpu] [--rows]
+    python benchmarks/memory_published.py ROWS.csv --hold-out
+
+ROWS.csv has a run a row: source, model, layers, hidden, ffn, heads, kv_heads, vocab, gpu, tp, cp,
+pp, vpp, dp, zero_or_fsdp_stage, seq, micro_batch, precision, recompute, sequence_parallel,
+peak_mem_gb and note, in which `oom=1` marks a run that went out of memory and `Q=C` one whose
+figures contradict each other. What a training stack keeps is said by `stack_of`; nothing else is
+known of a row than its columns.
+
+Two numbers no source gives, the shares that torch's allocator wastes. `--hold-out` fits each on all
+sources but one and judges that one. Everything else in `stack_of` is from the code or the page it
+names, but was looked up with these rows in view.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Final, NamedTuple
+
+import click
+from common import table
+
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+from launcher.hardware import device_memory_gib
+from launcher.memory import FRAGMENTATION, GIB, HOLDFAST, Stack, Work, fullest_rank
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ungated(ModelShape):
+    """GPT's feed-forward: two matrices."""
+
+    def num_params(self) -> int:
+        """Return Llama's number without the gate's."""
+        return super().num_params() - self.num_layers * self.dim * self.ffn_dim
+
+
+class Wasted(NamedTuple):
+    """`Stack.fragmentation`, by age."""
+
+    old: float
+    """Before expandable segments, which came with torch 2.1 in 2023."""
+    new: float
+
+
+SHIPPED: Final = Wasted(old=0.35, new=FRAGMENTATION)
+"""Old: fitted to the peaks of InternEvo alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One row, predicted."""
+
+    row: Row
+    predicted_gib: float
+    """What the row's tool counts, predicted."""
+    measured_gib: float | None
+    out_of_memory: bool
+    predicted_oom: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error of the peak."""
+        assert self.measured_gib is not None
+        return abs(self.predicted_gib / self.measured_gib - 1)
+
+
+def judge(rows: list[Row], wasted: Wasted = SHIPPED) -> Iterator[Judged]:
+    """Yield those of `rows` of which enough is known."""
+    for row in rows:
+        known = all(row[key] for key in ("layers", "hidden", "ffn", "heads", "vocab", "seq"))
+        memory = device_memory_gib(row["gpu"])
+        if (
+            not known
+            or "Q=C" in row["note"]
+            or "moe=1" in row["note"]
+            or "cpu_offloading" in row["note"]
+            or memory is None
+        ):
+            continue
+        recompute = recompute_of(row)
+        if recompute is None or not (row["micro_batch"] or row["pp"] != "1"):
+            continue
+        layout = ParallelLayout(**{axis: int(row[axis] or 1) for axis in ("dp", "tp", "pp", "cp")})
+        batch = int(row["global_batch_seqs"] or 0) or 10**6
+        work = Work(
+            shape=shape_of(row),
+            seq_len=int(row["seq"]),
+            micro_batch=int(row["micro_batch"] or 1),
+            precision="bf16",
+            recompute=recompute,
+            interleave=int(row["vpp"] or 1),
+        )
+        rounds = max(1, batch // (layout.dp * work.micro_batch))
+        found = fullest_rank(work, layout, rounds, stack_of(row, wasted))
+        note = row["note"].lower()
+        seen = found.total
+        if "reserved" in note:
+            seen -= found.context
+        elif "max_allocated" in note:
+            seen = found.counted
+        yield Judged(
+            row,
+            seen / GIB,
+            float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
+            "oom=1" in note,
+            found.total > memory * GIB,
+        )
+
+
+def recompute_of(row: Row) -> str | None:
+    """Return none, selective or full; None where nobody says."""
+    said = row["recompute"]
+    if said.startswith("none"):
+        return "none"
+    if said.startswith("selective"):
+        return "selective"
+    return "full" if said == "full" else None
+
+
+def shape_of(row: Row) -> ModelShape:
+    """Return the dimensions; gated or tied as the number of parameters says."""
+    fields = {
+        "num_layers": int(row["layers"]),
+        "dim": int(row["hidden"]),
+        "num_heads": int(row["heads"]),
+        "num_kv_heads": int(row["kv_heads"] or row["heads"]),
+        "ffn_dim": int(row["ffn"]),
+        "vocab_size": int(row["vocab"]),
+    }
+    shapes = [
+        kind(**fields, tie_embeddings=tied)
+        for kind in (ModelShape, Ungated)
+        for tied in (False, True)
+    ]
+    stated = float(row["params_b"] or 0) * 1e9
+    return min(shapes, key=lambda shape: abs(shape.num_params() - stated))
+
+
+DEEPSPEED_BUCKETS: Final = 4 * 5e8
+"""reduce_bucket_size and allgather_bucket_size, by default 5e8 values each, in 16 bits."""
+EAGER_NORM: Final = 6
+"""LLaMA's RMSNorm in transformers: its input in fp32, and the normalised values."""
+
+
+def stack_of(row: Row, wasted: Wasted = SHIPPED) -> Stack:
+    """Return what the row's software keeps, by what its columns say of it.
+
+    Where a source leaves something open it is what the software's code does by default.
+    """
+    sharding, precision = row["zero_or_fsdp_stage"], row["precision"]
+    note, source = row["note"].lower(), row["source"]
+    gated = not isinstance(shape_of(row), Ungated)
+    stack = replace(
+        HOLDFAST,
+        sequence_parallel=row["sequence_parallel"] == "1",
+        attention_copies=1,
+        dtensor="fsdp2" in sharding,
+        mlp_values=4 if gated else 2,
+        fragmentation=wasted.new,
+    )
+    zero = int(found[1]) if (found := re.search(r"zero(\d)", sharding)) else 0
+    if "liger" in note and "no liger" not in note:
+        stack = replace(stack, mlp_values=3, chunked_loss=True)
+    if "fsdp" in sharding and "internevo" not in source:
+        return _of_fsdp(replace(stack, zero=zero or 3), precision, note)
+    stack = replace(
+        stack,
+        zero=zero,
+        weights=2,
+        # In 16 bits but for Megatron's own default; NeMo's logs say so (memory_allocated).
+        gradients=4 if "megatron" in note or zero == 0 else 2,
+        optimizer=0 if "offload" in sharding else 12,
+        gathers_again=True,
+        flash=not any(name in source for name in ("bloom", "2021", "2022", "vtrain")),
+        selective="attention",
+        balanced=False,
+        # The logit, and in fp32 softmax and its gradient, which fused cross-entropy has in one.
+        logit_bytes=6 if "fusion" in note else 10,
+    )
+    if is_old(row):
+        stack = replace(stack, fragmentation=wasted.old)
+    return _of_zero(stack, precision, note, source)
+
+
+def is_old(row: Row) -> bool:
+    """Return whether the run was without expandable segments."""
+    source = row["source"]
+    if "fsdp" in row["zero_or_fsdp_stage"] and "internevo" not in source:
+        return False
+    return not any(name in source for name in ("simumax", "nvidia", "stas", "megatron_moe"))
+
+
+def _of_fsdp(stack: Stack, precision: str, note: str) -> Stack:
+    if precision == "bf16-pure":
+        stack = replace(stack, weights=2, gradients=2, optimizer=4)
+    if "mpt" in note:  # its fused cross-entropy writes the gradient over the logits
+        stack = replace(stack, logit_bytes=4)
+    if "compile" in note:  # silu and the product are computed again
+        stack = replace(stack, mlp_values=3)
+    return replace(stack, selective="alternate")
+
+
+def _of_zero(stack: Stack, precision: str, note: str, source: str) -> Stack:
+    if "nvidia" in source:  # Megatron's fused SwiGLU, as its recipes have it
+        stack = replace(stack, mlp_values=3, logit_bytes=6, fp8_inputs="fp" in precision)
+    if "internevo" in source:
+        # At the step fp32 copies of the gradients (HybridZeroOptimizer, FSDPadaptOptimizer), and
+        # torch.optim.AdamW's square root and denominator (torch 1.13 and 2.0, its requirements).
+        stack = replace(stack, step=4 + 8)
+    if "no liger" in note:  # transformers in eager torch
+        stack = replace(stack, norm_bytes=EAGER_NORM, attention_copies=2)
+    if "deepspeed" in note:
+        # BF16_Optimizer adds gradients up in fp32; the others copy their part to fp32 at the step.
+        summed = precision.startswith("bf16(fp32")
+        stack = replace(
+            stack,
+            gradients=6 if summed else 2,
+            step=0 if summed or not stack.optimizer else 4,
+            buffers=DEEPSPEED_BUCKETS,
+        )
+    if "alephalpha" in source:
+        # Aleph-Alpha/scaling: TransformerLMHead gathers the logits, CrossEntropyLoss is torch's in
+        # fp32 on all of them.
+        stack = replace(stack, whole_logits=True, logit_bytes=14)
+        if "+rms" not in note:
+            stack = replace(stack, norm_bytes=EAGER_NORM)
+    return stack
+
+
+def held_out(rows: list[Row]) -> Iterator[list[object]]:
+    """Yield source, share fitted on the other sources of its age, peaks and mean error.
+
+    The share has the least mean of the sources' mean errors, of 0 to 60 %.
+    """
+    peaks = [row for row in rows if row["peak_mem_gb"]]
+    errors: dict[tuple[bool, str], list[float]] = {}
+    for percent in range(61):
+        judged = list(judge(peaks, Wasted(old=percent / 100, new=percent / 100)))
+        for key in {(is_old(each.row), each.row["source"]) for each in judged}:
+            of_key = (each.error for each in judged if each.row["source"] == key[1])
+            errors.setdefault(key, []).append(mean(of_key))
+    for (old, source), found in sorted(errors.items()):
+        others = [each for key, each in errors.items() if key[0] == old and key[1] != source]
+        best = min(range(61), key=lambda percent: sum(each[percent] for each in others))
+        count = sum(row["source"] == source for row in peaks)
+        yield [source, "old" if old else "new", f"{best} %", count, f"{found[best]:.1%}"]
+
+
+@click.command(help=__doc__.split("\n")[0])
+@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.option("--by", default="source", type=click.Choice(["source", "model", "gpu"]))
+@click.option("--rows", is_flag=True, help="Print every row with a peak.")
+@click.option("--hold-out", is_flag=True, help="Judge each source by what the others give.")
+def main(path: Path, by: str, *, rows: bool, hold_out: bool) -> None:
+    """Print a table."""
+    with path.open() as file:
+        known = list(csv.DictReader(file))
+    if hold_out:
+        print(table(["held out", "torch", "fitted share", "peaks", "error"], held_out(known)))
+        return
+    judged = list(judge(known))
+    groups = defaultdict(list)
+    for each in judged:
+        groups[each.row[by]].append(each)
+    lines, errors, right = [], [], []
+    for name, members in sorted(groups.items()):
+        peaks = [each for each in members if each.measured_gib is not None]
+        oom = [each.out_of_memory == each.predicted_oom for each in members]
+        right += oom
+        if peaks:
+            errors.append(mean(each.error for each in peaks))
+        missed = sum(each.out_of_memory and not each.predicted_oom for each in members)
+        lines.append(
+            [
+                name,
+                len(peaks),
+                f"{errors[-1]:.1%}" if peaks else "",
+                len(members),
+                f"{mean(oom):.1%}",
+                missed,
+            ]
+        )
+        for each in peaks if rows else []:
+            row = each.row
+            degrees = " ".join(f"{axis}{row[axis]}" for axis in ("tp", "cp", "pp", "dp"))
+            print(
+                f"{name:.12} {row['model']} {degrees} seq {row['seq']} x {row['micro_batch']} "
+                f"{row['recompute']}: {each.measured_gib} measured, {each.predicted_gib:.1f}"
+            )
+    print(table([by, "peaks", "error", "runs", "right about memory", "missed"], lines))
+    every = [each.error for each in judged if each.measured_gib is not None]
+    print(
+        f"\nmacro error over {len(errors)} groups {mean(errors):.1%}, over {len(every)} peaks "
+        f"{mean(every):.1%}; right about {mean(right):.1%} of {len(right)} runs"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The memory formulas beside what torch's MemTracker counts of our trainer, on no GPU at all.
+
+    python benchmarks/memory_tracked.py [--out FILE]
+
+Prints the table of docs/memory.md; takes some minutes. Fake tensors under a fake process group: any
+rank of any layout, on any processor. What a GPU does otherwise than a processor is put in its
+place: flash attention and the fused RMSNorm, whose shapes torch knows without a GPU. Tokens that do
+not exist choose no expert, so each gets as many. The bytes of the second step count, since the
+first has no optimizer state. Not counted are CUDA's context, the buffers of NCCL and cuBLAS,
+fragmentation, and memory that streams give back late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from common import OUT, table, write_out
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+import elastic_trainer.mixture
+import elastic_trainer.model
+import elastic_trainer.parallel.context
+from elastic_trainer.config import (
+    CheckpointSection,
+    DataSection,
+    ElasticSection,
+    TrainConfig,
+    TrainSection,
+)
+from elastic_trainer.ladder import Ladder, Rung
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import PRESETS
+from elastic_trainer.training import engine
+from elastic_trainer.training.feed import MicroBatch
+from elastic_trainer.training.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_square_sum,
+)
+from launcher.memory import GIB, Work, rank_bytes
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One rank of one layout."""
+
+    model: str
+    layers: int
+    """Of the model's; peaks grow by the layer."""
+    layout: str
+    """As `dp8-pp2-cp1-tp8`."""
+    pp_rank: int = 0
+    seq_len: int = 8192
+    micro_batch: int = 1
+    micro_batches: int = 1
+    """Per dp rank and step."""
+    recompute: str = "full"
+    precision: str = "bf16"
+    interleave: int = 1
+
+    def config(self) -> TrainConfig:
+        """Return the job.json of a job that has this layout on all nodes."""
+        layout = ParallelLayout.parse(self.layout)
+        rung = Rung(num_nodes=1, layout=layout, micro_batches=self.micro_batches)
+        return TrainConfig(
+            name="memory",
+            run_id="memory",
+            model_name=self.model,
+            model=replace(PRESETS[self.model], num_layers=self.layers),
+            ladder=Ladder((rung,)),
+            gpus_per_node=8,
+            device="cpu",
+            interleave=self.interleave,
+            train=TrainSection(
+                seq_len=self.seq_len,
+                global_batch=self.micro_batches * self.micro_batch * layout.dp,
+                micro_batch=self.micro_batch,
+                steps=1,
+                recompute=self.recompute,
+                precision=self.precision,
+            ),
+            data=DataSection(path="/data"),
+            checkpoint=CheckpointSection(dir="/data"),
+            elastic=ElasticSection(),
+        )
+
+    def predicted_bytes(self) -> int:
+        """Return what the launcher predicts of what torch allocates."""
+        work = Work(
+            shape=replace(PRESETS[self.model], num_layers=self.layers),
+            seq_len=self.seq_len,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            recompute=self.recompute,
+            interleave=self.interleave,
+        )
+        layout = ParallelLayout.parse(self.layout)
+        return rank_bytes(work, layout, self.micro_batches, self.pp_rank).counted
+
+    def row(self) -> list[str]:
+        """Return what the table says of it."""
+        where = f"{self.pp_rank + 1} of {ParallelLayout.parse(self.layout).pp}"
+        more = [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        more += [self.precision] if self.precision != "bf16" else []
+        return [
+            f"{self.model}, {self.layers} layers",
+            ", ".join([ParallelLayout.parse(self.layout).label, *more]),
+            where,
+            f"{self.seq_len:,}",
+            str(self.micro_batches),
+            self.recompute,
+            f"{self.predicted_bytes() / GIB:.2f}",
+        ]
+
+
+HEAD = ["model", "layout", "stage", "tokens", "micro-batches", "recompute", "predicted GiB"]
+LEVELS = ("none", "selective", "full")
+SHARDED = Case(model="llama3-8b", layers=4, layout="dp64-pp1-cp1-tp1")
+TWO_STAGES = Case(model="llama3-70b", layers=8, layout="dp8-pp2-cp1-tp8", micro_batches=4)
+FOUR_STAGES = Case(
+    model="llama3-405b", layers=8, layout="dp2-pp4-cp4-tp8", seq_len=32768, micro_batches=4
+)
+CASES = (
+    *(replace(SHARDED, recompute=level) for level in LEVELS),
+    replace(SHARDED, micro_batches=3),
+    replace(SHARDED, micro_batch=2, recompute="selective", layers=8),
+    replace(SHARDED, precision="fp32", recompute="none"),
+    replace(SHARDED, layout="dp16-pp1-cp4-tp1", recompute="none"),
+    replace(SHARDED, layout="dp64-pp1-cp1-tp1-hsdp8", layers=8),
+    replace(SHARDED, seq_len=1024),
+    replace(SHARDED, model="qwen3-8b", recompute="none"),
+    replace(SHARDED, model="mistral-7b", recompute="selective"),
+    replace(SHARDED, model="llama3-70b", layout="dp8-pp1-cp1-tp8", recompute="selective"),
+    *(
+        Case(model="mixtral-8x7b", layers=4, layout=layout, recompute=level)
+        for layout, level in (
+            ("dp64-pp1-cp1-tp1", "none"),
+            ("dp64-pp1-cp1-tp1", "selective"),
+            ("dp8-pp1-cp1-tp8", "full"),
+        )
+    ),
+    *(replace(TWO_STAGES, recompute=level, pp_rank=rank) for level in LEVELS for rank in (0, 1)),
+    *(replace(TWO_STAGES, recompute="none", interleave=2, pp_rank=rank) for rank in (0, 1)),
+    *(
+        replace(FOUR_STAGES, recompute=level, pp_rank=rank)
+        for level, ranks in (("none", (0, 1, 3)), ("selective", (1,)), ("full", (0, 1, 3)))
+        for rank in ranks
+    ),
+)
+"""Of the models' layers a few: the bytes of a stage grow by the layer."""
+
+
+def tracked_bytes(case: Case) -> dict[str, int]:
+    """Return what MemTracker counts at the peak of the second step: kind -> bytes, and `Total`.
+
+    In a process of its own, since DTensor's caches keep the groups of an earlier world.
+    """
+    ours, theirs = _FORK.Pipe(duplex=False)
+    child = _FORK.Process(target=lambda: theirs.send(_count(case)))
+    child.start()
+    theirs.close()
+    try:
+        counted: dict[str, int] = ours.recv()
+    finally:
+        child.join()
+        ours.close()
+    return counted
+
+
+def _count(case: Case) -> dict[str, int]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    config = case.config()
+    rung = config.ladder.rungs[0]
+    layout = rung.layout
+    rank = layout.rank({"dp": 0, "tp": 0, "cp": 0, "pp": case.pp_rank})
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    _as_on_a_gpu()
+    _without_real_tensors()
+    meshes = engine.build_meshes(layout, "cpu", timedelta(seconds=9))
+    engine.build_meshes = lambda *_args: meshes
+    tracker = MemTracker()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        part = engine.Engine(config, rung, rank, torch.device("cpu"))
+        part.allocate()
+        optimizer = build_optimizer(part.model, config.train.optimizer)
+        tracker.track_external(part.model, optimizer)
+        size = case.micro_batch, case.seq_len // layout.cp
+        with tracker:
+            for _step in range(2):
+                tracker._peak_mem, tracker._peak_mem_snap = {}, {}
+                tokens = [torch.zeros(size, dtype=torch.int64) for _ in range(case.micro_batches)]
+                part.forward_backward([MicroBatch(each, each) for each in tokens], 1)
+                gradient_square_sum(part.model)
+                clip_gradients(part.model, 2.0, 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    (peak,) = (
+        kinds
+        for device, kinds in tracker.get_tracker_snapshot("peak").items()
+        if device.type == "cpu"
+    )
+    return {str(getattr(kind, "value", kind)): count for kind, count in peak.items()}
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what the fused kernel keeps, which torch takes apart on a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., :1].float())
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _scale = ctx.saved_tensors
+        return grad * weight, (grad * x).sum((0, 1))
+
+
+def _as_on_a_gpu() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **_rest: object) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out: Tensor = flash(q, k, v, is_causal=True)[0]
+        return out
+
+    def norm(self: nn.RMSNorm, x: Tensor) -> Tensor:
+        out: Tensor = _FusedNorm.apply(x, self.weight)
+        return out
+
+    def compute(self: nn.ModuleDict, rows: Tensor, _counts: Tensor) -> Tensor:
+        parts = rows.chunk(len(self))
+        return torch.cat([expert(part) for expert, part in zip(self.values(), parts, strict=True)])
+
+    def bincount(_self: Tensor, minlength: int) -> Tensor:
+        return torch.zeros(minlength, dtype=torch.int64)
+
+    elastic_trainer.mixture.Experts.compute = compute
+    Tensor.bincount = bincount
+    elastic_trainer.model.attend = attend
+    elastic_trainer.parallel.context.attend = attend
+    nn.RMSNorm.forward = norm
+
+
+def _without_real_tensors() -> None:
+    """Let what torch computes beside the step, on small real tensors or whole ones, not count."""
+    make_mesh = DeviceMesh.__init__
+
+    def real(self: DeviceMesh, *args: object, **kwargs: object) -> None:
+        with unset_fake_temporarily():
+            make_mesh(self, *args, **kwargs)
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(self: ShardingPropagator, op_schema: object) -> object:
+        with _disable_current_modes():
+            return propagate(self, op_schema)
+
+    def agree(_schedule: object, stages: list, *_args: object) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    before_forward = MemTracker._pre_fw_hook
+
+    def again(self: MemTracker, module: nn.Module, inputs: object) -> object:
+        with contextlib.suppress(KeyError):  # it refuses modules that run twice
+            self.memory_tracking.pop(module)
+        return before_forward(self, module, inputs)
+
+    DeviceMesh.__init__ = real
+    ShardingPropagator._propagate_tensor_meta_non_cached = uncounted
+    schedules._PipelineSchedule._warmup_p2p = agree
+    MemTracker._pre_fw_hook = again
+
+
+@click.command(help=__doc__.split("\n")[0])
+@OUT
+def main(out: Path | None) -> None:
+    """Track every case and print."""
+    rows = []
+    for case in CASES:
+        counted = tracked_bytes(case)["Total"]
+        error = case.predicted_bytes() / counted - 1
+        rows.append([*case.row(), f"{counted / GIB:.2f}", f"{error:+.1%}"])
+        print(*rows[-1], flush=True)
+    write_out(table([*HEAD, "counted GiB", "error"], rows), out)
+
+
+if __name__ == "__main__":
+    main()

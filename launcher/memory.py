@@ -1,0 +1,408 @@
+"""GPU memory of one rank, itemised: formulas, and what they depend on. Pure.
+
+docs/memory.md explains the items to users, has the table beside what torch's MemTracker counts, and
+says of every constant where it is from and which were chosen with measured runs in view.
+
+Sources of the formulas:
+- state and activations of a layer: Korthikanti et al., arXiv 2205.05198, equations 1 to 4, written
+  out by tensor, so that grouped heads, SwiGLU and flash attention have their own sizes;
+- what ZeRO's stages shard: Rajbhandari et al., arXiv 1910.02054, section 3;
+- micro-batches in flight: 1F1B, Narayanan et al., arXiv 2104.04473, section 2.2, and for
+  interleaved stages the warm-up that torch's ScheduleInterleaved1F1B runs;
+- buffers of FSDP2: torch.distributed.fsdp._fully_shard (one block gathered, the next one under
+  way; gradients are reduced from one flat fp32 buffer).
+
+- what a mixture's layer keeps: elastic_trainer/mixture.py, with as many rows for every expert.
+
+Symbols: n tokens of a micro-batch on one rank, D width, Q and K widths of this rank's queries and
+keys, F its width of the feed-forward (of one expert), V vocabulary, e bytes of a value in the
+forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, NamedTuple
+
+from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.models import ModelShape
+from elastic_trainer.stages import end_weight, split_evenly, stages_of_rank
+
+GIB: Final = 2**30
+CONTEXT_BYTES: Final = 3 * GIB // 2
+"""CUDA's context and kernels: 1.3 GB by nvidia-smi in transformers' docs ("Model training
+anatomy"), about 1.5 GB in BLOOM's chronicles (A100). The buffers of NCCL and cuBLAS are assumed to
+be in it; they have not been measured."""
+FRAGMENTATION: Final = 0.05
+"""What torch's allocator keeps in blocks that fit nothing, as a share of all that comes and goes;
+weights and optimizer state are allocated once. Chosen, with torchtitan's and DeepSpeed's peaks in
+view: no source gives it, and no GPU was at hand to measure it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a job's memory depends on beside its layout."""
+
+    shape: ModelShape
+    seq_len: int
+    """Tokens of a whole sequence."""
+    micro_batch: int
+    """Sequences."""
+    precision: str
+    """bf16 or fp32, of the forward."""
+    recompute: str
+    """none, selective or full."""
+    interleave: int = 1
+    """Stages per pipeline rank."""
+    masked: bool = False
+    """Packed documents: attention takes a mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What differs between training stacks. The defaults are Holdfast's trainer."""
+
+    zero: int = 3
+    """What is sharded over dp: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    weights: float = 4
+    """Bytes per parameter; with less than an fp32 value the master copy is in `optimizer`."""
+    gradients: float = 4
+    """Bytes per parameter."""
+    optimizer: float = 8
+    """Bytes per parameter: Adam's moments."""
+    sequence_parallel: bool = True
+    """Norms and residuals are split over tp."""
+    gathers_again: bool = False
+    """Megatron keeps a branch's input split, and gathers it once more in backward."""
+    dtensor: bool = True
+    """Tensor parallelism by DTensor: the gradient of an embedding whose vocabulary is split over tp
+    is whole on every rank until it is reduced, and its parallel loss has one more copy of the
+    logits in fp32 (4 bytes each)."""
+    attention_copies: int = 2
+    """Of attention's output: as flash leaves it, and with its heads side by side."""
+    mlp_values: int = 4
+    """Values of width F that a feed-forward keeps: both halves of SwiGLU, silu, the product."""
+    norm_bytes: float = 0
+    """Per value, beside its input and output; an unfused RMSNorm keeps fp32 copies."""
+    fp8_inputs: bool = False
+    """Inputs of matmuls are kept in one byte a value (Transformer Engine)."""
+    flash: bool = True
+    """Attention's scores are never written."""
+    selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
+    """What selective recompute keeps: every matmul's product (Holdfast), every other one
+    (torchtitan), all but attention's scores (Megatron)."""
+    logit_bytes: float = 14
+    """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
+    chunked_loss: bool = False
+    """Logits are made and used up a part at a time."""
+    whole_logits: bool = False
+    """The loss is computed on all of the vocabulary on every tp rank."""
+    balanced: bool = True
+    """Stages are cut by work (`split_layers`), not by equal numbers of layers."""
+    fragmentation: float = FRAGMENTATION
+    """As a share of what comes and goes."""
+    buffers: float = 0
+    """Bytes of a stack's own communication buffers."""
+    step: float = 0
+    """Bytes per parameter that the optimizer's step has for its own while. A fused AdamW has none;
+    torch's others keep a square root and a denominator."""
+
+
+HOLDFAST: Final = Stack()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """One rank's bytes at its fullest moment."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for backward by all micro-batches in flight, and what the fullest layer computes."""
+    logits: int
+    """With their losses and gradients; of the last stage."""
+    gathered: int
+    """Whole parameters of layers, and the buffers of collectives and of the pipeline."""
+    context: int
+    fragmentation: int
+
+    @property
+    def total(self) -> int:
+        """All of it, in bytes."""
+        return sum(dataclasses.astuple(self))
+
+    @property
+    def counted(self) -> int:
+        """What torch allocates: without context and fragmentation, in bytes."""
+        return self.total - self.context - self.fragmentation
+
+    def items(self) -> dict[str, int]:
+        """Return item -> bytes."""
+        return dataclasses.asdict(self)
+
+
+def fullest_rank(
+    work: Work, layout: ParallelLayout, micro_batches: int, stack: Stack = HOLDFAST
+) -> RankBytes:
+    """Return the bytes of the rank that needs most, see `rank_bytes`."""
+    ranks = (rank_bytes(work, layout, micro_batches, pp, stack) for pp in range(layout.pp))
+    return max(ranks, key=lambda each: each.total)
+
+
+def rank_bytes(
+    work: Work,
+    layout: ParallelLayout,
+    micro_batches: int,
+    pp_rank: int = 0,
+    stack: Stack = HOLDFAST,
+) -> RankBytes:
+    """Return what the ranks at `pp_rank` of the pipeline need; all of them need alike.
+
+    Args:
+        work: the model and its batch.
+        layout: legal for them.
+        micro_batches: per step and dp rank.
+        pp_rank: position in the pipeline.
+        stack: the software.
+    """
+    rank = _Rank(work, layout, micro_batches, pp_rank, stack)
+    fullest = max(rank.moments(), key=sum)
+    always = rank.always()
+    passing = sum(fullest) + always
+    return RankBytes(
+        weights=int(stack.weights * rank.params / (rank.shards if stack.zero >= 3 else 1)),
+        gradients=int(fullest.gradients),
+        optimizer=int(stack.optimizer * rank.params / (rank.shards if stack.zero >= 1 else 1)),
+        activations=int(fullest.activations),
+        logits=int(fullest.logits),
+        gathered=int(always + fullest.gathered),
+        context=CONTEXT_BYTES,
+        fragmentation=int(stack.fragmentation * passing),
+    )
+
+
+class _Moment(NamedTuple):
+    """What one moment of a step has, beside what is always there. Bytes."""
+
+    activations: float
+    logits: float
+    gathered: float
+    gradients: float
+
+
+class _Rank:
+    """One rank's part: its sizes, and the formulas over them, in bytes."""
+
+    def __init__(
+        self,
+        work: Work,
+        layout: ParallelLayout,
+        micro_batches: int,
+        pp_rank: int,
+        stack: Stack,
+    ) -> None:
+        shape, tp = work.shape, layout.tp
+        self.work, self.layout, self.stack = work, layout, stack
+        self.micro_batches = micro_batches
+        self.first, self.last = pp_rank == 0, pp_rank == layout.pp - 1
+        self.fsdp, self.pipeline = stack.zero >= 3, layout.pp > 1
+        self.shards = layout.dp_shard * layout.cp
+        self.value = 2 if work.precision == "bf16" else 4
+        """Bytes of a value in the forward."""
+        self.tokens = work.micro_batch * work.seq_len // layout.cp
+        self.heads = shape.num_heads / tp
+        self.q = shape.num_heads * shape.head_size / tp
+        self.kv = shape.num_kv_heads * shape.head_size / tp
+        self.ffn = shape.ffn_dim / tp
+        self.width = shape.dim
+        self.mixture, self.chosen = shape.num_experts > 1, shape.experts_per_token
+        self.part = shape.dim / (tp if stack.sequence_parallel else 1)
+        """Width of what is split along the sequence instead, as if it were split here."""
+        ends = end_weight(shape) if stack.balanced else 0.0
+        layers = _layers_of_stages(shape.num_layers, layout.pp * work.interleave, ends)
+        mine = stages_of_rank(pp_rank, layout.pp, work.interleave)
+        self.layers = [layers[index] for index in mine]
+        self.in_flight = _in_flight(pp_rank, layout.pp, work.interleave, micro_batches)
+        whole = shape.vocab_size * shape.dim
+        outside = whole * (1 if shape.tie_embeddings else 2) + shape.dim
+        layer = (shape.num_params() - outside) / shape.num_layers / tp
+        matrices = 3 * shape.num_experts / layout.ep
+        self.experts = matrices * self.ffn * self.width
+        """Parameters of a layer's feed-forward, or of those of its experts that are kept here."""
+        self.layer = layer - self.experts * (layout.ep - 1)
+        """Parameters of a layer that are here when it is whole."""
+        self.table = whole / tp
+        """Parameters of the embedding, and of the head."""
+        one = self.first and self.last and shape.tie_embeddings
+        self.tables = self.table * (1 if one else self.first + self.last)
+        self.whole = sum(self.layers) * self.layer + self.tables
+        """Parameters of this rank's stages when they are whole."""
+        self.params = sum(self.layers) * layer + self.tables
+        """The same with the experts of all ep ranks: these, over `shards`, are the state here."""
+
+    def always(self) -> float:
+        """Return what is there from the first forward to the last backward.
+
+        With a pipeline FSDP keeps all of the rank's stages whole (parallel/apply.py), and torch has
+        a buffer for every micro-batch that a stage receives, in each direction.
+        """
+        if not (self.fsdp and self.pipeline):
+            return self.stack.buffers
+        sides = 2 * len(self.layers) - self.first - self.last
+        received = sides * self.micro_batches * self.value * self.tokens * self.part
+        return self.stack.buffers + received + self.value * self.whole
+
+    def moments(self) -> Iterator[_Moment]:
+        """Yield the moments that may be the fullest.
+
+        The backward of the last layer's feed-forward and of its attention, the loss, the backward
+        of the embedding, the reduction of the tables' gradients, and the optimizer's step.
+        """
+        kept = self.kept(self.work.recompute)
+        stages = list(zip(self.layers, self.in_flight, strict=True))
+        activations = sum(layers * flying * kept for layers, flying in stages)
+        if self.last:  # the last norm's input and output
+            branch = self.part if self.stack.gathers_again else self.width
+            activations += self.value * self.tokens * (self.part + branch)
+        before, summed = self.gradients()
+        # Tables stay whole from the first forward to the end; with a pipeline all layers do.
+        alone = self.fsdp and not self.pipeline
+        root = self.value * self.tables if alone else 0.0
+        head = self.value * self.table if alone and self.last else 0.0
+        # FSDP alone has this layer and the next one whole, and the last one's flat fp32 gradients.
+        # Two of the feed-forward's three matrices have gradients when most is computed again.
+        two, flat = (2 * self.value * self.layer, 4 * self.layer) if alone else (0.0, 0.0)
+        layer = root + head + two
+        gradients = 2 * self.value * self.ffn * self.width
+        if self.mixture:
+            # Its flat gradients are large: where they are there, a layer's activations are gone.
+            # The gradients of all experts are whole at once.
+            larger = layer + gradients + max(0.0, flat - kept)
+            yield _Moment(activations + self.computing(), 0.0, larger, before)
+            most = activations - 2 * kept + self.last_expert()
+            yield _Moment(most, 0.0, layer + flat + self.value * self.experts, before)
+        else:
+            yield _Moment(activations + self.computing(), 0.0, layer + flat + gradients, before)
+        if self.last and not self.stack.chunked_loss:
+            yield _Moment(activations, self.logits(), root, before)
+        if self.first:
+            others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept
+            others += self.value * self.tokens * self.part
+            whole = self.value * self.table * (self.layout.tp if self.stack.dtensor else 1)
+            yield _Moment(others, 0.0, root + head + whole, summed)
+        if self.fsdp:  # from a flat fp32 buffer
+            gradients = self.value * self.tables if alone else 0.0
+            reduced = self.stack.gradients * self.params / self.shards
+            yield _Moment(0.0, 0.0, gradients + 4 * self.tables, summed + reduced)
+        shards = self.shards if self.stack.zero >= 1 else 1
+        yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
+
+    def gradients(self) -> tuple[float, float]:
+        """Return the gradients held at the first backward that is as full as any, and at the end.
+
+        With a pipeline FSDP adds them up whole, in fp32, and reduces them after the last
+        micro-batch; without one each micro-batch's are reduced at once.
+        """
+        if self.fsdp and self.pipeline:
+            whole = self.layout.tp - 1 if self.first and self.stack.dtensor else 0
+            summed = 4 * (self.whole + self.table * whole)
+        else:
+            shards = self.shards if self.stack.zero >= 2 else 1
+            summed = self.stack.gradients * self.params / shards
+        fresh = self.fsdp and self.micro_batches == 1
+        return 0.0 if fresh else summed, summed
+
+    def logits(self) -> float:
+        """Return the bytes of logits, loss and their gradients."""
+        tp = self.layout.tp
+        count = self.tokens * self.work.shape.vocab_size / (1 if self.stack.whole_logits else tp)
+        more = 4 if self.stack.dtensor and tp > 1 else 0
+        return count * (self.stack.logit_bytes - 2 + self.value + more)
+
+    def computing(self) -> float:
+        """Return what the backward of one layer computes again, and its widest gradients.
+
+        Three of width F and one of width D at once: those of the product, of silu and of its
+        factor, and of the branch's output. Of a mixture those of each expert's output, which are
+        weighted in fp32; then expert follows expert.
+        """
+        one = self.value * self.tokens
+        gradients = one * (3 * self.ffn + self.width)
+        if self.mixture:
+            gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
+        recompute = self.work.recompute
+        if recompute == "none":
+            return gradients
+        shared = self.kept(recompute)
+        if recompute == "selective" and self.stack.selective == "matmuls":
+            # The products of wo and w2 are no one's input.
+            shared -= (1 + self.chosen) * one * self.width
+        return gradients + max(0.0, self.kept("none") - shared)
+
+    def last_expert(self) -> float:
+        """Return what a mixture's layer has when all but one of its experts are done with backward.
+
+        Of the experts' values those of one, and for all rows the gradients of what went in.
+        """
+        experts = max(1.0, self.work.shape.num_experts / self.layout.ep)
+        done = self.stack.mlp_values * self.ffn * (1 - 1 / experts) - 2 * self.width
+        return self.kept("none") - self.value * self.tokens * self.chosen * done
+
+    def kept(self, recompute: str) -> float:
+        """Return what one layer keeps of one micro-batch until its backward.
+
+        none: the input of each norm, of each branch, queries, keys and values (cp gathers those of
+        all ranks), attention's output and its log-sum-exp (4 bytes a head), and the feed-forward's
+        values, or those of a token's experts. full: the layer's input. selective: that, attention's
+        output, and the products that `Stack.selective` names.
+        """
+        stack, one = self.stack, self.value * self.tokens
+        if recompute == "full":
+            return one * self.part
+        log_sums = 4 * self.tokens * self.heads
+        if recompute == "selective" and stack.selective != "attention":
+            products = self.q + self.kv + self.chosen * self.ffn + self.width
+            if stack.selective == "matmuls":
+                products += self.kv + self.chosen * (self.ffn + self.width)
+            return one * (self.part + products + self.q) + log_sums
+        branch = self.part if stack.gathers_again else self.width
+        values = 2 * self.part + 2 * branch + self.q + 2 * self.kv * self.layout.cp
+        values += stack.attention_copies * self.q + self.chosen * stack.mlp_values * self.ffn
+        if self.mixture:  # the router's input is split; experts' rows go in and come out
+            values += self.part - branch + 2 * self.chosen * self.width
+        values += self.q + self.kv if self.work.shape.qk_norm else 0
+        rest = 2 * stack.norm_bytes * self.tokens * self.part + log_sums
+        if stack.fp8_inputs:  # of the branches, of attention's and the feed-forward's last matrix
+            rest -= (self.value - 1) * self.tokens * (2 * branch + self.q + self.ffn)
+        if self.work.masked:  # one byte to see or not, and the same as values to add
+            rest += (1 + self.value) * self.tokens * self.work.seq_len
+        if not stack.flash and recompute == "none":
+            rest += 5 * self.heads * self.tokens * self.work.seq_len
+        return one * values + rest
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_stages(num_layers: int, num_stages: int, end: float) -> tuple[int, ...]:
+    return tuple(split_evenly(num_layers, num_stages, end))
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(pp_rank: int, pp: int, interleave: int, micro_batches: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage of a rank keeps at most.
+
+    1F1B: min(m, pp - i). Interleaved: the rank's warm-up is (v - 1) rounds and 2 (pp - 1 - i)
+    forwards more, one forward follows; they go through its stages a round at a time.
+    """
+    if interleave == 1:
+        return (min(micro_batches, pp - pp_rank),)
+    per_round = max(1, micro_batches // max(1, micro_batches // pp))
+    forwards = (interleave - 1) * per_round + 2 * (pp - 1 - pp_rank) + 1
+    forwards = min(forwards, micro_batches * interleave)
+    flying = [0] * interleave
+    for index in range(forwards):
+        flying[index // per_round % interleave] += 1
+    return tuple(flying)
