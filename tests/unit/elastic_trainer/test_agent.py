@@ -272,6 +272,25 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
     assert (stalled.fields["local_rank"], stalled.fields["part"]) == (1, "other")
 
 
+def test_workers_say_how_far_they_are_in_their_collectives(bench: Bench) -> None:
+    entry = {"process_group": ["5", "mesh_dp"], "is_p2p": False, "retired": True}
+    entry |= {"collective_seq_id": 41, "state": "completed"}
+    bench.env |= {"CHILD_ACT": "train", "CHILD_FLIGHT": json.dumps({"entries": [entry]})}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(3, OTHER, ME))
+        m.expect(WorkersRunning)
+        m.say(ShowWorkers(epoch=3))
+        seen = m.expect(WorkersSeen)
+        assert isinstance(seen, WorkersSeen)
+        assert [(v.rank, v.fronts) for v in seen.workers] == [
+            (2, {"5": (41, 41, 41)}),
+            (3, {"5": (41, 41, 41)}),
+        ]
+
+    bench.run(script)
+
+
 def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
 
