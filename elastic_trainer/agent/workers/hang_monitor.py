@@ -39,7 +39,7 @@ class HangMonitor:
         self._watch = HangWatch(
             hang_ceiling_s=config.hang_ceiling_s,
             start_ceiling_s=config.start_ceiling_s,
-            hang_floor_s=config.hang_floor_s,
+            device=config.device,
             only_beating=not config.watch_all,
         )
         self._looked = clock()
