@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test test-pythons lint fresh bench chaos exhaustive gpu exactness docs format wheel clean
+.PHONY: demo test test-pythons lint fresh bench chaos exhaustive gpu gpu-shim exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -61,6 +61,17 @@ exhaustive: .venv/ready
 gpu: .venv/ready
 	$(PY) -m pytest tests/gpu -m gpu
 
+# What can be tried of CUDA without a GPU: torch's CUDA build and a driver that counts calls. Skipped
+# where .venv-cuda is not there; it takes 4.5 GB. Three equals signs: no other build will do.
+gpu-shim: .venv/ready
+	$(PY) -m pytest tests/gpu_shim -rs
+
+.venv-cuda/ready: .venv/ready
+	$(PY) -m venv .venv-cuda
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= .venv-cuda/bin/python -m pip install --quiet --index-url https://pypi.org/simple torch===2.13.0
+	$(PY) -c "import site; print(site.getsitepackages()[0])" > "$$(.venv-cuda/bin/python -c 'import site; print(site.getsitepackages()[0])')/holdfast.pth"
+	touch $@
+
 # Every legal layout of up to 8 ranks against one process: about an hour on two cores.
 exactness: .venv/ready
 	$(PY) tests/cluster/exactness.py > docs/exactness.tmp
@@ -81,4 +92,4 @@ wheel: .venv/ready
 	$(PY) -m build --wheel
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-cuda build dist *.egg-info

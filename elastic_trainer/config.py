@@ -164,9 +164,12 @@ class ElasticSection:
         default=300.0,
         metadata=says("Seconds without progress after which a worker counts as hung."),
     )
-    hang_floor_s: float = field(
-        default=2.0,
-        metadata=says("Below it no shorter limit is learned from what is usual in the run."),
+    hang_floor_s: float | None = field(
+        default=None,
+        metadata=says(
+            "Below it no shorter limit is learned from what is usual in the run; null: 2 on CPUs, "
+            "30 on GPUs."
+        ),
     )
     straggler: str = field(
         default="report",

@@ -59,7 +59,7 @@ EVENTS: Final[dict[str, str]] = {
     "worker.hung": "All wait for it. member, worker_rank, section, part, idle_s, state, detail",
     "stacks.dumped": "What hung workers were doing was kept. folder, files, seconds, problem",
     "worker.slow": "Slower than its peers. member, worker_rank, section, ratio, own_s, swap",
-    "worker.unreapable": "A killed worker could not be reaped: the node leaves. pid",
+    "worker.unreapable": "A killed worker has not ended; if stuck the node leaves. pid, stuck",
     "script.progress": "The newest step that a script has shown; at most one a second",
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
     # workers

@@ -52,6 +52,8 @@ class Part(enum.IntEnum):
     """Copies its state to the agent's memory."""
     SUMS = 9
     """Adds up its own losses and norms, and enters the all-reduce: not yet a wait for others."""
+    COMPILE = 10
+    """In torch.compile, for the first time or again."""
 
 
 WAITING = frozenset({Part.GATHER, Part.PIPELINE, Part.REDUCE})

@@ -29,9 +29,12 @@ COMPILER = (
     "torch._export.passes.add_runtime_assertions_for_constraints_pass",
     "torch.export._unlift",
     "torch.fx.experimental.validator",
-    "torch.utils.cpp_extension",
+    "setuptools.command.build_ext",
 )
-"""For jobs with `train.compile`: most of its 800 modules, which take seconds a worker."""
+"""For jobs with `train.compile`: most of its 800 modules, which take seconds a worker.
+
+Not torch.utils.cpp_extension: importing it counts devices, which initialises the CUDA driver, and
+CUDA fails in all that is forked later. Of what it imports setuptools takes most of the time."""
 
 
 BOARD = ("elastic_trainer.board.kubernetes_board",)

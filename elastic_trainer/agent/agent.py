@@ -34,6 +34,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic_trainer.agent.hangs.procfs import is_stuck
 from elastic_trainer.agent.membership.attribution import gather
 from elastic_trainer.agent.membership.effects import SERVE_S
 from elastic_trainer.agent.membership.notices import (
@@ -353,7 +354,7 @@ class HoldfastAgent(ElasticAgent):
         if self._epoch is not None:
             self._telemetry.down()
         self._epoch = None
-        exits, unreapable = self._workers.kill_all(self._config.kill_deadline_s)
+        exits, unreapable = self._workers.kill_all(self._config.device.kill_deadline_s)
         for item in exits:
             exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
             killed = exited.signal == signal.SIGKILL
@@ -366,11 +367,16 @@ class HoldfastAgent(ElasticAgent):
         self._leave_if_unreapable(tuple(unreapable))
 
     def _leave_if_unreapable(self, pids: tuple[int, ...]) -> None:
+        """Leave where a killed process is stuck in the kernel, which no signal ends.
+
+        Others are on their way out, and are waited for by nobody.
+        """
+        stuck = [pid for pid in pids if is_stuck(pid)]
         for pid in pids:
-            self._log.emit("worker.unreapable", pid=pid)
-        if pids:
-            listed = ", ".join(str(pid) for pid in pids)
-            self._leave(f"cannot end worker processes {listed} with SIGKILL")
+            self._log.emit("worker.unreapable", pid=pid, stuck=pid in stuck)
+        if stuck:
+            listed = ", ".join(map(str, stuck))
+            self._leave(f"cannot end worker processes {listed} with SIGKILL: they are in state D")
 
     def _leave(self, reason: str) -> None:
         """Run no more workers here. The agent stays while it is needed to coordinate."""

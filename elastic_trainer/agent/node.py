@@ -18,6 +18,7 @@ from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options
 from elastic_trainer.agent.fabric import check_fabric, nccl_net
+from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
@@ -252,10 +253,16 @@ def _agent_config(
         stacks_dir=options.record_dir / "stacks",
         hang_ceiling_s=options.elastic.hang_ceiling_s,
         start_ceiling_s=options.elastic.start_ceiling_s,
-        hang_floor_s=options.elastic.hang_floor_s,
+        device=device_limits(options),
         watch_all=options.task.kind == "main",
         leaves_alone=options.leaves_alone,
     )
+
+
+def device_limits(options: Options) -> DeviceLimits:
+    """Return what the workers' device allows; the job file's floor counts first."""
+    limits, floor_s = CUDA if options.accelerators else CPU, options.elastic.hang_floor_s
+    return limits if floor_s is None else dataclasses.replace(limits, hang_floor_s=floor_s)
 
 
 def die(error: BaseException) -> None:

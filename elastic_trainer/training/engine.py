@@ -19,7 +19,7 @@ from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
 from elastic_trainer.parallel.tensor import loss_scope, token_loss_sum
 from elastic_trainer.stages import split_layers, stages_of_rank
 from elastic_trainer.training.feed import MicroBatch
-from elastic_trainer.training.marks import Mark, mark_stage
+from elastic_trainer.training.marks import Mark, mark_compiling, mark_stage
 
 
 class Engine:
@@ -64,6 +64,8 @@ class Engine:
                 compile_blocks=config.train.compile,
             )
             mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
+        if config.train.compile:
+            mark_compiling(mark)
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""

@@ -55,6 +55,14 @@ def _mark_block(block: nn.Module, mark: Mark, done: Part) -> None:
     block.register_forward_hook(leaving)
 
 
+def mark_compiling(mark: Mark) -> None:
+    """Have this process mark the time in torch.compile, whenever a block is compiled."""
+    from torch._dynamo.callback import callback_handler  # late: it takes a second
+
+    callback_handler.register_start_callback(lambda _: mark(Part.COMPILE))
+    callback_handler.register_end_callback(lambda _: mark(Part.FORWARD))
+
+
 def marked_data(batches: Iterable[T], mark: Mark) -> Iterator[T]:
     """Yield `batches`, marking the time that each takes to come as DATA."""
     waiting = iter(batches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,6 +107,9 @@ class Trainer:
             if self.config.train.deterministic:
                 make_deterministic()
             torch.cuda.set_device(self.device)
+            # Else the flight recorder does not tell what has started: a hung GPU looks like those
+            # that wait for it (elastic_trainer/flight_recorder.py).
+            os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
         timeout = timedelta(seconds=self.config.elastic.start_ceiling_s)
         store = dist.TCPStore(*who.store, is_master=False, timeout=timeout)
         init_unconnected(store, rank=who.rank, world_size=who.world_size, timeout=timeout)
@@ -377,5 +381,14 @@ def run_worker() -> int:
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     answer_with_stacks(who.heartbeat)
-    answer_with_flight(who.heartbeat, torch._C._distributed_c10d._dump_fr_trace_json)  # noqa: SLF001  nothing public
-    return Trainer(load_config(who.run_dir), who).run()
+    config = load_config(who.run_dir)
+    answer_with_flight(who.heartbeat, flight_recorder(config.device))
+    return Trainer(config, who).run()
+
+
+def flight_recorder(device: str) -> Callable[[], bytes]:
+    """Return what dumps the recorder of the collectives on `device`: NCCL has one of its own."""
+    recorders = torch._C._distributed_c10d  # noqa: SLF001  nothing public
+    if device == "cuda":
+        return recorders._dump_nccl_trace_json  # noqa: SLF001
+    return recorders._dump_fr_trace_json  # noqa: SLF001

@@ -215,7 +215,7 @@ class Elastic(Section):
     window_s: Seconds = _elastic("window_s")
     node_failures: Count = _elastic("node_failures")
     hang_ceiling_s: Seconds = _elastic("hang_ceiling_s")
-    hang_floor_s: Seconds = _elastic("hang_floor_s")
+    hang_floor_s: Seconds | None = _elastic("hang_floor_s")
     straggler: Straggler = _elastic("straggler")
     start_ceiling_s: Seconds = _elastic("start_ceiling_s")
     join_timeout_s: Seconds = _elastic("join_timeout_s")

@@ -129,7 +129,7 @@ _TELL: dict[str, _Tell] = {
         "rank {worker_rank} on {member} is slow in {section}: {ratio} times its peers"
     ),
     "worker.exit": _worker_exit,
-    "worker.unreapable": _fill("process {pid} of {node} cannot be killed"),
+    "worker.unreapable": _fill("process {pid} of {node} has not ended after SIGKILL"),
     "checkpoint.committed": _fill("checkpoint of step {step} committed"),
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),
     "checkpoint.skipped": _fill("checkpoint {dir} skipped: {reason}", every_rank=False),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S
-from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, edge_s
+from elastic_trainer.heartbeat import BUCKETS, WAITING, Beat, Pace, Part, Section, edge_s
 
 P99_FACTOR: Final = 4.0
 LONGEST_FACTOR: Final = 2.0
@@ -26,6 +26,28 @@ FAST_BEATS: Final = 10
 """Of a script by the time that its first step is seen: what comes before the second is fewer."""
 STOPPED_S: Final = 1.0
 """A stopped process makes no progress whatever it was doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """What depends on the device that workers compute on, and no run can teach."""
+
+    hang_floor_s: float
+    """Shortest limit of the steady loop that is learned."""
+    kill_deadline_s: float
+    """How long killed workers may take to end."""
+    connect_s: float = math.inf
+    """Limit in the first step for ranks that wait for others, which is when they connect."""
+    pins: bool = False
+    """The first snapshot of an epoch allocates pinned memory: it has the ceiling for a limit."""
+
+
+CPU: Final = DeviceLimits(hang_floor_s=2.0, kill_deadline_s=10.0)
+CUDA: Final = DeviceLimits(hang_floor_s=30.0, kill_deadline_s=60.0, connect_s=600.0, pins=True)
+"""Floor: with NCCL_IB_TIMEOUT=22 an adapter waits 4.096 us x 2^22 = 17.2 s before it tries again,
+and may live through that. Kill: the driver frees a GPU's and pinned memory before the process ends.
+Connecting: NCCL took 200 s with 98,304 GPUs (FT-HSDP, arXiv 2602.00277); three times that. None was
+measured here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +103,7 @@ class HangWatch:
         hang_ceiling_s: longest time without progress in the steady loop, starved or not.
         start_ceiling_s: the same until the second step of the epoch is done (imports,
             restore, compile), and while saving or evaluating.
-        hang_floor_s: shortest limit that is learned.
+        device: what it allows.
         only_beating: watch a worker from its first beat on; for scripts that may know
             nothing of heartbeats.
     """
@@ -91,11 +113,11 @@ class HangWatch:
         *,
         hang_ceiling_s: float,
         start_ceiling_s: float,
-        hang_floor_s: float,
+        device: DeviceLimits = CPU,
         only_beating: bool = False,
     ) -> None:
         self._hang_ceiling_s, self._start_ceiling_s = hang_ceiling_s, start_ceiling_s
-        self._floor_s = min(hang_floor_s, hang_ceiling_s)
+        self._device, self._floor_s = device, min(device.hang_floor_s, hang_ceiling_s)
         self._only_beating = only_beating
         self._watched: dict[int, _Watched] = {}
         self._learned = Learned()
@@ -176,11 +198,20 @@ class HangWatch:
             watched.steady_since, watched.steady_step = now, beat.step
 
     def _ceiling_s(self, watched: _Watched) -> float:
-        steady = watched.steady_since is not None and watched.beat.section is Section.STEP
-        return self._hang_ceiling_s if steady else self._start_ceiling_s
+        beat = watched.beat
+        steady = watched.steady_since is not None and beat.section is Section.STEP
+        compiles = beat.part is Part.COMPILE
+        return self._hang_ceiling_s if steady and not compiles else self._start_ceiling_s
 
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
-        if watched.steady_since is None or watched.beat.section is not Section.STEP:
+        beat = watched.beat
+        if beat.section is Section.FIRST_STEP and beat.part in WAITING:
+            return min(ceiling_s, self._device.connect_s)
+        if watched.steady_since is None or beat.section is not Section.STEP:
+            return ceiling_s
+        if beat.part is Part.COMPILE:
+            return ceiling_s
+        if self._device.pins and beat.part is Part.SNAPSHOT and not beat.committed_step:
             return ceiling_s
         if self._only_beating:  # it shows steps only: an evaluation between them looks the same
             return ceiling_s
@@ -212,7 +243,7 @@ class Learned:
         by_part = {
             Part(part): max(least, gap_limit_s(buckets))
             for part, buckets in enumerate(gaps)
-            if any(buckets)
+            if any(buckets) and part != Part.COMPILE
         }
         return cls(by_part, max(by_part.values()) if by_part else None)
 

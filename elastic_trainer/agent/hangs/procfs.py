@@ -19,8 +19,20 @@ class Shares:
 
 def state_of(pid: int) -> str:
     """Return the state's letter, as in proc_pid_stat(5); empty when it cannot be read."""
+    return _state(Path(f"/proc/{pid}/stat"))
+
+
+def is_stuck(pid: int, *, proc: Path = Path("/proc")) -> bool:
+    """Return whether a thread of a process is in an uninterruptible wait: no signal ends it.
+
+    Its first thread may have ended long before, and shows as a zombie.
+    """
+    return any(_state(stat) == "D" for stat in proc.glob(f"{pid}/task/*/stat"))
+
+
+def _state(stat: Path) -> str:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = stat.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return NOBODY
     return text.rpartition(")")[2].split()[0]  # the name before may hold anything

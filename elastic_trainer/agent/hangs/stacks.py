@@ -8,6 +8,7 @@ installed and the worker cannot answer, and torch's flight recorder.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -21,20 +22,27 @@ from pathlib import Path
 
 from elastic_trainer.agent.hangs.procfs import state_of
 from elastic_trainer.event_log import EventLog
+from elastic_trainer.flight_recorder import Front
 from elastic_trainer.stack_signal import (
     FLIGHT_SIGNAL,
     STACKS_SIGNAL,
     flight_path,
+    fronts_path,
     stacks_path,
 )
 
 GATHER_S = 0.3
 """How long the workers' end may be put off for it."""
+FRONTS_S = 0.2
+"""How long workers may take to say how far they are in their collectives: part of the half second
+that their agent has for its own answer (`hang_diagnosis.ANSWER_S`)."""
 MAX_BYTES = 1 << 18
 """Of one file that is kept."""
 MAX_THREADS = 64
 """Of one worker that are looked at."""
 _POLL_S = 0.01
+_SILENT = frozenset({"", "T", "t", "Z"})
+"""States of processes that answer no signal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +122,32 @@ def gather_stacks(
     return dump
 
 
+def gather_fronts(
+    targets: Sequence[Target],
+    *,
+    deadline_s: float = FRONTS_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[int, dict[str, Front]]:
+    """Return rank -> how far it is in each process group, of those that say so in time."""
+    begin = clock()
+    asked = [
+        target
+        for target in targets
+        if state_of(target.pid) not in _SILENT
+        and _ask_for_flight(target, _signal_masks(target.pid))
+    ]
+    found: dict[int, dict[str, Front]] = {}
+    while len(found) < len(asked) and clock() - begin < deadline_s:
+        for target in asked:
+            if target.rank not in found and (said := _read(fronts_path(target.heartbeat))):
+                found[target.rank] = {
+                    group: (completed, started, enqueued)
+                    for group, (completed, started, enqueued) in json.loads(said).items()
+                }
+        time.sleep(_POLL_S)
+    return found
+
+
 def find_py_spy() -> str | None:
     """Return where py-spy is: on PATH, or beside this interpreter, whose folder may not be."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
@@ -169,7 +203,7 @@ def keep_stacks(
 def _ask(target: Target, spy: str | None, *, spy_too: bool = False) -> _Asked:
     asked = _Asked(target, kernel_view(target.pid))
     state, masks = state_of(target.pid), _signal_masks(target.pid)
-    runs = state not in {"", "T", "t", "Z"}
+    runs = state not in _SILENT
     # Without a handler the signal would kill it: a script's worker, or one that just started.
     if runs and masks.get("SigCgt", 0) >> (STACKS_SIGNAL - 1) & 1:
         asked.stacks_from = _size(stacks_path(target.heartbeat))
@@ -182,11 +216,18 @@ def _ask(target: Target, spy: str | None, *, spy_too: bool = False) -> _Asked:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # why it may not look, for one
         )
-    if runs and masks.get("SigBlk", 0) >> (FLIGHT_SIGNAL - 1) & 1:
-        flight_path(target.heartbeat).unlink(missing_ok=True)
-        asked.flight = True
-        _signal(target.pid, FLIGHT_SIGNAL)
+    asked.flight = runs and _ask_for_flight(target, masks)
     return asked
+
+
+def _ask_for_flight(target: Target, masks: Mapping[str, int]) -> bool:
+    """Ask a worker that runs for its flight recorder; return whether it can answer."""
+    if not masks.get("SigBlk", 0) >> (FLIGHT_SIGNAL - 1) & 1:
+        return False
+    for path in (flight_path(target.heartbeat), fronts_path(target.heartbeat)):
+        path.unlink(missing_ok=True)
+    _signal(target.pid, FLIGHT_SIGNAL)
+    return True
 
 
 def _text_of(asked: _Asked) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 
 from elastic_trainer.agent.membership.notices import WorkersFailed, WorkersSeen, WorkerView
 from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.flight_recorder import Front
 from elastic_trainer.heartbeat import WAITING, Part, Section
 
 ANSWER_S: Final = 0.5
@@ -52,10 +53,11 @@ def find_hung_worker(
 
     What counts, in this order: a stopped process; a worker that is behind others of its
     lane and does not wait for peers; one that does not wait; one that is behind. Among
-    several, the one that is furthest behind, then a process that is held or busy, then
-    the one that stands for longest. Where nobody among them stands out, one that alone is
-    held or busy does, though it says that it waits: a collective has brought it what it
-    waited for, and it got no further.
+    several, the one that is furthest behind, then the one whose collectives are behind
+    (`find_behind`), then a process that is held or busy, then the one that stands for
+    longest. Where nobody among them stands out, one that alone is held or busy does,
+    though it says that it waits: a collective has brought it what it waited for, and it
+    got no further.
 
     Args:
         views: (node, worker) of the workers of the epoch; not empty.
@@ -84,12 +86,45 @@ def find_hung_worker(
     suspects.sort(key=lambda item: (*order(item[1]), -item[1].idle_s, item[1].rank))
     node, view = suspects[0]
     nobody = len({name for name, other in suspects if order(other) == order(view)}) > 1
+    alike = {name for name, other in suspects if order(other)[0] == order(view)[0]}
+    behind_group = ""
+    if complete and not stopped and len(alike) > 1 and (found := find_behind(views)):
+        (node, view, behind_group), nobody = found, False
     awake = [item for item in views if item[1].state in _STATES]
     if nobody and complete and len(awake) == 1:
         (node, view), nobody = awake[0], False
     if view.idle_s <= view.limit_s:
         return None
-    return HungWorker(None if nobody else node, view, _in_words(node, view, nobody=nobody))
+    words = _in_words(node, view, nobody=nobody)
+    if behind_group:
+        words += f"; the others are ahead of it in the collectives of process group {behind_group}"
+    return HungWorker(None if nobody else node, view, words)
+
+
+def find_behind(views: Sequence[tuple[str, WorkerView]]) -> tuple[str, WorkerView, str] | None:
+    """Return the worker that the others' collectives wait for, and a group that shows it.
+
+    It is behind a peer in some process group, and ahead of nobody in any: who is ahead in one
+    waits there, and is behind in others for that reason. None where the workers of several
+    nodes are so, or of none, or where one does not tell: it may be that one.
+    """
+    highest: dict[str, Front] = {}
+    lowest: dict[str, Front] = {}
+    for _, view in views:
+        if not view.fronts:
+            return None
+        for group, front in view.fronts.items():
+            highest[group] = max(highest.get(group, front), front)
+            lowest[group] = min(lowest.get(group, front), front)
+    found = [
+        (node, view, next(g for g, front in view.fronts.items() if front < highest[g]))
+        for node, view in views
+        if any(front < highest[g] for g, front in view.fronts.items())
+        and all(front == lowest[g] for g, front in view.fronts.items())
+    ]
+    if len({node for node, _, _ in found}) != 1:
+        return None
+    return min(found, key=lambda item: item[1].rank)
 
 
 def _position(view: WorkerView) -> tuple[int, int]:

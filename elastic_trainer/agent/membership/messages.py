@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -418,17 +419,22 @@ def unwrap(message: ReportMessage) -> Report:
                 sure=failure.get("sure") is True,
             )
         elif message.kind == WorkersSeen.__name__:
-            raw["workers"] = tuple(WorkerView(**view) for view in raw["workers"])
+            raw["workers"] = tuple(map(_view, raw["workers"]))
         elif message.kind == WorkersPaced.__name__:
             raw["ranks"] = tuple(
                 RankPace(**{**pace, "own_s": tuple(pace["own_s"])}) for pace in raw["ranks"]
             )
         report: Report = _REPORTS[message.kind](**raw)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a report: {message!r} ({error})") from error
     check_types(report)
     _check_ranks(report)
     return report
+
+
+def _view(raw: Mapping[str, Any]) -> WorkerView:
+    fronts = {group: tuple(front) for group, front in dict(raw.get("fronts", {})).items()}
+    return WorkerView(**{**raw, "fronts": fronts})
 
 
 def _check_ranks(report: Report) -> None:
@@ -439,6 +445,8 @@ def _check_ranks(report: Report) -> None:
             about = (report,)
         case WorkersSeen(workers=workers):
             about = workers
+            if any(len(front) != 3 for view in workers for front in view.fronts.values()):
+                raise ValueError(f"WorkersSeen.workers is {workers!r:.80}")
         case WorkersPaced(ranks=about):
             if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):
                 raise ValueError(f"WorkersPaced.ranks is {about!r:.80}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from elastic_trainer.failures import Failure
+from elastic_trainer.flight_recorder import Front
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Rung
 
@@ -199,6 +200,8 @@ class WorkerView:
     """What is normal here and now."""
     state: str
     """Of the process, as in /proc/PID/stat; empty: not looked at."""
+    fronts: Mapping[str, Front] = field(default_factory=dict)
+    """Process group -> how far it is in its collectives; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

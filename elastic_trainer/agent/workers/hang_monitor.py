@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
 from elastic_trainer.agent.hangs.procfs import shares_of, state_of
+from elastic_trainer.agent.hangs.stacks import gather_fronts
 from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, WorkersSeen, WorkerView
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers.settings import AgentConfig
@@ -38,7 +39,7 @@ class HangMonitor:
         self._watch = HangWatch(
             hang_ceiling_s=config.hang_ceiling_s,
             start_ceiling_s=config.start_ceiling_s,
-            hang_floor_s=config.hang_floor_s,
+            device=config.device,
             only_beating=not config.watch_all,
         )
         self._looked = clock()
@@ -131,12 +132,15 @@ class HangMonitor:
         return max(over, key=lambda progress: progress.idle_s, default=None)
 
     def seen(self, epoch: int, *, stalled: bool, committed: int | None) -> WorkersSeen:
-        """Return the report of what `look` saw last.
+        """Return the report of what `look` saw last; waits FRONTS_S at most for the workers.
 
         The processes' states are read now, of all: one that used the processor of late stands
-        still for less than the others, and is the one that is busy.
+        still for less than the others, and is the one that is busy. How far each is in its
+        collectives they say themselves.
         """
         processes = self._workers.processes()
+        fronts = gather_fronts(list(processes.values()))
+        self._looked = self._clock()  # so this is no delay of the agent
         return WorkersSeen(
             epoch=epoch,
             stalled=stalled,
@@ -153,6 +157,7 @@ class HangMonitor:
                     idle_s=progress.idle_s,
                     limit_s=progress.limit_s,
                     state=progress.state or state_of(processes[progress.local_rank].pid),
+                    fronts=fronts.get(processes[progress.local_rank].rank, {}),
                 )
                 for progress in self._progress
                 if progress.local_rank in processes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
 
 
@@ -59,8 +60,7 @@ class AgentConfig:
     """`stacks`: hung workers' go to a folder for each epoch in it."""
     hang_ceiling_s: float
     start_ceiling_s: float
-    hang_floor_s: float = 2.0
-    """Shortest limit that may be learned."""
+    device: DeviceLimits = CPU
     pace_s: float = 10.0
     """Between two reports of how long the workers' own work takes."""
     unattributed_s: float = 2.0
@@ -69,8 +69,6 @@ class AgentConfig:
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
-    kill_deadline_s: float = 10.0
-    """A worker not reaped by then costs the node its place."""
     settle_s: float = 0.05
     """How long to wait for the cause when the first failure seen is but a consequence."""
     shared_settle_s: float = 0.2

@@ -24,7 +24,7 @@ from elastic_trainer.agent.membership.tasks import (
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
-from elastic_trainer.stack_signal import flight_path, stacks_path
+from elastic_trainer.stack_signal import flight_path, fronts_path, stacks_path
 
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
@@ -320,7 +320,8 @@ class Workers:
         worker = self._epoch.workers.pop(local_rank)
         worker.heartbeat.close()
         heartbeat = worker.launch.heartbeat
-        for path in (heartbeat, stacks_path(heartbeat), flight_path(heartbeat)):
+        answers = (path_of(heartbeat) for path_of in (stacks_path, flight_path, fronts_path))
+        for path in (heartbeat, *answers):
             path.unlink(missing_ok=True)
         if worker.pidfd >= 0:
             os.close(worker.pidfd)

@@ -20,8 +20,9 @@ from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.metrics import MetricData, MetricHandler
 from torch.distributed.elastic.metrics import api as metrics_api
 
+from elastic_trainer.agent import agent as agents
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.hangs.procfs import state_of
+from elastic_trainer.agent.hangs.procfs import is_stuck, state_of
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -272,6 +273,25 @@ def test_a_hang_is_a_failure(bench: Bench) -> None:
     assert (stalled.fields["local_rank"], stalled.fields["part"]) == (1, "other")
 
 
+def test_workers_say_how_far_they_are_in_their_collectives(bench: Bench) -> None:
+    entry = {"process_group": ["5", "mesh_dp"], "is_p2p": False, "retired": True}
+    entry |= {"collective_seq_id": 41, "state": "completed"}
+    bench.env |= {"CHILD_ACT": "train", "CHILD_FLIGHT": json.dumps({"entries": [entry]})}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(3, OTHER, ME))
+        m.expect(WorkersRunning)
+        m.say(ShowWorkers(epoch=3))
+        seen = m.expect(WorkersSeen)
+        assert isinstance(seen, WorkersSeen)
+        assert [(v.rank, v.fronts) for v in seen.workers] == [
+            (2, {"5": (41, 41, 41)}),
+            (3, {"5": (41, 41, 41)}),
+        ]
+
+    bench.run(script)
+
+
 def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train"
 
@@ -335,10 +355,47 @@ def test_a_zygote_that_dies_before_any_epoch_twice_is_a_bad_node(bench: Bench) -
     bench.run(script)
 
 
+def test_a_process_is_stuck_when_a_thread_is_in_the_kernel(tmp_path: Path) -> None:
+    for thread, state in ((7, "Z"), (8, "S"), (9, "R")):
+        stat = tmp_path / "7" / "task" / str(thread) / "stat"
+        stat.parent.mkdir(parents=True)
+        stat.write_text(f"{thread} (D) D python) {state} 1 7 7 0 -1")
+    assert not is_stuck(7, proc=tmp_path)
+    (tmp_path / "7" / "task" / "9" / "stat").write_text("9 (python) D 1 7 7 0 -1")
+    assert is_stuck(7, proc=tmp_path)
+    assert not is_stuck(8, proc=tmp_path)
+
+
+def test_a_worker_that_ends_late_does_not_cost_the_node_its_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose memory the driver still frees: not in state D."""
+    bench.env["CHILD_ACT"] = "train"
+    real = Workers.kill_all
+
+    def late(self: Workers, deadline_s: float) -> tuple[list[WorkerExited], list[int]]:
+        exits, unreapable = real(self, deadline_s)
+        return exits[1:], [*unreapable, os.getpid()]
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        with monkeypatch.context() as during:
+            during.setattr(Workers, "kill_all", late)
+            m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
+            m.say(formed(1, ME))
+            m.expect(WorkersRunning)
+
+    _, _, events = bench.run(script)
+    assert [e.fields["stuck"] for e in named(events, "worker.unreapable")] == [False]
+    assert len(named(events, "worker.started")) == 4
+
+
 def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is stuck in the kernel: killed, but never reaped."""
+    monkeypatch.setattr(agents, "is_stuck", lambda _pid: True)
     bench.env["CHILD_ACT"] = "wait"
     real = Workers.kill_all
 

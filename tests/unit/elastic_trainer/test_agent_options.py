@@ -13,6 +13,7 @@ import pytest
 from elastic_trainer.agent import node
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options, parse
+from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.main import main
 from elastic_trainer.config import (
     CheckpointSection,
@@ -65,6 +66,24 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     assert options.network.ports == "29400-29409"
     assert (options.run_dir, options.board_dir) == (tmp_path, tmp_path / "board")
     assert (options.task.kind, options.task.target) == ("main", "elastic_trainer.train")
+
+
+@pytest.mark.parametrize(
+    ("device", "wished", "limits"),
+    [
+        ("cpu", None, CPU),
+        ("cuda", None, CUDA),
+        ("cuda", 9.0, dataclasses.replace(CUDA, hang_floor_s=9.0)),
+    ],
+)
+def test_limits_are_those_of_the_device(
+    tmp_path: Path, device: str, wished: float | None, limits: DeviceLimits
+) -> None:
+    elastic = ElasticSection(hang_floor_s=wished)
+    config = dataclasses.replace(job(tmp_path), device=device, elastic=elastic)
+    (tmp_path / "job.json").write_text(config.to_json())
+    options = parse(["--run-dir", str(tmp_path), "--node", "n1", "--job", "j"], {})
+    assert node.device_limits(options) == limits
 
 
 def test_torchruns_flags_mean_the_same(tmp_path: Path) -> None:

@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.hangs.hang import WINDOW_S, HangWatch, WorkerProgress, gap_limit_s
+from elastic_trainer.agent.hangs.hang import (
+    CPU,
+    CUDA,
+    WINDOW_S,
+    DeviceLimits,
+    HangWatch,
+    WorkerProgress,
+    gap_limit_s,
+)
 from elastic_trainer.heartbeat import BUCKETS, Beat, Pace, Part, Section, bucket_of, edge_s
 
 FLOOR_S, CEILING_S, START_S = 2.0, 10.0, 100.0
@@ -19,10 +28,8 @@ def beat(
     return Beat(step, section, counter, 0, part)
 
 
-def watch(**kwargs: bool) -> HangWatch:
-    return HangWatch(
-        hang_ceiling_s=CEILING_S, start_ceiling_s=START_S, hang_floor_s=FLOOR_S, **kwargs
-    )
+def watch(device: DeviceLimits = CPU, **kwargs: bool) -> HangWatch:
+    return HangWatch(hang_ceiling_s=CEILING_S, start_ceiling_s=START_S, device=device, **kwargs)
 
 
 def hung(standing: list[WorkerProgress]) -> list[WorkerProgress]:
@@ -38,9 +45,15 @@ def pace(gaps: dict[Part, list[float]]) -> Pace:
     return Pace(totals, tuple(map(tuple, counts)))
 
 
-def steady(gaps: dict[Part, list[float]], *, steps: int = 100, seconds: float = 10.0) -> HangWatch:
+def steady(
+    gaps: dict[Part, list[float]],
+    *,
+    steps: int = 100,
+    seconds: float = 10.0,
+    device: DeviceLimits = CPU,
+) -> HangWatch:
     """Return a watch of one worker that has learned `gaps`; its last beat was at 20."""
-    w = watch()
+    w = watch(device)
     w.observe(0, {0: beat(1)})
     w.observe(1, {0: beat(2)})
     w.learn(1, {0: pace({})})
@@ -119,6 +132,50 @@ def test_a_pause_is_forgotten_in_the_end() -> None:
         w.learn(11 + 60 * minute, {0: pace({Part.FORWARD: [0.05] * 100 * (minute + 1) + [4.0]})})
     (one,) = w.observe(12 + 60 * minute, {0: beat(102 + 100 * minute, part=Part.FORWARD)})
     assert one.limit_s == FLOOR_S
+
+
+def test_on_gpus_an_adapter_may_try_again_before_a_worker_counts_as_hung() -> None:
+    """NCCL_IB_TIMEOUT=22: 4.096 us x 2^22."""
+    w = HangWatch(hang_ceiling_s=300.0, start_ceiling_s=1800.0, device=CUDA)
+    assert CUDA.hang_floor_s >= 30 > 1.5 * 4.096e-6 * 2**22
+    w.observe(0, {0: beat(1)})
+    w.observe(1, {0: beat(2)})
+    w.learn(1, {0: pace({})})
+    w.observe(20, {0: beat(102)})
+    w.learn(11, {0: pace({Part.GATHER: [0.05] * 100})})
+    assert not hung(w.observe(20 + 30, {0: beat(102, part=Part.GATHER)}))
+    assert hung(w.observe(50 + 30.1, {0: beat(102, part=Part.GATHER)}))
+
+
+def test_compiling_again_has_the_long_one() -> None:
+    w = steady({Part.FORWARD: [0.05] * 100})
+    (one,) = w.observe(21, {0: beat(102, part=Part.COMPILE)})
+    assert one.limit_s == one.ceiling_s == START_S
+    (one,) = w.observe(22, {0: beat(102, part=Part.FORWARD)})
+    assert (one.limit_s, one.ceiling_s) == (FLOOR_S, CEILING_S)
+
+
+@pytest.mark.parametrize(("device", "limit_s"), [(CPU, FLOOR_S), (CUDA, CEILING_S)])
+def test_the_first_snapshot_may_pin_memory(device: DeviceLimits, limit_s: float) -> None:
+    device = replace(device, hang_floor_s=FLOOR_S)
+    w = steady({Part.FORWARD: [0.05] * 100, Part.SNAPSHOT: [0.01] * 100}, device=device)
+    (one,) = w.observe(21, {0: beat(102, part=Part.SNAPSHOT)})
+    assert one.limit_s == limit_s
+    committed = replace(beat(103, part=Part.SNAPSHOT), committed_step=102)
+    (one,) = w.observe(22, {0: committed})
+    assert one.limit_s == FLOOR_S
+
+
+def test_who_waits_for_the_first_connection_is_asked_about_but_not_failed_before_its_ceiling() -> (
+    None
+):
+    """Others may compile as long."""
+    w = watch(replace(CUDA, connect_s=20.0))
+    w.observe(0, {0: beat(40, Section.FIRST_STEP, part=Part.GATHER)})
+    (one,) = hung(w.observe(20.1, {0: beat(40, Section.FIRST_STEP, part=Part.GATHER)}))
+    assert (one.limit_s, one.ceiling_s) == (20.0, START_S)
+    w.observe(21, {0: beat(40, Section.FIRST_STEP, part=Part.COMPILE)})
+    assert not hung(w.observe(120, {0: beat(40, Section.FIRST_STEP, part=Part.COMPILE)}))
 
 
 def test_saving_and_evaluating_have_the_long_one() -> None:

@@ -14,9 +14,19 @@ from elastic_trainer.heartbeat import Heartbeat, Part, Section
 from elastic_trainer.injected import SLOW_S, VARIABLE, Inside, listen
 from elastic_trainer.model import Decoder, rope_table
 from elastic_trainer.models import ModelShape
-from elastic_trainer.training.marks import mark_stage
+from elastic_trainer.training.marks import mark_compiling, mark_stage
 
 SHAPE = ModelShape(num_layers=2, dim=16, num_heads=2, num_kv_heads=1, ffn_dim=16, vocab_size=32)
+
+
+def test_compiling_is_marked_whenever_it_happens() -> None:
+    marks: list[int] = []
+    mark_compiling(marks.append)
+    try:
+        torch.compile(torch.neg, backend="eager")(torch.ones(2))
+        assert marks == [Part.COMPILE, Part.FORWARD]
+    finally:
+        torch._dynamo.callback.callback_handler.clear()
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ from elastic_trainer.agent.membership.notices import (
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
+    WorkersSeen,
+    WorkerView,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.failures import Action, Failure, Kind
@@ -386,6 +388,21 @@ def test_a_rank_that_is_none_is_refused(kind, rank):
     assert unwrap(ReportMessage(kind=kind, report={"epoch": 1, **of(0)}))
     with pytest.raises(ValueError, match="rank"):
         unwrap(ReportMessage(kind=kind, report={"epoch": 1, **of(rank)}))
+
+
+def test_fronts_come_back_as_they_were_and_others_are_refused():
+    view = dict.fromkeys(("rank", "local_rank", "step", "place", "lane"), 0) | {
+        **dict.fromkeys(("section", "part", "state"), ""),
+        **dict.fromkeys(("idle_s", "limit_s"), 0.0),
+    }
+    seen = WorkersSeen(
+        epoch=1, stalled=True, workers=(WorkerView(**view, fronts={"5": (1, 2, 3)}),)
+    )
+    assert unwrap(decode(encode(wrap(seen)))) == seen
+    for fronts in ({"5": [1, 2]}, {"5": [1, 2, 3.5]}, {"5": 1}, [1], {"5": "abc"}, None):
+        report = {"epoch": 1, "stalled": True, "workers": [{**view, "fronts": fronts}]}
+        with pytest.raises(ValueError):  # noqa: PT011  no report, or a field of one
+            unwrap(ReportMessage(kind="WorkersSeen", report=report))
 
 
 def test_paces_that_cannot_be_compared_are_refused():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,32 @@ def test_the_job_decides(
 def test_without_a_run_there_is_no_job(imported: list[str]) -> None:
     preload({})
     assert imported == list(MODULES)
+
+
+COUNTS = """
+import importlib, sys, torch
+from elastic_trainer.preload import COMPILER, MODULES
+for name in MODULES:
+    importlib.import_module(name)
+calls = []
+torch.cuda._is_compiled, torch.version.cuda = (lambda: True), "13.0"
+torch.cuda.is_available = torch.cuda.device_count = lambda: calls.append(1) or False
+for name in (*COMPILER, *sys.argv[1:]):
+    importlib.import_module(name)
+sys.stdout.write(str(len(calls)))
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("planted", "counted"), [((), 0), (("torch.utils.cpp_extension",), 1)])
+def test_no_module_counts_devices(tmp_path: Path, planted: tuple[str, ...], counted: int) -> None:
+    """As in a build of torch with CUDA, where the toolkit is installed."""
+    repo = Path(__file__).resolve().parents[3]
+    env = {**os.environ, "PYTHONPATH": str(repo), "CUDA_HOME": str(tmp_path)}
+    env.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    command = [sys.executable, "-c", COUNTS, *planted]
+    found = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=170)
+    assert int(found.stdout) == counted
 
 
 @pytest.mark.parametrize("name", MODULES + COMPILER)
