@@ -123,6 +123,14 @@ def _former(path: Path) -> list[dict[str, Any]]:
     return [raw, *former]
 
 
+def submit_times(run_dir: Path) -> list[float]:
+    """Return when each submission of `run_dir` was made, unix seconds; what is unknown is not."""
+    path = run_dir / SUBMITTED
+    submissions = [read_json(path), *_former(path)]
+    times = [each.get("submit_time") for each in submissions if isinstance(each, dict)]
+    return [float(each) for each in {*times} if isinstance(each, int | float)]
+
+
 def find_run(name: str, folder: Path) -> Run:
     """Return the run that `name` means: a path, a name under `folder`, or a job's id.
 

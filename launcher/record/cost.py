@@ -1,0 +1,198 @@
+"""What GPU-time was spent on, by cause, from the record. Pure.
+
+The GPUs of an attempt are allocated from `run.started` to `run.ended` (or to the last event). An
+epoch's time, from the moment it was formed to the next one's, is divided so:
+
+| cause | which GPUs | which time |
+|---|---|---|
+| productive | members' | steps that count |
+| redone | members' | steps that were executed and do not count |
+| restart | members' | before an epoch's first step, and after its last one where it failed |
+| hang | members' | after an epoch's last step where a hang ended it |
+| other | members' | between steps: saves, validation, data; after the last step of the run |
+| idle | all others' | spares, nodes that are lost or excluded, nodes of no use while parked |
+
+Before the first epoch of an attempt all GPUs count as `restart`. The causes sum to `allocated`.
+`queue` is what was asked for and not yet allocated, from `submitted` to `run.started`: it is in no
+sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+from elastic_trainer.events import Event
+from launcher.record.event import whole
+from launcher.record.timeline import STEPS, EpochSpan, StepDone, epochs, lineage
+
+CAUSES: Final = ("productive", "redone", "restart", "hang", "other", "idle")
+"""In the order in which they are shown; they sum to what was allocated."""
+QUEUE: Final = "queue"
+EVENTS: Final = (
+    "run.started",
+    "run.ended",
+    "epoch.formed",
+    "trainer.started",
+    "worker.hung",
+    "membership.parked",
+    *STEPS,
+)
+"""What it needs of a record."""
+_HOUR_S: Final = 3600.0
+
+
+@dataclass(slots=True)
+class GpuTime:
+    """GPU-seconds by cause."""
+
+    by_cause: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    queue: float = 0.0
+
+    @property
+    def allocated(self) -> float:
+        """All that was allocated, GPU-seconds."""
+        return sum(self.by_cause.values())
+
+    def add(self, other: GpuTime) -> None:
+        """Add another account to this one."""
+        for cause, seconds in other.by_cause.items():
+            self.by_cause[cause] += seconds
+        self.queue += other.queue
+
+    def to_json(self) -> dict[str, float]:
+        """Return GPU-hours by cause, with `allocated` and `queue`."""
+        hours = {**self.by_cause, "allocated": self.allocated, QUEUE: self.queue}
+        return {cause: round(seconds / _HOUR_S, 4) for cause, seconds in hours.items()}
+
+
+class _Attempt(NamedTuple):
+    begun_t: float
+    ended_t: float
+    nodes: int
+
+
+class _Slice(NamedTuple):
+    """A stretch of time that one cause has."""
+
+    begun_t: float
+    ended_t: float
+    nodes: int
+    cause: str
+
+
+def gpu_time_by_month(
+    events: Sequence[Event], *, gpus_per_node: int, submitted: Iterable[float] = ()
+) -> dict[str, GpuTime]:
+    """Return what the run's GPUs were used for, by month in UTC (`2026-11`).
+
+    Args:
+        events: the record, in order of time.
+        gpus_per_node: of each of its nodes.
+        submitted: when its jobs were submitted, unix seconds.
+    """
+    found: dict[str, GpuTime] = {}
+    attempts = _attempts(events)
+    for each in (*_slices(attempts, events), *_waits(attempts, submitted)):
+        for month, seconds in _by_month(each.begun_t, each.ended_t):
+            account, spent = found.setdefault(month, GpuTime()), seconds * each.nodes
+            if each.cause == QUEUE:
+                account.queue += spent * gpus_per_node
+            else:
+                account.by_cause[each.cause] += spent * gpus_per_node
+    return dict(sorted(found.items()))
+
+
+def total(accounts: Iterable[GpuTime]) -> GpuTime:
+    """Return the sum of `accounts`."""
+    found = GpuTime()
+    for account in accounts:
+        found.add(account)
+    return found
+
+
+def _attempts(events: Sequence[Event]) -> list[_Attempt]:
+    """Return when each attempt began and ended, and how many nodes it had."""
+    begun = [index for index, event in enumerate(events) if event.event == "run.started"]
+    found = []
+    for index, after in pairwise([*begun, len(events)]):
+        of_attempt = events[index:after]
+        ended = [each.t_unix for each in of_attempt if each.event == "run.ended"]
+        most = max((len(_nodes_of(each)) for each in of_attempt), default=0)
+        nodes = max(whole(events[index], "nodes"), most)
+        last_t = ended[-1] if ended else of_attempt[-1].t_unix
+        found.append(_Attempt(events[index].t_unix, last_t, nodes))
+    return found
+
+
+def _nodes_of(event: Event) -> list[Any]:
+    if event.event != "epoch.formed":
+        return []
+    parts = (event.fields.get("members"), event.fields.get("spares"))
+    return [node for part in parts if isinstance(part, list) for node in part]
+
+
+def _slices(attempts: Iterable[_Attempt], events: Sequence[Event]) -> Iterator[_Slice]:
+    """Divide attempts: before the first epoch all GPUs do one thing, then members and others."""
+    spans = epochs(events)
+    counts = {(done.epoch, done.step) for done in lineage(spans)}
+    hung = {each.epoch for each in events if each.event == "worker.hung"}
+    parked = [each.t_unix for each in events if each.event == "membership.parked"]
+    for attempt in attempts:
+        ours = [each for each in spans if attempt.begun_t <= each.formed_t < attempt.ended_t]
+        ends = [*(each.formed_t for each in ours), attempt.ended_t]
+        yield _Slice(attempt.begun_t, ends[0], attempt.nodes, "restart")
+        for span, ended_t in zip(ours, ends[1:], strict=True):
+            members = min(len(span.members), attempt.nodes)
+            parked_t = min((t for t in parked if span.formed_t <= t < ended_t), default=ended_t)
+            yield _Slice(span.formed_t, parked_t, attempt.nodes - members, "idle")
+            yield _Slice(parked_t, ended_t, attempt.nodes, "idle")
+            last = "other" if span is ours[-1] else "restart"
+            after = "hang" if span.epoch in hung else last
+            yield from _members_time(span, parked_t, members, counts, after)
+
+
+def _members_time(
+    span: EpochSpan, ended_t: float, nodes: int, counts: Collection[tuple[int, int]], after: str
+) -> Iterator[_Slice]:
+    """Divide the time of an epoch's members up to `ended_t`; `after` is the cause of its end."""
+    now = span.formed_t
+    for done in sorted(span.steps.values(), key=lambda each: each.t):
+        done_t = min(done.t, ended_t)
+        if done_t <= now:
+            continue
+        first = now == span.formed_t
+        begun_t = max(now, done_t - _duration(done, first=first, since_last_s=done_t - now))
+        yield _Slice(now, begun_t, nodes, "restart" if first else "other")
+        counted = (done.epoch, done.step) in counts
+        yield _Slice(begun_t, done_t, nodes, "productive" if counted else "redone")
+        now = done_t
+    yield _Slice(now, ended_t, nodes, after if span.steps or after == "hang" else "restart")
+
+
+def _duration(done: StepDone, *, first: bool, since_last_s: float) -> float:
+    """Return how long a step took; one that does not say lasts since the step before it."""
+    if done.step_s is not None:
+        return max(0.0, done.step_s)
+    return 0.0 if first else since_last_s
+
+
+def _waits(attempts: Sequence[_Attempt], submitted: Iterable[float]) -> Iterator[_Slice]:
+    """Yield the wait of each submission that an attempt followed."""
+    for submit_t in sorted(submitted):
+        after = next((each for each in attempts if each.begun_t >= submit_t), None)
+        if after is not None:
+            yield _Slice(submit_t, after.begun_t, after.nodes, QUEUE)
+
+
+def _by_month(begun_t: float, ended_t: float) -> Iterator[tuple[str, float]]:
+    """Divide a stretch of time at the ends of months: (month, seconds)."""
+    while begun_t < ended_t:
+        day = datetime.fromtimestamp(begun_t, UTC)
+        year, month = divmod(day.year * 12 + day.month, 12)
+        after_t = min(ended_t, datetime(year, month + 1, 1, tzinfo=UTC).timestamp())
+        yield day.strftime("%Y-%m"), after_t - begun_t
+        begun_t = after_t
