@@ -39,6 +39,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "batch": ("launcher.cli.batch", "In a wrapped batch script or pod: make the run."),
     "forwarded": ("launcher.cli.forwarded", "On a site over SSH: run what is asked elsewhere."),
     "report": ("launcher.cli.report", "Draw what happened in a run."),
+    "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
+    "top": ("launcher.cli.top", "Show all runs of all users while they run."),
     "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
     "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),
     "schema": ("launcher.cli.schema", "Print the JSON schema of job files, for editors."),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 _COLOUR: Final = r"\x1b\[[0-9;]*m"
@@ -52,3 +58,24 @@ def direct(stream: TextIO) -> TextIO:
 def for_programs(stream: TextIO) -> TextIO:
     """Return where a script goes: to another program as it is, to a terminal as all else."""
     return stream if stream.isatty() else direct(stream)
+
+
+LEAVE: Final = ("q", "\x03", "\x04")
+"""Keys that leave a screen: q, Ctrl-C, Ctrl-D."""
+
+
+@contextmanager
+def keys(stream: TextIO) -> Iterator[None]:
+    """Let keys arrive as they are pressed, unseen."""
+    before = termios.tcgetattr(stream)
+    tty.setcbreak(stream)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(stream, termios.TCSADRAIN, before)
+
+
+def key_pressed(stream: TextIO, wait_s: float) -> str:
+    """Return the key that is pressed within `wait_s`; empty: none."""
+    ready, _, _ = select.select([stream], [], [], wait_s)
+    return os.read(stream.fileno(), 1).decode("ascii", "replace").lower() if ready else ""

@@ -174,6 +174,22 @@ def find_runs(folder: Path) -> Iterable[Run]:
             yield from runs_of_sweep(path)
 
 
+def find_users_runs(folder: Path) -> tuple[list[Run], list[str]]:
+    """Return the runs of `folder` and of each user's folder in it, and what could not be read."""
+    found, problems = list(find_runs(folder)), []
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError as error:
+        return found, [f"{folder} cannot be read: {error.strerror or error}"]
+    for path in inside:
+        try:
+            if not (is_run(path) or is_sweep(path)):
+                found += find_runs(path)
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror or error}")
+    return found, problems
+
+
 def find_sweep(name: str, folder: Path) -> Path | None:
     """Return the folder of the sweep that `name` means; None: it means none."""
     for path in (Path(name), folder / name):

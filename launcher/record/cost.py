@@ -57,6 +57,13 @@ class GpuTime:
         """All that was allocated, GPU-seconds."""
         return sum(self.by_cause.values())
 
+    def spend(self, cause: str, seconds: float) -> None:
+        """Add GPU-seconds of one cause, or of the queue."""
+        if cause == QUEUE:
+            self.queue += seconds
+        else:
+            self.by_cause[cause] += seconds
+
     def add(self, other: GpuTime) -> None:
         """Add another account to this one."""
         for cause, seconds in other.by_cause.items():
@@ -98,12 +105,24 @@ def gpu_time_by_month(
     attempts = _attempts(events)
     for each in (*_slices(attempts, events), *_waits(attempts, submitted)):
         for month, seconds in _by_month(each.begun_t, each.ended_t):
-            account, spent = found.setdefault(month, GpuTime()), seconds * each.nodes
-            if each.cause == QUEUE:
-                account.queue += spent * gpus_per_node
-            else:
-                account.by_cause[each.cause] += spent * gpus_per_node
+            account = found.setdefault(month, GpuTime())
+            account.spend(each.cause, seconds * each.nodes * gpus_per_node)
     return dict(sorted(found.items()))
+
+
+def gpu_time_since(events: Sequence[Event], begun_t: float, *, gpus_per_node: int) -> GpuTime:
+    """Return what the run's GPUs were used for from `begun_t` on, unix seconds.
+
+    Args:
+        events: the record or its end, in order of time.
+        begun_t: what was before is left out.
+        gpus_per_node: of each of its nodes.
+    """
+    found = GpuTime()
+    for each in _slices(_attempts(events), events):
+        seconds = max(0.0, each.ended_t - max(each.begun_t, begun_t))
+        found.spend(each.cause, seconds * each.nodes * gpus_per_node)
+    return found
 
 
 def total(accounts: Iterable[GpuTime]) -> GpuTime:
@@ -117,6 +136,8 @@ def total(accounts: Iterable[GpuTime]) -> GpuTime:
 def _attempts(events: Sequence[Event]) -> list[_Attempt]:
     """Return when each attempt began and ended, and how many nodes it had."""
     begun = [index for index, event in enumerate(events) if event.event == "run.started"]
+    if any(_nodes_of(event) for event in events[: next(iter(begun), len(events))]):
+        begun.insert(0, 0)  # the beginning was not read
     found = []
     for index, after in pairwise([*begun, len(events)]):
         of_attempt = events[index:after]

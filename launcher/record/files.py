@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,10 +18,10 @@ from elastic_trainer.regular_file import open_regular
 from elastic_trainer.typed import check_types
 from launcher.errors import UserError
 
-_LONG_TAILS: Final = 64
-"""So many files, those written last, are read further back: trainers', the coordinator's."""
-_LONG_BYTES: Final = 256 * 1024
-_SHORT_BYTES: Final = 8 * 1024
+MOST_EVENTS: Final = 200_000
+"""So many are kept of a record of which the newest are wanted: some 200 MB."""
+TAIL_BYTES: Final = 24 << 20
+"""So much is read of a record's ends: about a second."""
 _MAX_FILES: Final = 8192
 _MAX_LINE_BYTES: Final = 16 << 20
 """No event is so long; what is ends the reading of its file."""
@@ -35,12 +35,17 @@ class RunRecord:
     """The events of `run_dir`, read as its files appear and grow.
 
     A last line without its newline is left for a later poll.
+
+    Args:
+        run_dir: the run.
+        newest: read the ends of its files only, and keep no more than the newest MOST_EVENTS.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, newest: bool = False) -> None:
         self.run_dir = run_dir
         self.events: list[Event] = []
-        """Everything read so far, by `t_unix`."""
+        """What was read so far, by `t_unix`."""
+        self._newest = newest
         self._offsets: dict[str, int] = {}
 
     def poll(self) -> list[Event]:
@@ -50,7 +55,10 @@ class RunRecord:
             UserError: HF613 the record cannot be read.
         """
         fresh: list[Event] = []
-        for path, info in _files(self.run_dir):
+        files = _files(self.run_dir)
+        if self._newest and not self._offsets:
+            self._offsets = {path: _next_line(path, at) for path, at in _tails(files).items()}
+        for path, info in files:
             offset = self._offsets.get(path, 0)
             if info.st_size > offset:
                 lines = list(_lines(path, offset))
@@ -60,6 +68,8 @@ class RunRecord:
             fresh.sort(key=_t_unix)
             self.events += fresh
             self.events.sort(key=_t_unix)  # nearly sorted: little more than one pass
+            if self._newest and len(self.events) > MOST_EVENTS:
+                del self.events[: -MOST_EVENTS // 2]
         return fresh
 
 
@@ -71,15 +81,27 @@ def newest_events(run_dir: Path) -> list[Event]:
     Raises:
         UserError: HF613 the folder cannot be read.
     """
-    files = sorted(_files(run_dir), key=lambda file: file[1].st_mtime, reverse=True)
     found: list[Event] = []
-    for index, (path, info) in enumerate(files[:_MAX_FILES]):
-        start = info.st_size - (_LONG_BYTES if index < _LONG_TAILS else _SHORT_BYTES)
+    for path, start in _tails(_files(run_dir)).items():
         try:
-            found += _decoded(_lines(path, max(0, start)))
+            found += _decoded(_lines(path, start))
         except UserError:
             continue
     return sorted(found, key=_t_unix)
+
+
+def _tails(files: Sequence[tuple[str, os.stat_result]]) -> dict[str, int]:
+    """Return for each of the files written last where its end begins.
+
+    Short files are read whole, and what they leave of TAIL_BYTES is divided among longer ones.
+    """
+    latest = sorted(files, key=lambda file: file[1].st_mtime, reverse=True)[:_MAX_FILES]
+    left, starts = TAIL_BYTES, {}
+    for index, (path, info) in enumerate(sorted(latest, key=lambda file: file[1].st_size)):
+        share = min(info.st_size, left // (len(latest) - index))
+        starts[path] = info.st_size - share
+        left -= share
+    return starts
 
 
 def events_named(run_dir: Path, names: Collection[str], *, since_unix: float = 0.0) -> list[Event]:
@@ -127,6 +149,18 @@ def _lines(path: str, start: int = 0) -> Iterator[bytes]:
                 if not line.endswith(b"\n"):
                     return  # the rest may be written while we look
                 yield line
+    except OSError as error:
+        raise _unreadable(Path(path), error) from error
+
+
+def _next_line(path: str, start: int) -> int:
+    """Return where the first line begins at byte `start` or after it."""
+    if not start:
+        return 0
+    try:
+        with open_regular(Path(path)) as file:
+            file.seek(start - 1)
+            return start - 1 + len(file.readline(_MAX_LINE_BYTES))
     except OSError as error:
         raise _unreadable(Path(path), error) from error
 
