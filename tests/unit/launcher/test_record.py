@@ -66,8 +66,9 @@ def test_any_cuts_give_the_same_events(tmp_path_factory, cuts, times):
     assert [e.t_unix for e in record.events] == sorted(round(t, 6) for t in times)
 
 
-def test_the_ends_of_long_files_are_enough(tmp_path):
+def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
     assert newest_events(tmp_path) == []
+    monkeypatch.setattr("launcher.record.files.TAIL_BYTES", 512 * 1024)
     log = LauncherLog(tmp_path, "a")
     for step in range(4000):
         log.emit("step.completed", step=step, padding="x" * 100)
