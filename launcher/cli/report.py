@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,10 +18,11 @@ from launcher.cli.common import (
     run_argument,
 )
 from launcher.errors import UserError
+from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
-from launcher.ops.reports.data import report_data
-from launcher.ops.reports.report import write_report
-from launcher.ops.runs import current_job, find_run
+from launcher.ops.reports.data import loss_curve, report_data
+from launcher.ops.reports.report import write_csv, write_report
+from launcher.ops.runs import Run, current_job, find_run
 from launcher.ops.summary_file import current_summary
 from launcher.targets import target_named
 
@@ -26,33 +30,51 @@ EPILOG = """\b
 Examples:
   holdfast report tiny-20260101-120000
   holdfast report runs/tiny-20260101-120000 -o loss.png
+  holdfast report runs/tiny-20260101-120000 -o steps.csv
+  holdfast report runs/b --compare runs/a
+  holdfast report runs/tiny-20260101-120000 --follow
 """
+_FOLLOW_S = 30
+_LIVE = ("running", "parked")
+"""States of a summary in which more is to come."""
 
 
 @click.command("report", epilog=EPILOG)
 @run_argument
 @path_option(
-    "-o", "--output", metavar="FILE", help="A .html or .png file  [default: RUN/report.html]"
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="A .html, .png or .csv file  [default: RUN/report.html]",
 )
+@click.option("--compare", metavar="RUN", multiple=True, help="Draw this run too; repeatable.")
+@click.option("--follow", is_flag=True, help="Draw it again every 30 s until the run has ended.")
 @json_option
-def report(*, run: str, runs: Path, output: Path | None, as_json: bool) -> int:
+def report(
+    *,
+    run: str,
+    runs: Path,
+    output: Path | None,
+    compare: tuple[str, ...],
+    follow: bool,
+    as_json: bool,
+) -> int:
     """Draw RUN, live or finished: loss with failures and layouts, recovery phases.
 
-    HTML is one self-contained page, PNG its charts. With --json the
-    summary is printed and nothing is drawn but what -o asks for.
+    HTML is one self-contained page, which reloads itself with --follow; PNG
+    its charts; CSV a line for each step that counts. With --json the summary
+    is printed and nothing is drawn but what -o asks for.
     """
     try:
         found = find_run(run, runs)
-        if found.submission is not None:
-            backend = target_named(found.submission.target).load_backend()
-            if trouble := fetched(backend, current_job(found)):
-                click.echo(trouble, err=True)
-        summary, events = current_summary(found.path)
+        others = [find_run(name, runs) for name in compare]
         path = output or (None if as_json else found.path / "report.html")
-        if path is not None:
-            write_report(
-                report_data(events, summary, title=f"Holdfast run {summary['run_id']}"), path
-            )
+        summary = _write(found, others, path, refresh=follow)
+        while follow and summary["state"] in _LIVE:
+            time.sleep(_FOLLOW_S)
+            summary = _write(found, others, path, refresh=True)
+        if follow:
+            summary = _write(found, others, path, refresh=False)
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -60,3 +82,31 @@ def report(*, run: str, runs: Path, output: Path | None, as_json: bool) -> int:
     else:
         click.echo(path)
     return EXIT_DONE
+
+
+def _write(
+    found: Run, others: Sequence[Run], path: Path | None, *, refresh: bool
+) -> dict[str, Any]:
+    """Write the report to `path`, if any; return the summary."""
+    if found.submission is not None:
+        backend = target_named(found.submission.target).load_backend()
+        if trouble := fetched(backend, current_job(found)):
+            click.echo(trouble, err=True)
+    summary, events = current_summary(found.path)
+    if path is None:
+        return summary
+    if path.suffix.lower() == ".csv":
+        write_csv(events, path)
+        return summary
+    there = {other.path.name: current_summary(other.path) for other in others}
+    data = report_data(
+        events,
+        summary,
+        title=f"Holdfast run {summary['run_id']}",
+        gpus_per_node=run_dirs.load(found.path).gpus_per_node,
+        extra={name: loss_curve(theirs) for name, (_, theirs) in there.items()},
+    )
+    data.compared = {name: summary for name, (summary, _) in there.items()}
+    data.refresh_s = _FOLLOW_S if refresh and summary["state"] in _LIVE else None
+    write_report(data, path)
+    return summary

@@ -76,10 +76,15 @@ class GpuTime:
         return {cause: round(seconds / _HOUR_S, 4) for cause, seconds in hours.items()}
 
 
-class _Attempt(NamedTuple):
+class Attempt(NamedTuple):
+    """From one start of a run's agents to their end."""
+
     begun_t: float
     ended_t: float
+    """When it ended, else its last event."""
     nodes: int
+    code: int | None
+    """Its exit code; None: it has not ended, or nobody could say so."""
 
 
 class _Slice(NamedTuple):
@@ -102,8 +107,8 @@ def gpu_time_by_month(
         submitted: when its jobs were submitted, unix seconds.
     """
     found: dict[str, GpuTime] = {}
-    attempts = _attempts(events)
-    for each in (*_slices(attempts, events), *_waits(attempts, submitted)):
+    begun = attempts(events)
+    for each in (*_slices(begun, events), *_waits(begun, submitted)):
         for month, seconds in _by_month(each.begun_t, each.ended_t):
             account = found.setdefault(month, GpuTime())
             account.spend(each.cause, seconds * each.nodes * gpus_per_node)
@@ -119,7 +124,7 @@ def gpu_time_since(events: Sequence[Event], begun_t: float, *, gpus_per_node: in
         gpus_per_node: of each of its nodes.
     """
     found = GpuTime()
-    for each in _slices(_attempts(events), events):
+    for each in _slices(attempts(events), events):
         seconds = max(0.0, each.ended_t - max(each.begun_t, begun_t))
         found.spend(each.cause, seconds * each.nodes * gpus_per_node)
     return found
@@ -133,7 +138,7 @@ def total(accounts: Iterable[GpuTime]) -> GpuTime:
     return found
 
 
-def _attempts(events: Sequence[Event]) -> list[_Attempt]:
+def attempts(events: Sequence[Event]) -> list[Attempt]:
     """Return when each attempt began and ended, and how many nodes it had."""
     begun = [index for index, event in enumerate(events) if event.event == "run.started"]
     if any(_nodes_of(event) for event in events[: next(iter(begun), len(events))]):
@@ -141,11 +146,13 @@ def _attempts(events: Sequence[Event]) -> list[_Attempt]:
     found = []
     for index, after in pairwise([*begun, len(events)]):
         of_attempt = events[index:after]
-        ended = [each.t_unix for each in of_attempt if each.event == "run.ended"]
+        ended = [each for each in of_attempt if each.event == "run.ended"]
         most = max((len(_nodes_of(each)) for each in of_attempt), default=0)
         nodes = max(whole(events[index], "nodes"), most)
-        last_t = ended[-1] if ended else of_attempt[-1].t_unix
-        found.append(_Attempt(events[index].t_unix, last_t, nodes))
+        last_t = (ended or of_attempt)[-1].t_unix
+        told = ended[-1].fields.get("code") if ended else None
+        code = told if isinstance(told, int) else None
+        found.append(Attempt(events[index].t_unix, last_t, nodes, code))
     return found
 
 
@@ -156,13 +163,13 @@ def _nodes_of(event: Event) -> list[Any]:
     return [node for part in parts if isinstance(part, list) for node in part]
 
 
-def _slices(attempts: Iterable[_Attempt], events: Sequence[Event]) -> Iterator[_Slice]:
+def _slices(begun: Iterable[Attempt], events: Sequence[Event]) -> Iterator[_Slice]:
     """Divide attempts: before the first epoch all GPUs do one thing, then members and others."""
     spans = epochs(events)
     counts = {(done.epoch, done.step) for done in lineage(spans)}
     hung = {each.epoch for each in events if each.event == "worker.hung"}
     parked = [each.t_unix for each in events if each.event == "membership.parked"]
-    for attempt in attempts:
+    for attempt in begun:
         ours = [each for each in spans if attempt.begun_t <= each.formed_t < attempt.ended_t]
         ends = [*(each.formed_t for each in ours), attempt.ended_t]
         yield _Slice(attempt.begun_t, ends[0], attempt.nodes, "restart")
@@ -201,10 +208,10 @@ def _duration(done: StepDone, *, first: bool, since_last_s: float) -> float:
     return 0.0 if first else since_last_s
 
 
-def _waits(attempts: Sequence[_Attempt], submitted: Iterable[float]) -> Iterator[_Slice]:
+def _waits(begun: Sequence[Attempt], submitted: Iterable[float]) -> Iterator[_Slice]:
     """Yield the wait of each submission that an attempt followed."""
     for submit_t in sorted(submitted):
-        after = next((each for each in attempts if each.begun_t >= submit_t), None)
+        after = next((each for each in begun if each.begun_t >= submit_t), None)
         if after is not None:
             yield _Slice(submit_t, after.begun_t, after.nodes, QUEUE)
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from elastic_trainer.events import Event
 from launcher.record.cost import GpuTime, gpu_time_since
-from launcher.record.event import number
 from launcher.record.excluded import excluded_machines
 from launcher.record.failures import Failure, failures
 from launcher.record.status import TrainingStatus
@@ -44,18 +43,14 @@ class Picture:
     """Mean seconds of the last steps."""
     mfu: float | None = None
     """Of the newest step; None: the accelerator's peak is not known."""
+    goodput: float | None = None
+    """Time of the steps that count / time, over the last hour; None: no step says how long."""
     spent: GpuTime = field(default_factory=GpuTime)
     """GPU-seconds by cause over the last hour."""
     window_s: float = 0.0
     """How much time that is."""
     failures: Sequence[Failure] = ()
     """The newest last."""
-
-    @property
-    def goodput(self) -> float | None:
-        """Productive part of the GPU-time in the window; None: there is none."""
-        allocated = self.spent.allocated
-        return self.spent.by_cause["productive"] / allocated if allocated else None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -84,12 +79,13 @@ def picture(events: Sequence[Event], status: TrainingStatus, *, gpus_per_node: i
     last_t = events[-1].t_unix
     begun_t = max(events[0].t_unix, last_t - WINDOW_S)
     timed = [done.step_s for done in counted[-_RATE_STEPS:] if done.step_s is not None]
-    mfus = (number(e, "mfu") for e in reversed(events) if e.event == "step.completed")
+    busy_s = sum(done.step_s or 0.0 for done in counted if done.t > begun_t)
     return Picture(
         nodes=node_states(events, status),
         loss=[(done.step, done.loss) for done in counted if done.loss is not None],
         step_s=sum(timed) / len(timed) if timed else None,
-        mfu=next(mfus, None),
+        mfu=counted[-1].mfu if counted else None,
+        goodput=busy_s / (last_t - begun_t) if busy_s and last_t > begun_t else None,
         spent=gpu_time_since(events, begun_t, gpus_per_node=gpus_per_node),
         window_s=last_t - begun_t,
         failures=failures(events, spans),

@@ -24,6 +24,9 @@ class StepDone(NamedTuple):
     step_s: float | None
     skipped: bool
     """Its batch was used up without an update; then it has no loss."""
+    grad_norm: float | None = None
+    mfu: float | None = None
+    """0 to 1; None: the accelerator's peak is not known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +121,8 @@ def step_done(event: Event, step: int) -> StepDone:
         tokens=whole(event, "tokens"),
         step_s=number(event, "step_s"),
         skipped=skipped,
+        grad_norm=number(event, "grad_norm"),
+        mfu=number(event, "mfu"),
     )
 
 

@@ -70,6 +70,9 @@ def charts_of(data: ReportData) -> list[Chart]:
     charts = [Chart("Loss, with layouts and failures", 4.4, _draw_loss)]
     if data.extra:
         charts.append(Chart("Relative distance to the other runs", 3.0, _draw_distance))
+    if data.speed:
+        heading = ", ".join(data.speed)
+        charts.append(Chart(heading[0].upper() + heading[1:], 1.5 * len(data.speed), _draw_speed))
     if data.progress:
         charts.append(Chart("Completed steps over time", 3.0, _draw_progress))
     if bars := _bars(data):
@@ -196,6 +199,16 @@ def _draw_distance(figure: FigureBase, data: ReportData) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     _label(axes, "step", "|difference| / loss")
     _legend(figure, legend)
+
+
+def _draw_speed(figure: FigureBase, data: ReportData) -> None:
+    rows = figure.subplots(len(data.speed), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, curve) in zip(rows, data.speed.items(), strict=True):
+        _plot(axes, curve, _LOSS, 1.0)
+        for failure in data.summary["failures"]:
+            axes.axvline(failure["step"], color=_FAILURE, ls="--", lw=0.8)
+        _label(axes, "step" if axes is rows[-1] else "", label)
+        axes.set_ylim(bottom=0)
 
 
 def _draw_progress(figure: FigureBase, data: ReportData) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_trainer.events import Event
 from launcher.record import timeline
+from launcher.record.cost import Attempt, GpuTime, attempts, gpu_time_by_month, total
 from launcher.record.event import number
 
 _MAX_POINTS = 2000
@@ -29,8 +30,17 @@ class ReportData:
     """Steps that were done but did not count, one curve per epoch."""
     progress: Sequence[tuple[float, int]] = ()
     """(seconds since the run's start, step), in order of time, redone ones included."""
+    speed: Mapping[str, Curve] = field(default_factory=dict)
+    """What is drawn below the loss: label of the axis -> (step, value)."""
+    spent: GpuTime | None = None
+    """GPU-time by cause."""
+    attempts: Sequence[Attempt] = ()
     extra: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of other runs to compare with: label -> curve."""
+    compared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Summaries of other runs to compare with: label -> summary."""
+    refresh_s: int | None = None
+    """The page is loaded again after so long; None: never."""
     notes: Sequence[tuple[str, str]] = ()
     """(heading, text) shown below the charts; the text may have several lines."""
 
@@ -40,10 +50,20 @@ def report_data(
     summary: Mapping[str, Any],
     *,
     title: str,
+    gpus_per_node: int = 1,
     extra: Mapping[str, Curve] | None = None,
     notes: Sequence[tuple[str, str]] = (),
 ) -> ReportData:
-    """Fold the record of a run into what its report shows."""
+    """Fold the record of a run into what its report shows.
+
+    Args:
+        events: the record, in order of time.
+        summary: what `summarise` made of it.
+        title: of the page.
+        gpus_per_node: of each of the run's nodes.
+        extra: curves of other runs to compare with.
+        notes: (heading, text) shown below the charts.
+    """
     spans = timeline.epochs(events)
     counted = timeline.lineage(spans)
     counts = {(done.epoch, done.step) for done in counted}
@@ -69,9 +89,28 @@ def report_data(
         validation=sorted(validated.items()),
         redone=redone,
         progress=[(s.t - origin, s.step) for s in done],
+        speed=_speed(counted),
+        spent=total(gpu_time_by_month(events, gpus_per_node=gpus_per_node).values()),
+        attempts=attempts(events),
         extra=extra or {},
         notes=notes,
     )
+
+
+def loss_curve(events: Sequence[Event]) -> Curve:
+    """Return the loss of the steps that count."""
+    counted = timeline.lineage(timeline.epochs(events))
+    return [(done.step, done.loss) for done in counted if done.loss is not None]
+
+
+def _speed(counted: Sequence[timeline.StepDone]) -> dict[str, Curve]:
+    """Return the curves that there are figures for."""
+    curves = {
+        "gradient norm": [(s.step, s.grad_norm) for s in counted if s.grad_norm is not None],
+        "step time (s)": [(s.step, s.step_s) for s in counted if s.step_s is not None],
+        "MFU": [(s.step, s.mfu) for s in counted if s.mfu is not None],
+    }
+    return {label: curve for label, curve in curves.items() if curve}
 
 
 def no_curve_text(summary: Mapping[str, Any]) -> str:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.events import Event
 from elastic_trainer.layout import layout_label
 from launcher.atomic_file import check_output, write_atomic
 from launcher.errors import UserError
 from launcher.installed import need
 from launcher.ops.reports.data import ReportData, kind_text, seconds_text
-from launcher.ops.watching.texts import names
+from launcher.ops.watching.texts import names, span
 from launcher.record.event import named
+from launcher.record.timeline import StepDone, epochs, lineage
 
 
 def write_report(data: ReportData, path: Path) -> None:
@@ -25,17 +30,34 @@ def write_report(data: ReportData, path: Path) -> None:
     """
     suffix = path.suffix.lower()
     if suffix not in (".png", ".html", ".htm"):
-        raise UserError("HF620", f"{path}: a report is .html or .png")
+        raise UserError("HF620", f"{path}: a report is .html, .png or .csv")
     need("a report", "matplotlib")
     from launcher.ops.reports.charts import png  # it takes a while to import
 
+    _write(path, lambda: png(data) if suffix == ".png" else html_report(data))
+
+
+def _write(path: Path, made: Callable[[], str | bytes]) -> None:
     try:
         check_output(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, png(data) if suffix == ".png" else html_report(data))
+        write_atomic(path, made())
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}; name another file with -o"
         raise UserError("HF612", message) from error
+
+
+def write_csv(events: Sequence[Event], path: Path) -> None:
+    """Write a line for each step that counts.
+
+    Raises:
+        UserError: HF612 the file cannot be written.
+    """
+    out = io.StringIO()
+    writer = csv.DictWriter(out, StepDone._fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(done._asdict() for done in lineage(epochs(events)))
+    _write(path, out.getvalue)
 
 
 def html_report(data: ReportData) -> str:
@@ -59,7 +81,8 @@ def html_report(data: ReportData) -> str:
             (chart.heading, base64.b64encode(svg(chart, data).encode()).decode())
             for chart in charts_of(data)
         ],
-        tables=_tables(data.summary),
+        refresh_s=data.refresh_s,
+        tables=[*_compared(data), *_tables(data.summary), *_spent(data)],
         notes=data.notes,
     )
 
@@ -85,6 +108,43 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
 
 Table = tuple[str, Sequence[str], Sequence[Sequence[Any]]]
 """(heading, head, rows)."""
+
+
+def _compared(data: ReportData) -> list[Table]:
+    """Return this run's figures beside those of the others."""
+    if not data.compared:
+        return []
+    columns = [_tiles(summary) for summary in (data.summary, *data.compared.values())]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    return [("Compared", ("", "this run", *data.compared), rows)]
+
+
+def _spent(data: ReportData) -> list[Table]:
+    """Return what GPU-time went to, and the attempts."""
+    tables: list[Table] = []
+    if data.spent is not None and data.spent.allocated:
+        hours = data.spent.to_json()
+        rows = [
+            (cause, f"{hours[cause]:,.3g}", f"{seconds / data.spent.allocated:.1%}")
+            for cause, seconds in data.spent.by_cause.items()
+            if seconds
+        ]
+        rows.append(("allocated", f"{hours['allocated']:,.3g}", ""))
+        tables.append(("GPU-hours by cause", ("cause", "GPU-hours", "share"), rows))
+    if data.attempts:
+        attempts = [
+            (
+                number,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.begun_t)),
+                span(each.ended_t - each.begun_t),
+                f"{each.nodes:,}",
+                "-" if each.code is None else each.code,
+            )
+            for number, each in enumerate(data.attempts, 1)
+        ]
+        head = ("#", "started (UTC)", "lasted", "nodes", "exit code")
+        tables.append(("Attempts", head, attempts))
+    return tables
 
 
 def _tables(summary: Mapping[str, Any]) -> list[Table]:

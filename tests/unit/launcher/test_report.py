@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import dataclasses
 import re
 import xml.etree.ElementTree as ET
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from synthetic_record import Stream, config_of, storm
 
 from launcher import installed
+from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.ops.reports.charts import MOST_BARS, charts_of, png_figure, svg
 from launcher.ops.reports.data import differences, report_data, thin
@@ -34,7 +36,8 @@ def test_the_page_is_self_contained_and_escaped():
     page = html_report(
         dataclasses.replace(data_of(storm(), extra=extra, notes=[("N", "<x>")]), title="<t> & $x$")
     )
-    assert len(pictures(page)) == 4  # loss, distance, steps over time, phases
+    # Loss, distance, norm and step time, steps over time, phases.
+    assert len(pictures(page)) == 5
     for picture in pictures(page):
         for element in picture.iter():
             links = [value for key, value in element.attrib.items() if key.endswith("href")]
@@ -98,7 +101,7 @@ def texts_of(figure):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_hardly_anything_to_draw(steps):
     data = data_of(Stream().start().form(["node0"], resume=0).steps(steps))
-    assert len(pictures(html_report(data))) == 1 + steps
+    assert len(pictures(html_report(data))) == 1 + 2 * steps
     with png_figure(data) as figure:
         assert ("no step was completed" in texts_of(figure)) == (steps == 0)
 
@@ -143,7 +146,8 @@ def test_no_legend_of_the_png_covers_anything(make):
         legends = [box(legend) for part in figure.subfigs for legend in part.legends]
         titles = [box(part._suptitle) for part in [figure, *figure.subfigs]]
         axes = [each.get_tightbbox(renderer) for each in figure.axes]
-        assert len(legends) == len(figure.subfigs) == len(axes)
+        # Norm and step time are two axes without a legend.
+        assert len(legends) + 2 == len(figure.subfigs) + 1 == len(axes)
         for legend in legends:
             assert not [other for other in (*axes, *titles) if legend.overlaps(other)]
             assert figure.bbox.x0 <= legend.x0 < legend.x1 <= figure.bbox.x1
@@ -193,6 +197,59 @@ def test_the_command_says_what_is_no_run(tmp_path):
     result = CliRunner().invoke(report, [str(tmp_path)], standalone_mode=False)
     assert result.return_value == 2
     assert "HF613" in result.stderr
+
+
+def command(*words):
+    return run_cli(["report", *map(str, words)])
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for name in ("one", "two"):
+        events = tmp_path / name / "events"
+        events.mkdir(parents=True)
+        (tmp_path / name / "job.json").write_text(config_of().to_json())
+        (events / "a.jsonl").write_text("".join(event.encode() for event in storm().events))
+    return tmp_path
+
+
+def test_a_run_beside_another(runs, capfd):
+    assert command(runs / "one", "--compare", runs / "two") == 0
+    page = (runs / "one" / "report.html").read_text()
+    assert "<th>two</th>" in page
+    assert len(pictures(page)) == 5
+    assert command(runs / "one", "--compare", runs / "three") == 2
+
+
+def test_steps_as_csv(runs):
+    assert command(runs / "one", "-o", runs / "steps.csv") == 0
+    rows = list(csv.DictReader((runs / "steps.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 121))
+    assert rows[0]["grad_norm"] == "1.0"
+    assert rows[0]["mfu"] == ""
+
+
+def test_a_page_reloads_while_its_run_lives(runs, monkeypatch):
+    path = runs / "one" / "events" / "a.jsonl"
+    path.write_text("".join(event.encode() for event in storm().events[:-2]))
+    seen = []
+
+    def wait(seconds):
+        seen.append((runs / "one" / "report.html").read_text())
+        path.write_text("".join(event.encode() for event in storm().events))
+
+    monkeypatch.setattr("launcher.cli.report.time.sleep", wait)
+    assert command(runs / "one", "--follow") == 0
+    [while_live] = seen
+    assert 'http-equiv="refresh"' in while_live
+    assert 'http-equiv="refresh"' not in (runs / "one" / "report.html").read_text()
+
+
+def test_what_gpu_time_went_to_and_the_attempts():
+    page = html_report(data_of(storm()))
+    assert "<td>productive</td>" in page
+    assert "<td>allocated</td>" in page
+    assert "<h2>Attempts</h2>" in page
 
 
 def test_differences_need_both_curves():
