@@ -52,7 +52,7 @@ class RankPart:
     """AdamW's two moments, fp32 shards."""
     gathered_bytes: int
     """Parameters gathered for computing at the same time, in the compute dtype: with a
-    pipeline all it holds, else the largest block and what is outside the blocks."""
+    pipeline all it holds, else the largest block or table, and beside it tied tables."""
     accumulated_bytes: int
     """fp32 gradients, whole but for tp, that a pipeline adds up over the micro-batches of a
     step before it reduces them; 0 without one. DTensor keeps the embedding's whole over tp."""
@@ -81,7 +81,9 @@ def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
         local = tuple(param.to_local().shape)
         shapes[name] = (tuple(param.shape), local)
         stored += torch.Size(local).numel()
-        block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
+        if config.model.tie_embeddings and not name.startswith("layers."):
+            block = ""
         gathered[block] = gathered.get(block, 0) + _after_tp(param)
         accumulated += param.numel() if name == "embedding.weight" else _after_tp(param)
     if engine.stages:

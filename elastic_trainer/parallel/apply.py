@@ -78,6 +78,11 @@ def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
+    """Wrap each block, each table and what is left, so that each is gathered when it is needed.
+
+    Groups are torchtitan's (torchtitan/distributed/fsdp.py): the embedding, every block, and the
+    last norm with the head, whose backward follows at once. Tied tables are one group.
+    """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
     policy = MixedPrecisionPolicy(
@@ -86,14 +91,23 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     # A pipeline runs many micro-batches between two optimizer steps: gathering the
     # parameters for each of them again would cost more than keeping them.
     keep = meshes.pp is not None
+    shard = partial(fully_shard, mesh=meshes.fsdp, mp_policy=policy)
     for block in stage.layers.values():
         for module in block.modules():
             if isinstance(module, SplitExperts):
-                fully_shard(
-                    module, mesh=meshes.experts, mp_policy=policy, reshard_after_forward=not keep
-                )
-        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=not keep)
-    fully_shard(stage, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+                shard(module, mesh=meshes.experts, reshard_after_forward=not keep)
+        shard(block, reshard_after_forward=not keep)
+    ends = [part for part in (stage.norm, stage.head) if not isinstance(part, nn.Identity)]
+    if stage.shape.tie_embeddings:
+        shard([stage.embedding, *ends], reshard_after_forward=False)
+    else:
+        if not isinstance(stage.embedding, nn.Identity):
+            shard(stage.embedding, reshard_after_forward=not keep)
+            # Its gradient does not depend on its values.
+            stage.embedding.set_unshard_in_backward(unshard_in_backward=False)
+        if ends:
+            shard(ends, reshard_after_forward=False)
+    shard(stage, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The sum, not the mean: dividing by a dp of 3 would round.

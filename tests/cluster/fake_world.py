@@ -146,9 +146,10 @@ def accumulated_bytes(job_json, num_nodes, rank):
     reduce = PipelineStage.perform_reduce_grad
 
     def count(stage, *args):
-        for module in stage.submod.modules():
-            group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
-            for param in group.fsdp_params if group else []:
+        wrapped = [m for m in stage.submod.modules() if isinstance(m, FSDPModule)]
+        groups = {m._get_fsdp_state()._fsdp_param_group for m in wrapped}  # some of two modules
+        for group in groups - {None}:
+            for param in group.fsdp_params:
                 grad = param.unsharded_accumulated_grad
                 grad = param._unsharded_param.grad if grad is None else grad
                 seen.append((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes)
