@@ -6,6 +6,10 @@ Prints the table of docs/parallelism.md. One rank of each layout runs `Trainer`'
 fake process group: each collective that torch dispatches counts, with the bytes of its largest
 tensor. Bytes of a memory count as the device's where they depend on a parameter or a token; a host
 that asks for one of them (`item`, `tolist`, `cpu`) waits for the device.
+
+Where torchtitan 0.3 is installed (`pip install -e '.[torchtitan]'`), a row of its own
+`parallelize_llama` follows, with the same dimensions, its clipping, and AdamW. Not with cp, since its
+ring attention has none of a processor's operators, and not with pp, which is its Trainer's work.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +78,8 @@ KINDS = {
     "receive": ("recv",),
 }
 _C10D = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_WAITS = ("wait_tensor", "barrier")
+_LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+"""Send nothing."""
 
 
 @dataclass
@@ -116,7 +122,7 @@ class Count(TorchDispatchMode):
             self.found.syncs += on_device
         result = func(*args, **(kwargs or {}))
         made = _tensors(result)
-        if func.namespace in _C10D and name not in _WAITS:
+        if func.namespace in _C10D and name not in _LOCAL:
             kind = next((k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), name)
             self.found.collectives[kind] += 1
             self.found.bytes[kind] += max(each.nbytes for each in (*tensors, *made))
@@ -237,6 +243,83 @@ def _trainer(config: TrainConfig) -> Trainer:
     return trainer
 
 
+def titan_step_of(layout_text: str) -> Counted:
+    """Return what a step of torchtitan's model has in the same layout."""
+    from torch.distributed.tensor.parallel import loss_parallel
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims, utils
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    layout = ParallelLayout.parse(layout_text)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    parallel_dims.device_type = "cpu"
+    llama3.get_attention_config = lambda *_args: ScaledDotProductAttention.Config()  # flex compiles
+    spmd = "partial_dtensor"
+    dims = ParallelDims(
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        cp=1,
+        tp=layout.tp,
+        pp=1,
+        ep=1,
+        world_size=layout.world_size,
+        spmd_backend=spmd,
+    )
+    dims.build_mesh()
+    config = llama3.llama3_configs["debugmodel"](attn_backend="flex")
+    shape = SHAPE
+    config.dim, config.vocab_size = shape.dim, shape.vocab_size
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = shape.vocab_size
+    config.tok_embeddings.embedding_dim = config.lm_head.in_features = shape.dim
+    config.norm.normalized_shape = shape.dim
+    config.layers = llama3._build_llama3_layers(  # noqa: SLF001
+        n_layers=shape.num_layers,
+        dim=shape.dim,
+        n_heads=shape.num_heads,
+        n_kv_heads=shape.num_kv_heads,
+        hidden_dim=shape.ffn_dim,
+        fuse_qkv=False,
+        attn_backend="flex",
+        rope=llama3.ComplexRoPE.Config(
+            dim=shape.head_size, max_seq_len=SEQ_LEN, theta=shape.rope_theta
+        ),
+    )
+    set_llama3_sharding_config(config, enable_sp=True)
+    with torch.device("meta"):
+        model = config.build()
+    llama3.parallelize_llama(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="bfloat16"),
+        parallelism=ParallelismConfig(spmd_backend=spmd),
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_states()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    batches = [torch.ones(1, SEQ_LEN, dtype=torch.int64) for _ in range(MICRO_BATCHES)]
+
+    def step() -> None:
+        with loss_parallel():
+            for tokens in batches:
+                logits = model(tokens).flatten(0, 1).float()
+                torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
+        utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return counted(step, [*params, *batches])
+
+
 def _agree_on_shapes(_schedule: object, stages: list[Any], *_args: object) -> None:
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC  # noqa: SLF001
@@ -260,7 +343,13 @@ def apart(function: Callable[[str], Counted], layout: str) -> Counted:
 @OUT
 def main(out: Path | None) -> None:
     """Count every layout and print."""
-    rows = [apart(step_of, layout).row(layout) for layout in LAYOUTS]
+    rows = []
+    for layout in LAYOUTS:
+        rows.append(apart(step_of, layout).row(layout))
+        axes = ParallelLayout.parse(layout)
+        if find_spec("torchtitan") is not None and axes.cp == axes.pp == 1:
+            name, *counts, _ = apart(titan_step_of, layout).row(layout)
+            rows.append([f"{name}, torchtitan", *counts, ""])
     write_out(table(["layout", *KINDS, "KiB", "host syncs"], rows), out)
 
 

@@ -83,6 +83,8 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     Groups are torchtitan's (torchtitan/distributed/fsdp.py): the embedding, every block, and the
     last norm with the head, whose backward follows at once. Tied tables are one group.
     """
+    if precision == "fp32" and meshes.fsdp.size() == 1 and meshes.tp is None and meshes.pp is None:
+        return  # one process has nothing to gather, sum or cast: FSDP would copy all of it
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
     policy = MixedPrecisionPolicy(

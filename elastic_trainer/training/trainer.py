@@ -189,8 +189,8 @@ class Trainer:
         steps = self.config.train.steps
         loss: float | None = None
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
-        self._compare_replicas(before_save=True)
         self._reported_mono = time.monotonic()
+        self._compare_replicas(before_save=True)
         while self.step < steps:
             if asked := self._validate():
                 self._compare_replicas(before_save=True)
