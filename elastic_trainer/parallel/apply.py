@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -138,10 +138,8 @@ def initialise(model: Decoder, seed: int) -> None:
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
-            local, part = param, tuple(slice(0, length) for length in param.shape)
-            if isinstance(param, DTensor):
-                local = param.to_local()
-                part = slice_of(param)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
             mean, deviation = model.initial(clean_name(name))
             values = initial_rows(
@@ -150,8 +148,10 @@ def initialise(model: Decoder, seed: int) -> None:
             local.copy_(values[(slice(None), *part[1:])])
 
 
-def slice_of(param: DTensor) -> tuple[slice, ...]:
+def slice_of(param: Tensor) -> tuple[slice, ...]:
     """Return which part of the whole tensor this rank holds."""
+    if not isinstance(param, DTensor):
+        return tuple(slice(0, length) for length in param.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )
