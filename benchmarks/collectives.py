@@ -8,8 +8,8 @@ tensor. Bytes of a memory count as the device's where they depend on a parameter
 that asks for one of them (`item`, `tolist`, `cpu`) waits for the device.
 
 Where torchtitan 0.3 is installed (`pip install -e '.[torchtitan]'`), a row of its own
-`parallelize_llama` follows, with the same dimensions, its clipping, and AdamW. Not with cp, since its
-ring attention has none of a processor's operators, and not with pp, which is its Trainer's work.
+`parallelize_llama` follows, with the same dimensions, its clipping, and AdamW. Not with cp, since
+its ring attention has none of a processor's operators, and not with pp, its Trainer's work.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         made = _tensors(result)
         if func.namespace in _C10D and name not in _LOCAL:
-            kind = next((k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), name)
+            kind = next(
+                (k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), name
+            )
             self.found.collectives[kind] += 1
             self.found.bytes[kind] += max(each.nbytes for each in (*tensors, *made))
         written = tensors if name.endswith("_") or "out" in (kwargs or {}) else []
@@ -159,7 +161,10 @@ def _reads_counted(count: Count) -> Iterator[None]:
     def listed(tensor: Tensor) -> Any:
         return tolist(count.read(tensor))
 
-    Tensor.cpu = lambda tensor: count.read(tensor)  # type: ignore[method-assign, assignment]
+    def read(tensor: Tensor) -> Tensor:
+        return count.read(tensor)
+
+    Tensor.cpu = read  # type: ignore[method-assign, assignment]
     Tensor.tolist = listed  # type: ignore[method-assign]
     try:
         yield

@@ -261,9 +261,7 @@ PAIRS, WARM_UP_PAIRS = 40, 3
 def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
     """Send the seconds of each step of ours and of the peer's, one after the other."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     setting = Setting(
         shape=ON_PROCESSORS,
         seq_len=256,
@@ -340,7 +338,9 @@ def _compare_on_processors(out: Path | None) -> None:
 @click.option("--warm-up", default=5, show_default=True)
 @click.option("--no-compile", is_flag=True)
 @click.option("--deterministic", is_flag=True, help="Both, as train.deterministic.")
-@click.option("--processors", is_flag=True, help="One process and four, in turns with a plain loop.")
+@click.option(
+    "--processors", is_flag=True, help="One process and four, in turns with a plain loop."
+)
 @OUT
 def main(
     *,

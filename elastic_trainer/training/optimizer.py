@@ -94,7 +94,7 @@ def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
     if clip_norm <= 0 or norm <= clip_norm:
         return
     grads = [_local(param.grad) for param in model.parameters() if param.grad is not None]
-    torch._foreach_mul_(grads, clip_norm / norm)  # noqa: SLF001
+    torch._foreach_mul_(grads, clip_norm / norm)
 
 
 def _num_copies(grad: Tensor) -> int:

@@ -256,7 +256,7 @@ class Trainer:
         return StepResult(loss, norm, tokens, agreed, self.guard.decide(step, loss, norm))
 
     def sum_over_ranks(self, values: Tensor) -> None:
-        """Add up `values`, on the CPU, over all ranks, in place; the heartbeat tells who has not come yet."""
+        """Add up `values` (on the CPU) over all ranks; the heartbeat tells who has not come yet."""
         self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(Part.REDUCE))
 
     def _report_step(self, result: StepResult, lr: float) -> None:

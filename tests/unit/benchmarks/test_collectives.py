@@ -18,8 +18,8 @@ COUNTS = {
 
 dp8: of each micro-batch six groups are gathered in forward, the blocks again in backward, and all
 six are reduced; with replicas their sums are made once a step. tp: each of a layer's two branches
-gathers and scatters in both directions, and so do embedding and head together once; norms' gradients
-(9) and the loss (3) are summed.
+gathers and scatters in both directions, and so do embedding and head together once; norms'
+gradients (9) and the loss (3) are summed.
 """
 
 
