@@ -1,21 +1,29 @@
 """One accelerator: tokens per second and MFU of a 1B-class Llama, beside a plain PyTorch loop.
 
     python benchmarks/step_time.py [--device cuda] [--small] [--deterministic] [--out FILE]
+    python benchmarks/step_time.py --processors [--out FILE]
 
 Both train the same dimensions in bf16 with fp32 parameters, layers compiled, fused AdamW, the
 same batch of random tokens, selective recompute in both. The peer is written by hand below
 and knows neither meshes nor FSDP. Prints a table, and last a JSON line.
+
+`--processors` has a model of 6 M parameters in fp32 on one process, and on four (dp4, gloo) beside
+the hand-written loop in DistributedDataParallel. Their steps alternate in the same processes, so
+that both meet the same noise.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -66,47 +74,84 @@ class Setting:
     device: torch.device
     compiled: bool
     precision: str = "bf16"
+    recompute: str = "selective"
+    ranks: int = 1
 
 
 def ours(setting: Setting) -> Step:
     """Return one step of Holdfast's own: engine, gradient norm, clipping, optimizer."""
+    ranks = setting.ranks
     train = TrainSection(
         seq_len=setting.seq_len,
-        global_batch=setting.micro_batch,
+        global_batch=setting.micro_batch * ranks,
         micro_batch=setting.micro_batch,
         steps=1000,
         precision=setting.precision,
-        recompute="selective",
+        recompute=setting.recompute,
         compile=setting.compiled,
         optimizer=OptimizerConfig(),
     )
-    rung = Rung(num_nodes=1, layout=ParallelLayout(), micro_batches=1)
+    rung = Rung(num_nodes=1, layout=ParallelLayout(dp=ranks), micro_batches=1)
     config = TrainConfig(
         name="step-time",
         run_id="step-time",
         model_name="1b",
         model=setting.shape,
         ladder=Ladder((rung,)),
-        gpus_per_node=1,
+        gpus_per_node=ranks,
         device=setting.device.type,
         train=train,
         data=DataSection(path="/nowhere"),
         checkpoint=CheckpointSection(dir="/nowhere"),
         elastic=ElasticSection(),
     )
-    engine = Engine(config, rung, 0, setting.device)
+    engine = Engine(config, rung, dist.get_rank(), setting.device)
     engine.allocate()
     initialise(engine.model, 0)
     optimizer = build_optimizer(engine.model, train.optimizer)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        engine.forward_backward([MicroBatch(inputs, targets)], targets.numel())
-        norm = gradient_square_sum(engine.model).sqrt().item()
-        clip_gradients(engine.model, norm, train.optimizer.clip_norm)
+        engine.forward_backward([MicroBatch(inputs, targets)], targets.numel() * ranks)
+        squares = gradient_square_sum(engine.model).cpu()
+        if ranks > 1:
+            dist.all_reduce(squares)
+        clip_gradients(engine.model, squares.sqrt().item(), train.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+class PlainModel(nn.Module):
+    """A decoder as one writes it for a single device."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        shape = setting.shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleList([PlainLayer(shape) for _ in range(shape.num_layers)])
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        exponents = torch.arange(0, shape.head_size, 2) / shape.head_size
+        angles = torch.outer(torch.arange(setting.seq_len), shape.rope_theta**-exponents)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self._again = setting.recompute != "none"
+        for layer in self.layers:
+            if setting.compiled:
+                layer.compile(fullgraph=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (B, T) to (B, T, V)."""
+        contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+        x = self.embedding(inputs)
+        for layer in self.layers:
+            if self._again:
+                args = x, self.cos, self.sin
+                x = checkpoint(layer, *args, use_reentrant=False, context_fn=contexts)
+            else:
+                x = layer(x, self.cos, self.sin)
+        y: Tensor = self.head(self.norm(x))
+        return y
 
 
 class PlainLayer(nn.Module):
@@ -147,32 +192,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def plain(setting: Setting) -> Step:
     """Return one step of the hand-written loop."""
-    shape, device = setting.shape, setting.device
+    device = setting.device
     torch.manual_seed(0)
     with device:
-        embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        layers = nn.ModuleList([PlainLayer(shape) for _ in range(shape.num_layers)])
-        norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        exponents = torch.arange(0, shape.head_size, 2) / shape.head_size
-        angles = torch.outer(torch.arange(setting.seq_len), shape.rope_theta**-exponents)
-    cos, sin = angles.cos(), angles.sin()
-    model = nn.ModuleList([embedding, layers, norm, head])
-    for layer in layers:
-        if setting.compiled:
-            layer.compile(fullgraph=True)
+        model: nn.Module = PlainModel(setting)
+    if setting.ranks > 1:
+        model = nn.parallel.DistributedDataParallel(model)
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
     )
-    contexts = partial(create_selective_checkpoint_contexts, _keep_products)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=setting.precision == "bf16"):
-            x = embedding(inputs)
-            for layer in layers:
-                x = checkpoint(layer, x, cos, sin, use_reentrant=False, context_fn=contexts)
-            logits = head(norm(x))
+            logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -219,6 +252,85 @@ def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str,
     }
 
 
+ON_PROCESSORS = dataclasses.replace(
+    SMALL, num_layers=4, dim=256, num_heads=8, num_kv_heads=4, ffn_dim=688, vocab_size=4096
+)
+PAIRS, WARM_UP_PAIRS = 40, 3
+
+
+def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
+    """Send the seconds of each step of ours and of the peer's, one after the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    setting = Setting(
+        shape=ON_PROCESSORS,
+        seq_len=256,
+        micro_batch=2,
+        device=torch.device("cpu"),
+        compiled=False,
+        precision="fp32",
+        recompute="none",
+        ranks=ranks,
+    )
+    size = setting.micro_batch, setting.seq_len + 1
+    tokens = torch.randint(0, ON_PROCESSORS.vocab_size, size)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    steps = ours(setting), plain(setting)
+    pairs = []
+    for number in range(WARM_UP_PAIRS + PAIRS):
+        pair = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            dist.barrier()
+            begun = time.perf_counter()
+            steps[which](inputs, targets)
+            dist.barrier()
+            pair[which] = time.perf_counter() - begun
+        pairs.append(pair)
+    answer.send(pairs[WARM_UP_PAIRS:])
+    dist.destroy_process_group()
+
+
+def on_processors(ranks: int) -> dict[str, float]:
+    """Return seconds a step, least and median, and the median ratio of neighbouring steps."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        receive, send = spawn.Pipe(duplex=False)
+        workers = [
+            spawn.Process(target=_alternate, args=(rank, ranks, f"{folder}/store", send))
+            for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        pairs = receive.recv()
+        for worker in workers:
+            worker.join()
+    holdfast, peer = zip(*pairs, strict=True)
+    return {
+        "holdfast_least_s": round(min(holdfast), 4),
+        "plain_least_s": round(min(peer), 4),
+        "holdfast_median_s": round(statistics.median(holdfast), 4),
+        "plain_median_s": round(statistics.median(peer), 4),
+        "ratio": round(statistics.median(a / b for a, b in pairs), 3),
+    }
+
+
+def _compare_on_processors(out: Path | None) -> None:
+    where = machine()
+    found = {}
+    for ranks in (1, 4):
+        say(f"dp{ranks} ...")
+        found[f"dp{ranks}"] = on_processors(ranks)
+    head = (
+        f"Step time on processors ({where}; {ON_PROCESSORS.num_params() / 1e6:.1f} M parameters, "
+        f"2 x 256 tokens a rank, fp32, one thread a rank, {PAIRS} pairs of steps in turns)."
+    )
+    names = ["holdfast_least_s", "plain_least_s", "holdfast_median_s", "plain_median_s", "ratio"]
+    rows = [[layout, *(numbers[name] for name in names)] for layout, numbers in found.items()]
+    columns = ["layout", "least s", "plain, least s", "median s", "plain, median s", "ratio"]
+    told = {"benchmark": "step_time", "machine": where, "processors": found}
+    write_out("\n".join([head, "", table(columns, rows), json.dumps(told)]), out)
+
+
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--device", default="cuda", type=click.Choice(["cuda", "cpu"]), show_default=True)
 @click.option("--small", is_flag=True, help="A tiny model, to try the program.")
@@ -226,9 +338,13 @@ def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str,
 @click.option("--warm-up", default=5, show_default=True)
 @click.option("--no-compile", is_flag=True)
 @click.option("--deterministic", is_flag=True, help="Both, as train.deterministic.")
+@click.option(
+    "--processors", is_flag=True, help="One process and four, in turns with a plain loop."
+)
 @OUT
 def main(
     *,
+    processors: bool,
     device: str,
     small: bool,
     steps: int,
@@ -238,6 +354,9 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure and print."""
+    if processors:
+        _compare_on_processors(out)
+        return
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("no CUDA device is here; --device cpu --small tries the program")
     if deterministic:

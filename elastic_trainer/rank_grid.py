@@ -135,24 +135,21 @@ class RankGrid:
         """Reduce `values` over all ranks in place: the same bits on every rank.
 
         Args:
-            values: as many on every rank; on any device.
+            values: as many on every rank; on the CPU.
             op: what is done with them.
             entered: called once this rank has come, before it waits for others.
         """
-        local = values.cpu()
         along = [partial(dist.all_reduce, op=op, group=group) for _, _, group in self._axes]
         if self._pair is not None:
             first = self.rank % self._inside
             along.insert(0, partial(dist.all_reduce, op=op, group=self._pair))
             along.append(partial(dist.broadcast, src=first, group=self._pair))
-        works = (collective(local, async_op=True) for collective in along)
+        works = (collective(values, async_op=True) for collective in along)
         work = next(works, None)
         entered()
         while work is not None:
             work.wait()
             work = next(works, None)
-        if local is not values:
-            values.copy_(local)
 
     def exchange(self, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send each rank its message, where there is one; return those for this rank, by sender.

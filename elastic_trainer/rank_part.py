@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,7 +53,7 @@ class RankPart:
     """AdamW's two moments, fp32 shards."""
     gathered_bytes: int
     """Parameters gathered for computing at the same time, in the compute dtype: with a
-    pipeline all it holds, else the largest block and what is outside the blocks."""
+    pipeline all it holds, else the largest block or table, and beside it tied tables."""
     accumulated_bytes: int
     """fp32 gradients, whole but for tp, that a pipeline adds up over the micro-batches of a
     step before it reduces them; 0 without one. DTensor keeps the embedding's whole over tp."""
@@ -77,11 +78,12 @@ def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
     stored = accumulated = 0
     for wrapped_name, param in engine.model.named_parameters():
         name = clean_name(wrapped_name)
-        assert isinstance(param, DTensor), name
-        local = tuple(param.to_local().shape)
+        local = tuple((param.to_local() if isinstance(param, DTensor) else param).shape)
         shapes[name] = (tuple(param.shape), local)
         stored += torch.Size(local).numel()
-        block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
+        if config.model.tie_embeddings and not name.startswith("layers."):
+            block = ""
         gathered[block] = gathered.get(block, 0) + _after_tp(param)
         accumulated += param.numel() if name == "embedding.weight" else _after_tp(param)
     if engine.stages:
@@ -106,10 +108,12 @@ def _describe(engine: Engine, config: TrainConfig, rank: int) -> RankPart:
     )
 
 
-def _after_tp(param: DTensor) -> int:
+def _after_tp(param: Tensor) -> int:
     """Return the elements of `param` on one rank once FSDP has gathered it: its tp shard."""
+    numel = param.numel()
+    if not isinstance(param, DTensor):
+        return numel
     names = param.device_mesh.mesh_dim_names or ()
-    numel: int = param.numel()
     if "tp" in names and param.placements[names.index("tp")].is_shard():
         numel //= param.device_mesh["tp"].size()
     return numel

@@ -269,14 +269,17 @@ class _Rank:
             branch = self.part if self.stack.gathers_again else self.width
             activations += self.value * self.tokens * (self.part + branch)
         before, summed = self.gradients()
-        # Tables stay whole from the first forward to the end; with a pipeline all layers do.
+        # With a pipeline all is whole from the first forward to the end. Else the head is from its
+        # forward to its backward; a tied one is to the end, and so is its gradient.
         alone = self.fsdp and not self.pipeline
-        root = self.value * self.tables if alone else 0.0
-        head = self.value * self.table if alone and self.last else 0.0
-        # FSDP alone has this layer and the next one whole, and the last one's flat fp32 gradients.
+        head = self.value * self.table if alone else 0.0
+        tied = 2 * head if self.work.shape.tie_embeddings else 0.0
+        # FSDP alone has this layer and the next one whole, and flat fp32 gradients of the one
+        # before it, of which the last layer's is the head.
         # Two of the feed-forward's three matrices have gradients when most is computed again.
-        two, flat = (2 * self.value * self.layer, 4 * self.layer) if alone else (0.0, 0.0)
-        layer = root + head + two
+        two = 2 * self.value * self.layer if alone else 0.0
+        flat = 4 * max(self.layer, self.table) if alone else 0.0
+        layer = tied + two
         gradients = 2 * self.value * self.ffn * self.width
         if self.mixture:
             # Its flat gradients are large: where they are there, a layer's activations are gone.
@@ -288,16 +291,21 @@ class _Rank:
         else:
             yield _Moment(activations + self.computing(), 0.0, layer + flat + gradients, before)
         if self.last and not self.stack.chunked_loss:
-            yield _Moment(activations, self.logits(), root, before)
+            yield _Moment(activations, self.logits(), head, before)
+        if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
+            larger = head + 4 * self.table + self.value * self.layer
+            kept_logits = self.value * self.tokens * self.work.shape.vocab_size / self.layout.tp
+            yield _Moment(activations, kept_logits, larger, before)
         if self.first:
             others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept
             others += self.value * self.tokens * self.part
             whole = self.value * self.table * (self.layout.tp if self.stack.dtensor else 1)
-            yield _Moment(others, 0.0, root + head + whole, summed)
+            yield _Moment(others, 0.0, tied + whole, summed)
         if self.fsdp:  # from a flat fp32 buffer
-            gradients = self.value * self.tables if alone else 0.0
+            table = min(self.table, self.tables)
+            gradients = self.value * table if alone else 0.0
             reduced = self.stack.gradients * self.params / self.shards
-            yield _Moment(0.0, 0.0, gradients + 4 * self.tables, summed + reduced)
+            yield _Moment(0.0, 0.0, gradients + 4 * table, summed + reduced)
         shards = self.shards if self.stack.zero >= 1 else 1
         yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 

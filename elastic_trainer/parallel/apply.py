@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -78,6 +78,13 @@ def _gather_keys(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
+    """Wrap each block, each table and what is left, so that each is gathered when it is needed.
+
+    Groups are torchtitan's (torchtitan/distributed/fsdp.py): the embedding, every block, and the
+    last norm with the head, whose backward follows at once. Tied tables are one group.
+    """
+    if precision == "fp32" and meshes.fsdp.size() == 1 and meshes.tp is None and meshes.pp is None:
+        return  # one process has nothing to gather, sum or cast: FSDP would copy all of it
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     # Inputs stay as they are: bf16 cosines of far positions would be wrong by a percent.
     policy = MixedPrecisionPolicy(
@@ -86,14 +93,23 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
     # A pipeline runs many micro-batches between two optimizer steps: gathering the
     # parameters for each of them again would cost more than keeping them.
     keep = meshes.pp is not None
+    shard = partial(fully_shard, mesh=meshes.fsdp, mp_policy=policy)
     for block in stage.layers.values():
         for module in block.modules():
             if isinstance(module, SplitExperts):
-                fully_shard(
-                    module, mesh=meshes.experts, mp_policy=policy, reshard_after_forward=not keep
-                )
-        fully_shard(block, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=not keep)
-    fully_shard(stage, mesh=meshes.fsdp, mp_policy=policy, reshard_after_forward=False)
+                shard(module, mesh=meshes.experts, reshard_after_forward=not keep)
+        shard(block, reshard_after_forward=not keep)
+    ends = [part for part in (stage.norm, stage.head) if not isinstance(part, nn.Identity)]
+    if stage.shape.tie_embeddings:
+        shard([stage.embedding, *ends], reshard_after_forward=False)
+    else:
+        if not isinstance(stage.embedding, nn.Identity):
+            shard(stage.embedding, reshard_after_forward=not keep)
+            # Its gradient does not depend on its values.
+            stage.embedding.set_unshard_in_backward(unshard_in_backward=False)
+        if ends:
+            shard(ends, reshard_after_forward=False)
+    shard(stage, reshard_after_forward=False)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             # The sum, not the mean: dividing by a dp of 3 would round.
@@ -122,10 +138,8 @@ def initialise(model: Decoder, seed: int) -> None:
     """
     with torch.no_grad():
         for name, param in model.named_parameters():
-            local, part = param, tuple(slice(0, length) for length in param.shape)
-            if isinstance(param, DTensor):
-                local = param.to_local()
-                part = slice_of(param)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            part = slice_of(param)
             rows = range(part[0].start, part[0].stop)
             mean, deviation = model.initial(clean_name(name))
             values = initial_rows(
@@ -134,8 +148,10 @@ def initialise(model: Decoder, seed: int) -> None:
             local.copy_(values[(slice(None), *part[1:])])
 
 
-def slice_of(param: DTensor) -> tuple[slice, ...]:
+def slice_of(param: Tensor) -> tuple[slice, ...]:
     """Return which part of the whole tensor this rank holds."""
+    if not isinstance(param, DTensor):
+        return tuple(slice(0, length) for length in param.shape)
     sizes, offsets = compute_local_shape_and_global_offset(
         param.shape, param.device_mesh, param.placements
     )

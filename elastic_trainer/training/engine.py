@@ -114,7 +114,9 @@ class Engine:
         self._loss_sum.zero_()
         with loss_scope(self.meshes.tp):
             if self._pipeline is None:
-                for batch in micro_batches:
+                for number, batch in enumerate(micro_batches, 1):
+                    if backward:
+                        self._sum_over_replicas(number)
                     logits = self.model(batch.inputs, self._rope, batch.documents)
                     loss = self._loss(logits, batch.targets)
                     if backward:
@@ -131,6 +133,16 @@ class Engine:
             else:
                 self._pipeline.run(None, None, None, backward=backward)
         return self._loss_sum.clone()
+
+    def _sum_over_replicas(self, number: int) -> None:
+        """Have HSDP all-reduce after the last of a step's micro-batches only; `number` from 1.
+
+        Until then FSDP adds up what this rank has of its replica's gradient: as many bytes.
+        """
+        last = self._rung.micro_batches
+        if self._rung.layout.dp_replicate > 1 and number in (1, last):
+            assert isinstance(self.model, FSDPModule)
+            self.model.set_requires_all_reduce(number == last)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return what to call backward on: with it, gradients sum up to those of one process."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from elastic_trainer.config import TrainSection
-from elastic_trainer.data import IGNORED, Corpus
+from elastic_trainer.data import IGNORED, Corpus, Samples
 from elastic_trainer.data.index import micro_batch_samples, samples_of_step
 from elastic_trainer.ladder import Rung
 from elastic_trainer.parallel.context import zigzag_positions
@@ -54,26 +57,57 @@ class Feed:
         self._corpus, self._train, self._rung, self._stop = corpus, train, rung, stop
         self._dp_rank, self._ledger, self._device = coordinate["dp"], ledger, device
         self._positions = zigzag_positions(train.seq_len, rung.layout.cp, coordinate["cp"])
+        self._last = train.steps if stop is None else -(-stop // train.global_batch)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, list[Future[Samples]]] = {}
+        """Step -> what is read of it; of one step before it is asked for."""
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of `step`; what is yielded counts as fed."""
-        train = self._train
-        for samples in self._samples_of(step):
+        """Yield this rank's micro-batches of `step`; what is yielded counts as fed.
+
+        A thread reads those of the next step meanwhile. What it meets there is raised there.
+        """
+        coming = self._ahead.pop(step, None) or self._read_ahead(step)
+        for read in itertools.chain(*self._ahead.values()):  # of a step that was passed over
+            read.cancel()
+        self._ahead = {step + 1: self._read_ahead(step + 1)} if step < self._last else {}
+        for samples, read in zip(self._samples_of(step), coming, strict=True):
+            tokens = read.result()
             if samples is not None and self._ledger is not None:
                 self._ledger.fed(samples)
-            first = (step - 1) * train.global_batch
-            used = samples if samples is not None else range(first, first + train.micro_batch)
-            found = self._corpus.samples(used)
-            targets = found.targets
-            if samples is None:  # any tokens will do
-                targets = torch.full_like(targets, IGNORED)
-            elif self._stop is not None:
-                targets[max(0, self._stop - samples.start) :] = IGNORED
             yield MicroBatch(
-                self._part(found.inputs),
-                self._part(targets),
-                None if found.documents is None else self._part(found.documents),
+                *(
+                    None if each is None else each.to(self._device, non_blocking=True)
+                    for each in tokens
+                )
             )
+
+    def _read_ahead(self, step: int) -> list[Future[Samples]]:
+        if self._reader is None:
+            on_cuda = self._device.type == "cuda"
+            # Else the thread's first pinned memory would make a context on the first GPU.
+            prepare = partial(torch.cuda.set_device, self._device) if on_cuda else None
+            self._reader = ThreadPoolExecutor(1, "holdfast-feed", initializer=prepare)
+        return [
+            self._reader.submit(self._read, step, samples) for samples in self._samples_of(step)
+        ]
+
+    def _read(self, step: int, samples: range | None) -> Samples:
+        """Return this rank's positions of a micro-batch; on CUDA in pinned memory."""
+        train = self._train
+        first = (step - 1) * train.global_batch
+        used = samples if samples is not None else range(first, first + train.micro_batch)
+        found = self._corpus.samples(used)
+        targets = found.targets
+        if samples is None:  # any tokens will do
+            targets = torch.full_like(targets, IGNORED)
+        elif self._stop is not None:
+            targets[max(0, self._stop - samples.start) :] = IGNORED
+        return Samples(
+            self._part(found.inputs),
+            self._part(targets),
+            None if found.documents is None else self._part(found.documents),
+        )
 
     def tokens(self, step: int) -> int:
         """Return how many targets of the global batch of `step` count in the loss."""
@@ -91,14 +125,9 @@ class Feed:
         )
 
     def _part(self, rows: Tensor) -> Tensor:
-        """Copy this rank's positions to the device.
-
-        On CUDA behind what runs, for a copy of pageable memory waits for all of it.
-        """
         tokens = rows[:, self._positions]
-        if self._device.type != "cuda":
-            return tokens.to(self._device)
-        return tokens.pin_memory().to(self._device, non_blocking=True)
+        # A copy of pageable memory would wait for all that the device has to do.
+        return tokens.pin_memory() if self._device.type == "cuda" else tokens
 
     def pass_over(self, step: int) -> None:
         """Count this rank's samples of `step` as consumed, without reading them."""
@@ -123,6 +152,8 @@ class Feed:
         return self._ledger is None or self._ledger.flush(timeout_s)
 
     def close(self) -> None:
-        """Close the ledger."""
+        """Close the ledger, and end the thread."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
         if self._ledger is not None:
             self._ledger.close()

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from elastic_trainer.models import ModelShape
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""Dense bf16 peak per accelerator, from the vendor's data sheets."""
+PEAK_FLOPS = {
+    "A100": 312e12,  # SXM and PCIe alike
+    "A800": 312e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "MI300X": 1307e12,
+}
+"""Part of the device's name, what is more exact first -> dense bf16 peak in FLOP/s.
+
+The vendors' data sheets, as in launcher/hardware.py; they print NVIDIA's with sparsity, twice as
+much. The boards are told apart as torchtitan 0.3 does (tools/utils.py); it has no H200 NVL, whose
+data sheet says 1,671 TFLOP/s with sparsity.
+"""
 
 
 def utilisation(

@@ -36,7 +36,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+            tensors[:] = map(_local, tensors)
         return has_complex
 
 
@@ -78,24 +78,33 @@ def gradient_square_sum(model: nn.Module) -> Tensor:
     Args:
         model: sharded; gradients are reduced already.
     """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    for grad in grads:
-        local, copies = grad, 1
-        if isinstance(grad, DTensor):
-            local = grad.to_local()
-            sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
-            copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-        total += torch.linalg.vector_norm(local, dtype=torch.float64).square() / copies
-    return total
+    by_copies: dict[int, list[Tensor]] = {}
+    for param in model.parameters():
+        if (grad := param.grad) is not None:
+            by_copies.setdefault(_num_copies(grad), []).append(_local(grad))
+    sums = [
+        torch.stack(torch._foreach_norm(grads, 2, torch.float64)).square().sum() / copies  # noqa: SLF001
+        for copies, grads in by_copies.items()
+    ]
+    return torch.stack(sums).sum()
 
 
 def clip_gradients(model: nn.Module, norm: float, clip_norm: float) -> None:
     """Scale the gradients, whose global norm is `norm`, to at most `clip_norm` (0: never)."""
     if clip_norm <= 0 or norm <= clip_norm:
         return
-    for param in model.parameters():
-        if param.grad is not None:
-            grad = param.grad
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.mul_(clip_norm / norm)
+    grads = [_local(param.grad) for param in model.parameters() if param.grad is not None]
+    torch._foreach_mul_(grads, clip_norm / norm)
+
+
+def _num_copies(grad: Tensor) -> int:
+    """Return how many ranks of its mesh hold the same part of `grad`."""
+    if not isinstance(grad, DTensor):
+        return 1
+    sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    # Past autograd: its view of each tensor costs more than the sum over a small one.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001

@@ -189,6 +189,7 @@ class Trainer:
         steps = self.config.train.steps
         loss: float | None = None
         self.heartbeat.beat(step=self.step, section=Section.FIRST_STEP)
+        self._reported_mono = time.monotonic()
         self._compare_replicas(before_save=True)
         while self.step < steps:
             if asked := self._validate():
@@ -197,14 +198,12 @@ class Trainer:
             if self.guard.passes_over(self.step + 1):
                 self._pass_over()
                 continue
-            begun = time.monotonic()
             result, lr = self._train_step(self.step + 1)
             if result.decision.action in (Action.ROLLBACK, Action.STOP):
                 return self._turn_back(result.decision)
             self.step, loss = self.step + 1, result.loss
             self.feed.end_step(self.step, skipped=not result.decision.applies)
-            seconds = time.monotonic() - begun
-            self._report_step(result, lr, seconds)
+            self._report_step(result, lr)
             requests = result.agreed.requests
             self.heartbeat.mark(Part.REDUCE)
             self._compare_replicas(before_save=bool(requests))
@@ -247,7 +246,8 @@ class Trainer:
     def _agree(self, loss_sum: Tensor, step: int, tokens: int) -> StepResult:
         """Add up losses, gradient norms, votes and requests over all ranks, in one collective."""
         votes = self.session.votes(step, self.heartbeat.asked())
-        sums = torch.stack([loss_sum, gradient_square_sum(self.model)])
+        # The host waits for the device here, and nowhere else in a step.
+        sums = torch.stack([loss_sum, gradient_square_sum(self.model)]).cpu()
         everything = torch.cat([sums, sums.new_tensor(votes)])
         self.sum_over_ranks(everything)
         loss, square_sum, *votes = everything.tolist()
@@ -256,10 +256,13 @@ class Trainer:
         return StepResult(loss, norm, tokens, agreed, self.guard.decide(step, loss, norm))
 
     def sum_over_ranks(self, values: Tensor) -> None:
-        """Add up `values` over all ranks, in place; the heartbeat tells who has not come yet."""
+        """Add up `values` (on the CPU) over all ranks; the heartbeat tells who has not come yet."""
         self.session.ranks.all_reduce(values, entered=lambda: self.heartbeat.mark(Part.REDUCE))
 
-    def _report_step(self, result: StepResult, lr: float, seconds: float) -> None:
+    def _report_step(self, result: StepResult, lr: float) -> None:
+        """Put the step on record. It lasts since the report before it, so that none is left out."""
+        begun, self._reported_mono = self._reported_mono, time.monotonic()
+        seconds = self._reported_mono - begun
         train, committed = self.config.train, result.agreed.committed
         self.heartbeat.beat(step=self.step, section=Section.STEP, committed_step=committed)
         tokens = train.global_batch * train.seq_len

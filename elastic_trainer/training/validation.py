@@ -96,7 +96,7 @@ class Validation:
         """
         total, last = 0.0, -(-len(self._samples) // self._train.global_batch)
         for number in range(1, last + 1):
-            loss_sum = losses(self._feed.micro_batches(number))
+            loss_sum = losses(self._feed.micro_batches(number)).cpu()
             flags = [float(bool(asked() & request)) for request in _LEAVE]
             sums = torch.cat([loss_sum.reshape(1), loss_sum.new_tensor(flags)])
             sum_over_ranks(sums)

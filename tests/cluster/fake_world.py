@@ -106,11 +106,15 @@ def step(job_json, num_nodes, rank):
         loss = engine.forward_backward(feed.micro_batches(1), tokens)
         for name, param in engine.model.named_parameters():
             assert param.grad is not None, f"{name} has no gradient"
-            assert param.grad.to_local().shape == param.to_local().shape, name
+            assert _local(param.grad).shape == _local(param).shape, name
         norm = gradient_square_sum(engine.model).sqrt()
         clip_gradients(engine.model, float(norm), config.train.optimizer.clip_norm)
         optimizer.step()
         return float(loss)
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _agree_on_shapes(_schedule, stages, has_backward, _p2p_done):
@@ -146,12 +150,13 @@ def accumulated_bytes(job_json, num_nodes, rank):
     reduce = PipelineStage.perform_reduce_grad
 
     def count(stage, *args):
-        for module in stage.submod.modules():
-            group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
-            for param in group.fsdp_params if group else []:
+        wrapped = [m for m in stage.submod.modules() if isinstance(m, FSDPModule)]
+        groups = {m._get_fsdp_state()._fsdp_param_group for m in wrapped}  # some of two modules
+        for group in groups - {None}:
+            for param in group.fsdp_params:
                 grad = param.unsharded_accumulated_grad
                 grad = param._unsharded_param.grad if grad is None else grad
-                seen.append((grad.to_local() if isinstance(grad, DTensor) else grad).nbytes)
+                seen.append(_local(grad).nbytes)
         return reduce(stage, *args)
 
     PipelineStage.perform_reduce_grad = count
@@ -169,6 +174,6 @@ def shards(job_json, num_nodes, rank):
             lengths = tuple(
                 len(range(*cut.indices(size))) for cut, size in zip(part, whole, strict=True)
             )
-            assert lengths == tuple(param.to_local().shape), f"{wrapped_name}: {part}"
+            assert lengths == tuple(_local(param).shape), f"{wrapped_name}: {part}"
             held[clean_name(wrapped_name)] = (whole, part)
     return held

@@ -83,6 +83,16 @@ def test_a_stopped_job_goes_on_with_the_next_batch_in_any_layout(tmp_path):
     assert run.curve("lr")[steps] == run.config.train.optimizer.lr
 
 
+def test_steps_last_as_long_as_the_loop(tmp_path):
+    """Snapshots, saves and validation are between two steps, and in the time of the second."""
+    run = elastic(tmp_path / "run", steps=40)
+    run.train(1, 2)
+    first, *others = run.events("step.completed")
+    assert len(others) == 39
+    wall = others[-1].t_mono - first.t_mono
+    assert sum(event.fields["step_s"] for event in others) == pytest.approx(wall, rel=0.01)
+
+
 def test_experts_go_on_with_another_ep(tmp_path):
     """From ep 2 on two workers to three that all keep every expert, and to one process."""
     shape = Mixtral(**dataclasses.asdict(SHAPE), num_experts=4, experts_per_token=2)

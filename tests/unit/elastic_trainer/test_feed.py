@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elastic_trainer.config import TrainSection
+from elastic_trainer.data import DataError
 from elastic_trainer.data.corpus import Corpus, FlatWindows
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
@@ -71,3 +72,48 @@ def test_samples_beyond_the_last_count_nothing(micro_batch, monkeypatch):
 
 def test_every_target_of_a_flat_corpus_counts():
     assert feed(ParallelLayout(), 0, rounds=5).tokens(3) == TRAIN.global_batch * SEQ_LEN
+
+
+class Watched:
+    """A corpus that says what it was asked for, and fails on samples from `bad` on."""
+
+    def __init__(self, bad):
+        self.asked, self._bad, self._corpus = [], bad, corpus()
+
+    def samples(self, indices):
+        self.asked.append(indices)
+        if indices.stop > self._bad:
+            raise DataError("HF707 damaged")
+        return self._corpus.samples(indices)
+
+
+def test_the_next_step_is_read_ahead_and_counts_once_it_is_used(tmp_path):
+    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
+    mine = feed(ParallelLayout(), 0, rounds=5, ledger=ledger)
+    mine._corpus = watched = Watched(bad=8)
+    assert len(list(mine.micro_batches(1))) == 5
+    mine.end_step(1)
+    with pytest.raises(DataError, match="HF707"):  # where it would be used, not before
+        list(mine.micro_batches(2))
+    assert [indices.start for indices in watched.asked][:10] == list(range(10))
+    mine.close()
+    text = (tmp_path / "ledger/e000001-dp00000.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()][1:] == [
+        {"step": 1, "samples": [[0, 5]]}
+    ]
+
+
+def test_a_step_that_is_passed_over_is_read_for_nothing(tmp_path):
+    ledger = LedgerWriter(tmp_path, epoch=1, dp_rank=0, resume_step=0, layout="x")
+    mine = feed(ParallelLayout(), 0, rounds=5, ledger=ledger)
+    list(mine.micro_batches(1))
+    mine.end_step(1)
+    mine.pass_over(2)
+    third = torch.cat([batch.targets for batch in mine.micro_batches(3)])
+    mine.end_step(3)
+    mine.close()
+    assert torch.equal(third, corpus().samples(range(10, 15)).targets)
+    text = (tmp_path / "ledger/e000001-dp00000.jsonl").read_text()
+    assert [json.loads(line)["samples"] for line in text.splitlines()[1:]] == [
+        [[0, 5]], [[5, 10]], [[10, 15]],
+    ]  # fmt: skip

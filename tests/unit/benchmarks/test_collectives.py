@@ -1,0 +1,43 @@
+"""What one step of the trainer sends and waits for, in eight layouts."""
+
+from __future__ import annotations
+
+import pytest
+
+COUNTS = {
+    "dp8-pp1-cp1-tp1": (40, 24, 0, 0, 0),
+    "dp8-pp1-cp1-tp1-hsdp2": (40, 24, 6, 0, 0),
+    "dp1-pp1-cp1-tp4": (72, 72, 48, 0, 0),
+    "dp4-pp2-cp1-tp1": (3, 3, 0, 4, 4),
+    "dp4-pp1-cp2-tp1": (56, 40, 0, 0, 0),
+    "dp4-pp1-cp1-tp2": (112, 96, 48, 0, 0),
+    "dp4-pp1-cp2-tp2-hsdp2": (128, 112, 54, 0, 0),
+    "dp2-pp2-cp1-tp2": (39, 39, 4, 4, 4),
+}
+"""All-gathers, reduce-scatters, all-reduces, sends and receives. Four layers, four micro-batches.
+
+dp8: of each micro-batch six groups are gathered in forward, the blocks again in backward, and all
+six are reduced; with replicas their sums are made once a step. tp: each of a layer's two branches
+gathers and scatters in both directions, and so do embedding and head together once; norms'
+gradients (9) and the loss (3) are summed.
+"""
+
+
+@pytest.mark.parametrize("layout", COUNTS)
+def test_a_step_has_these_collectives_and_waits_for_the_device_once(load, layout):
+    collectives = load("collectives")
+    found = collectives.apart(collectives.step_of, layout)
+    assert tuple(found.collectives[kind] for kind in collectives.KINDS) == COUNTS[layout]
+    assert set(found.collectives) <= set(collectives.KINDS)
+    assert found.syncs == 1
+
+
+def test_bytes_of_fsdp_are_those_of_the_parameters(load):
+    """Gathered in bf16: the embedding and the head once, the blocks twice; reduced in fp32."""
+    collectives = load("collectives")
+    found = collectives.apart(collectives.step_of, "dp8-pp1-cp1-tp1")
+    whole = collectives.SHAPE.num_params()
+    ends = 2 * collectives.SHAPE.vocab_size * collectives.SHAPE.dim + collectives.SHAPE.dim
+    each = 2 * collectives.MICRO_BATCHES
+    assert found.bytes["all-gather"] == each * (2 * whole - ends)
+    assert found.bytes["reduce-scatter"] == 2 * each * whole
