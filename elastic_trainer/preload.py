@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.name_service import ask_for_a_name
@@ -41,24 +42,36 @@ BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
 
-def preload(env: Mapping[str, str]) -> None:
-    """Import what workers of this run will need, and know. `env` is that of the zygote."""
+def preload(env: MutableMapping[str, str]) -> None:
+    """Import what workers of this run will need, and know. `env` is that of this process."""
+    job = _job(env)
+    compiles = bool(job.get("train", {}).get("compile"))
+    if compiles:
+        # Read as the compiler is imported. By default each process that compiles for a GPU starts
+        # a pool of up to 32 others, which import torch.
+        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for name in (
         *MODULES,
-        *(COMPILER if _compiles(env) else ()),
+        *(COMPILER if compiles else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         importlib.import_module(name)
+    if compiles and job.get("device") == "cpu":
+        # Once here, not once a worker: it starts Python twice, which imports torch, 1.7 s. It
+        # imports torch.utils.cpp_extension, see COMPILER.
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        pick_vec_isa()
     ask_for_a_name()
 
 
-def _compiles(env: Mapping[str, str]) -> bool:
-    """Return whether the run's job.json says so; what is wrong with it the workers will say."""
+def _job(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the run's job.json; what is wrong with it the workers will say."""
     run_dir = env.get("HOLDFAST_RUN_DIR")
     if run_dir is None:
-        return False
+        return {}
     try:
         job = json.loads((Path(run_dir) / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(job, dict) and bool(job.get("train", {}).get("compile"))
+        return {}
+    return job if isinstance(job, dict) else {}

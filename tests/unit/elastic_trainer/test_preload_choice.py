@@ -42,6 +42,20 @@ def test_the_job_decides(
     assert imported == [*MODULES, *(COMPILER if compiles else ())]
 
 
+@pytest.mark.parametrize(("device", "probes"), [("cpu", 1), ("cuda", 0)])
+def test_the_compiler_probes_the_processor_before_the_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, probes: int
+) -> None:
+    """Not on GPUs: what it imports counts devices. And no worker starts a pool of compilers."""
+    (tmp_path / "job.json").write_text(json.dumps({"train": {"compile": True}, "device": device}))
+    calls: list[int] = []
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: calls.append(1))
+    env = {"HOLDFAST_RUN_DIR": str(tmp_path)}
+    preload(env)
+    assert len(calls) == probes
+    assert env["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
+
+
 def test_without_a_run_there_is_no_job(imported: list[str]) -> None:
     preload({})
     assert imported == list(MODULES)
