@@ -31,6 +31,8 @@ class Section(enum.IntEnum):
     """Left the loop on request, state saved."""
     FINISHED = 7
     """The last step is done and saved."""
+    CONNECTING = 8
+    """Makes the process groups: waits for the others, who must come."""
 
 
 class Part(enum.IntEnum):

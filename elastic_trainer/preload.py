@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,33 @@ BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
 
-def preload(env: MutableMapping[str, str]) -> None:
-    """Import what workers of this run will need, and know. `env` is that of this process."""
+def preload(env: Mapping[str, str]) -> None:
+    """Import what workers of this run will need, and know. `env` is that of the zygote."""
     job = _job(env)
     compiles = bool(job.get("train", {}).get("compile"))
-    if compiles:
-        # Read as the compiler is imported. By default each process that compiles for a GPU starts
-        # a pool of up to 32 others, which import torch.
-        env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     for name in (
         *MODULES,
         *(COMPILER if compiles else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         importlib.import_module(name)
-    if compiles and job.get("device") == "cpu":
-        # Once here, not once a worker: it starts Python twice, which imports torch, 1.7 s. It
-        # imports torch.utils.cpp_extension, see COMPILER.
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-        pick_vec_isa()
+    if compiles:
+        _prepare_compiler(env, on_cpu=job.get("device") == "cpu")
     ask_for_a_name()
+
+
+def _prepare_compiler(env: Mapping[str, str], *, on_cpu: bool) -> None:
+    """Have forked workers find what does not change from worker to worker."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in env:
+        # Else each worker that compiles for a GPU starts a pool of up to 32 processes, which
+        # import torch. Not by the variable: it is read with the trainer's imports.
+        config.compile_threads = 1
+    if on_cpu:
+        # Once here, not once a worker: it starts Python, which imports torch, and takes 1.7 s. It
+        # also imports torch.utils.cpp_extension, see COMPILER.
+        cpu_vec_isa.pick_vec_isa()
 
 
 def _job(env: Mapping[str, str]) -> dict[str, Any]:

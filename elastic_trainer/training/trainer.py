@@ -85,6 +85,7 @@ class Trainer:
 
     def run(self) -> int:
         """Set up, train, and return the exit code."""
+        self.heartbeat.beat(section=Section.CONNECTING)
         self._init_process_group()
         self._end_phase("process_group")
         self._build_model()
@@ -119,6 +120,7 @@ class Trainer:
         self.engine = Engine(
             self.config, self.rung, self.who.rank, self.device, mark=self.heartbeat.mark
         )
+        self.heartbeat.beat(section=Section.STARTING)  # all have come
         self.heartbeat.compare_within(self.engine.coordinate["pp"])
         self.model = self.engine.model
         self.engine.allocate()

@@ -135,7 +135,10 @@ def _position(view: WorkerView) -> tuple[int, int]:
 
 
 def _waits(view: WorkerView) -> bool:
-    return Section[view.section.upper()] in _LOOP and Part[view.part.upper()] in WAITING
+    section = Section[view.section.upper()]
+    return section is Section.CONNECTING or (
+        section in _LOOP and Part[view.part.upper()] in WAITING
+    )
 
 
 def _in_words(node: str, view: WorkerView, *, nobody: bool) -> str:
