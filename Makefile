@@ -58,8 +58,10 @@ chaos: .venv/ready
 exhaustive: .venv/ready
 	$(PY) -m pytest tests -m exhaustive
 
+# Prints what the first hour on a cluster should check, then runs the tests that need a GPU.
 gpu: .venv/ready
-	$(PY) -m pytest tests/gpu -m gpu
+	@sed -n '/^## The first hour/,$$p' docs/gpus.md
+	$(PY) -m pytest tests/gpu -m gpu -rs
 
 # What can be tried of CUDA without a GPU: torch's CUDA build and a driver that counts calls. Skipped
 # where .venv-cuda is not there; it takes 4.5 GB. Three equals signs: no other build will do.

@@ -196,7 +196,7 @@ def _count(case: Case) -> dict[str, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     _as_on_a_gpu()
     _without_real_tensors()
-    meshes = engine.build_meshes(layout, "cpu", timedelta(seconds=9))
+    meshes = engine.build_meshes(layout, torch.device("cpu"), timedelta(seconds=9))
     engine.build_meshes = lambda *_args: meshes
     tracker = MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True):

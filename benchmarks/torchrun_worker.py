@@ -43,7 +43,7 @@ def main() -> None:
     dp, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
         model = Decoder(config.model)
-    meshes = build_meshes(ParallelLayout(dp=dp), "cpu", timeout)
+    meshes = build_meshes(ParallelLayout(dp=dp), torch.device("cpu"), timeout)
     parallelize(model, meshes, precision="fp32", recompute="none", compile_blocks=False)
     model.to_empty(device=device)
     initialise(model, train.seed)

@@ -14,6 +14,7 @@ import enum
 import mmap
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class Section(enum.IntEnum):
     """Left the loop on request, state saved."""
     FINISHED = 7
     """The last step is done and saved."""
+    CONNECTING = 8
+    """Makes the process groups: waits for the others, who must come."""
 
 
 class Part(enum.IntEnum):
@@ -156,6 +159,7 @@ class Heartbeat:
         # A cast view stores a whole word at once; struct would write byte by byte.
         self._words = memoryview(self._map).cast("Q")
         self._since = time.monotonic_ns()
+        self._elsewhere: Collection[int] = ()
 
     def beat(
         self,
@@ -185,11 +189,20 @@ class Heartbeat:
         gap, self._since = now - self._since, now
         if words[_SECTION] == Section.STEP:
             left = words[_PART]
-            words[_TOTALS + left] += gap
+            if left not in self._elsewhere:
+                words[_TOTALS + left] += gap
             words[_GAPS + left * BUCKETS + bucket_of(gap)] += 1
         words[_PART] = part
         words[_PLACE] += 1
         words[_COUNTER] += 1
+
+    def time_elsewhere(self, parts: Collection[int]) -> None:
+        """Worker: have `add_time` say how long `parts` take, not the time between marks."""
+        self._elsewhere = parts
+
+    def add_time(self, part: int, seconds: float) -> None:
+        """Worker: add to what `part` has taken."""
+        self._words[_TOTALS + part] += int(seconds * 1e9)
 
     def compare_within(self, lane: int) -> None:
         """Worker: say which ranks make the same marks as this one."""

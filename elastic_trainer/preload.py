@@ -10,6 +10,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.name_service import ask_for_a_name
@@ -43,22 +44,40 @@ BOARD = ("elastic_trainer.board.kubernetes_board",)
 
 def preload(env: Mapping[str, str]) -> None:
     """Import what workers of this run will need, and know. `env` is that of the zygote."""
+    job = _job(env)
+    compiles = bool(job.get("train", {}).get("compile"))
     for name in (
         *MODULES,
-        *(COMPILER if _compiles(env) else ()),
+        *(COMPILER if compiles else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         importlib.import_module(name)
+    if compiles:
+        _prepare_compiler(env, on_cpu=job.get("device") == "cpu")
     ask_for_a_name()
 
 
-def _compiles(env: Mapping[str, str]) -> bool:
-    """Return whether the run's job.json says so; what is wrong with it the workers will say."""
+def _prepare_compiler(env: Mapping[str, str], *, on_cpu: bool) -> None:
+    """Have forked workers find what does not change from worker to worker."""
+    from torch._inductor import config, cpu_vec_isa
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in env:
+        # Else each worker that compiles for a GPU starts a pool of up to 32 processes, which
+        # import torch. Not by the variable: it is read with the trainer's imports.
+        config.compile_threads = 1
+    if on_cpu:
+        # Once here, not once a worker: it starts Python, which imports torch, and takes 1.7 s. It
+        # also imports torch.utils.cpp_extension, see COMPILER.
+        cpu_vec_isa.pick_vec_isa()
+
+
+def _job(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the run's job.json; what is wrong with it the workers will say."""
     run_dir = env.get("HOLDFAST_RUN_DIR")
     if run_dir is None:
-        return False
+        return {}
     try:
         job = json.loads((Path(run_dir) / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(job, dict) and bool(job.get("train", {}).get("compile"))
+        return {}
+    return job if isinstance(job, dict) else {}

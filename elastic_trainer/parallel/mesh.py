@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -29,24 +30,25 @@ class Meshes:
     """As `fsdp`, of the ranks that keep the same experts: dp_shard / ep x cp."""
 
 
-def build_meshes(layout: ParallelLayout, device_type: str, timeout: timedelta) -> Meshes:
+def build_meshes(layout: ParallelLayout, device: torch.device, timeout: timedelta) -> Meshes:
     """Make the process groups of `layout`, ranks in its order.
 
     dp becomes `dp_replicate` x `dp_shard` where it is split (HSDP), else `dp_shard`; of that the
     innermost part is `ep`, and `dp_shard` what is left.
     Context-parallel ranks hold the same parameters, so FSDP shards over them as well.
-    Collective. The default group must exist and may be unconnected.
+    Collective. The default group must exist and may be unconnected: no group has all ranks, unless
+    an axis has. Groups are connected when they are returned.
 
     Args:
         layout: of as many ranks as the default group has.
-        device_type: `cuda` or `cpu`.
+        device: that this rank computes on.
         timeout: how long operations of every group wait for their peers.
     """
     sizes = _axis_sizes(layout)
-    backend = "fake" if dist.get_backend() == "fake" else _BACKENDS[device_type]
+    backend = "fake" if dist.get_backend() == "fake" else _BACKENDS[device.type]
     with connected_when_used(max(*sizes.values(), layout.dp_shard * layout.cp)):
         mesh = init_device_mesh(
-            device_type,
+            device.type,
             tuple(sizes.values()),
             mesh_dim_names=tuple(sizes),
             backend_override=dict.fromkeys(sizes, backend),
@@ -60,7 +62,21 @@ def build_meshes(layout: ParallelLayout, device_type: str, timeout: timedelta) -
     for group in {*mesh.get_all_groups(), *fsdp.get_all_groups(), *experts.get_all_groups()}:
         _set_pg_timeout(timeout, group)
     views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp", "ep")}
+    used = [view for view in (fsdp, experts, *views.values()) if view is not None]
+    # Not the parts of a flattened axis. In the same order on every rank, or they wait in a ring.
+    for group in dict.fromkeys(group for view in used for group in view.get_all_groups()):
+        connect(group, device)
     return Meshes(fsdp=fsdp, experts=experts, **views)
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make NCCL's communicator of `group` now, not in the first step; collective.
+
+    gloo's are connected already. torch does so only below an NCCL default group with a `device_id`,
+    which would have a communicator of all ranks.
+    """
+    if dist.get_backend(group) == "nccl":
+        group._get_backend(device).eager_connect_single_device(device)  # noqa: SLF001  as torch does
 
 
 def _sharded_over(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str) -> DeviceMesh:

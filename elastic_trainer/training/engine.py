@@ -46,7 +46,7 @@ class Engine:
         self._config, self._rung, self._device = config, rung, device
         self.coordinate = rung.layout.coordinate(rank)
         self.meshes = build_meshes(
-            rung.layout, device.type, timedelta(seconds=config.elastic.start_ceiling_s)
+            rung.layout, device, timedelta(seconds=config.elastic.start_ceiling_s)
         )
         self.model = build(config.model, config.command_dir)  # names are the same in every layout
         layout, interleave = rung.layout, config.interleave

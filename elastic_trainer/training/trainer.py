@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.rank_grid import init_unconnected
 from elastic_trainer.stack_signal import answer_with_flight, answer_with_stacks
 from elastic_trainer.training.determinism import make_deterministic
+from elastic_trainer.training.device_times import DeviceTimes
 from elastic_trainer.training.engine import Engine
 from elastic_trainer.training.feed import Feed
 from elastic_trainer.training.guard import Guard, NumbersError
@@ -76,6 +78,7 @@ class Trainer:
         self.config, self.who = config, who
         self.rung, self.layout = who.rung, who.rung.layout
         self.heartbeat = Heartbeat(who.heartbeat)
+        self.device_times: DeviceTimes | None = None
         self.device = torch.device(
             f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
         )
@@ -85,6 +88,7 @@ class Trainer:
 
     def run(self) -> int:
         """Set up, train, and return the exit code."""
+        self.heartbeat.beat(section=Section.CONNECTING)
         self._init_process_group()
         self._end_phase("process_group")
         self._build_model()
@@ -116,9 +120,13 @@ class Trainer:
         _ = self.session.ranks  # before the mesh's groups, on every rank alike
 
     def _build_model(self) -> None:
-        self.engine = Engine(
-            self.config, self.rung, self.who.rank, self.device, mark=self.heartbeat.mark
-        )
+        self.mark = self.heartbeat.mark
+        if self.device.type == "cuda":
+            timed = partial(torch.cuda.Event, enable_timing=True)
+            self.device_times = DeviceTimes(self.heartbeat, timed)
+            self.mark = self.device_times.mark
+        self.engine = Engine(self.config, self.rung, self.who.rank, self.device, mark=self.mark)
+        self.heartbeat.beat(section=Section.STARTING)  # all have come
         self.heartbeat.compare_within(self.engine.coordinate["pp"])
         self.model = self.engine.model
         self.engine.allocate()
@@ -229,10 +237,14 @@ class Trainer:
         """Run forward, backward and the optimizer for `step`; return its learning rate too."""
         train = self.config.train
         tokens = self.feed.tokens(step)
+        if self.device_times is not None:
+            self.device_times.begin_step()
         loss_sum = self.engine.forward_backward(
-            marked_data(self.feed.micro_batches(step), self.heartbeat.mark), tokens
+            marked_data(self.feed.micro_batches(step), self.mark), tokens
         )
-        self.heartbeat.mark(Part.SUMS)
+        self.mark(Part.SUMS)
+        if self.device_times is not None:
+            self.device_times.end_step()
         result = self._agree(loss_sum, step, tokens)
         self.heartbeat.mark(Part.OPTIMIZER)
         lr = learning_rate(step, steps=train.steps, config=train.optimizer)

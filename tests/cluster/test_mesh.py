@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.parallel import mesh
 from elastic_trainer.parallel.mesh import build_meshes
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -21,15 +22,19 @@ TIMEOUT = timedelta(seconds=37)
 def _rank(rank, port, layout, answers):
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size)
-    meshes = build_meshes(layout, "cpu", TIMEOUT)
-    views = [mesh for mesh in vars_of(meshes) if mesh is not None]
+    connected = []
+    mesh.connect = lambda group, _device: connected.append(group.group_desc)
+    meshes = build_meshes(layout, torch.device("cpu"), TIMEOUT)
+    views = [view for view in vars_of(meshes) if view is not None]
     groups = {
-        name: dist.get_process_group_ranks(mesh.get_group(name))
-        for mesh in views
-        for name in mesh.mesh_dim_names
+        name: dist.get_process_group_ranks(view.get_group(name))
+        for view in views
+        for name in view.mesh_dim_names
     }
-    every = [group for mesh in views for group in mesh.get_all_groups()]
-    answers.put((rank, groups, [group_timeout(group, "cpu") for group in every]))
+    every = [group for view in views for group in view.get_all_groups()]
+    assert sorted(connected) == sorted({group.group_desc for group in every})
+    timeouts = [group_timeout(group, "cpu") for group in every]
+    answers.put((rank, groups, timeouts, connected))
     # One that ends closes its connections, and others may still be making sure of theirs.
     store.wait(["every rank has answered"], TIMEOUT)
 
@@ -103,9 +108,14 @@ def _groups(layout, monkeypatch):
     ],
     ids=["hsdp", "dp-pp-cp", "ep"],
 )
-def test_every_group_has_the_ranks_and_the_one_time_out(layout, expected, monkeypatch):
+def test_every_group_has_the_ranks_and_the_one_time_out_and_is_connected_once(
+    layout, expected, monkeypatch
+):
     answers = _groups(layout, monkeypatch)
-    assert [groups for _, groups, _ in answers] == expected
-    for _, groups, timeouts in answers:
+    assert [groups for _, groups, _, _ in answers] == expected
+    # In one order: ranks that connect groups in different ones would wait for each other.
+    assert [connected for *_, connected in answers] == [answers[0][-1]] * layout.world_size
+    for _, groups, timeouts, connected in answers:
+        assert len(connected) == len(groups)
         assert len(timeouts) >= len(groups)
         assert set(timeouts) == {TIMEOUT}

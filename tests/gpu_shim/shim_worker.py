@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from elastic_trainer import train as train  # noqa: PLC0414  what the trainer's zygote has
+from elastic_trainer.children import children
 
 if os.environ.get("SHIM_PLANT"):
     torch.cuda.is_available()
@@ -16,6 +17,11 @@ if os.environ.get("SHIM_PLANT"):
 
 def main() -> int:
     found = {"bad_fork": torch.cuda._is_in_bad_fork(), "pid": os.getpid()}
+    if os.environ.get("SHIM_COMPILE"):
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()  # as inductor does before it compiles
+        found["children"] = len(children())
     torch.cuda.is_available()
     Path(os.environ["SHIM_REPORT"]).write_text(json.dumps(found))
     return 0

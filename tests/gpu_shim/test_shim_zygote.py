@@ -79,10 +79,10 @@ def calls(tmp_path: Path) -> Callable[[int], list[str]]:
 
 
 @pytest.fixture
-def zygote(run: Run, tmp_path: Path) -> Callable[..., tuple[int, int, bool]]:
-    """Return what runs one and a worker: their process ids, and whether it can use CUDA."""
+def zygote(run: Run, tmp_path: Path) -> Callable[..., tuple[int, dict[str, int]]]:
+    """Return what runs one and a worker: its process id, and what the worker found."""
 
-    def zygote(*, compiles: bool, **more: str) -> tuple[int, int, bool]:
+    def zygote(*, compiles: bool, **more: str) -> tuple[int, dict[str, int]]:
         (tmp_path / "job.json").write_text(json.dumps({"train": {"compile": compiles}}))
         env = base_environment(
             {}, workers=1, address="127.0.0.1", run_dir=tmp_path, record_dir=tmp_path
@@ -93,28 +93,41 @@ def zygote(run: Run, tmp_path: Path) -> Callable[..., tuple[int, int, bool]]:
         said = json.loads(found.stdout)
         assert (said["ready"]["tasks"], said["ready"]["error"]) == (1, None)
         assert (said["started"]["how"], said["exited"]["status"]) == ("zygote", 0)
-        worker = json.loads(report.read_text())
-        return said["zygote"], worker["pid"], not worker["bad_fork"]
+        return said["zygote"], json.loads(report.read_text())
 
     return zygote
 
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_the_zygote_makes_no_call_of_the_driver(
-    zygote: Callable[..., tuple[int, int, bool]],
+    zygote: Callable[..., tuple[int, dict[str, int]]],
     calls: Callable[[int], list[str]],
     *,
     compiles: bool,
 ) -> None:
-    pid, worker, usable = zygote(compiles=compiles)
+    pid, worker = zygote(compiles=compiles)
     assert calls(pid) == []
-    assert usable
-    assert calls(worker).count("cuInit") == 1  # the driver counts
+    assert not worker["bad_fork"]
+    assert calls(worker["pid"]).count("cuInit") == 1  # the driver counts
 
 
 def test_a_call_that_is_planted_is_seen(
-    zygote: Callable[..., tuple[int, int, bool]], calls: Callable[[int], list[str]]
+    zygote: Callable[..., tuple[int, dict[str, int]]], calls: Callable[[int], list[str]]
 ) -> None:
-    pid, _, usable = zygote(compiles=False, SHIM_PLANT="1")
+    pid, worker = zygote(compiles=False, SHIM_PLANT="1")
     assert calls(pid).count("cuInit") == 1
-    assert not usable
+    assert worker["bad_fork"]
+
+
+@pytest.mark.parametrize(
+    ("more", "pool"), [({}, False), ({"TORCHINDUCTOR_COMPILE_THREADS": "2"}, True)]
+)
+def test_a_worker_that_compiles_starts_no_pool(
+    zygote: Callable[..., tuple[int, dict[str, int]]],
+    more: dict[str, str],
+    *,
+    pool: bool,
+) -> None:
+    """With triton, which comes with torch's CUDA build, it would by default."""
+    _, worker = zygote(compiles=True, SHIM_COMPILE="1", **more)
+    assert (worker["children"] > 0) == pool

@@ -37,7 +37,8 @@ class DeviceLimits:
     kill_deadline_s: float
     """How long killed workers may take to end."""
     connect_s: float = math.inf
-    """Limit in the first step for ranks that wait for others, which is when they connect."""
+    """Limit while they connect, and in the first step for ranks that wait for others: scripts
+    connect then."""
     pins: bool = False
     """The first snapshot of an epoch allocates pinned memory: it has the ceiling for a limit."""
 
@@ -205,7 +206,8 @@ class HangWatch:
 
     def _limit_s(self, watched: _Watched, ceiling_s: float) -> float:
         beat = watched.beat
-        if beat.section is Section.FIRST_STEP and beat.part in WAITING:
+        waits = beat.section is Section.FIRST_STEP and beat.part in WAITING
+        if waits or beat.section is Section.CONNECTING:
             return min(ceiling_s, self._device.connect_s)
         if watched.steady_since is None or beat.section is not Section.STEP:
             return ceiling_s

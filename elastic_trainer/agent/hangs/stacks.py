@@ -141,8 +141,8 @@ def gather_fronts(
         for target in asked:
             if target.rank not in found and (said := _read(fronts_path(target.heartbeat))):
                 found[target.rank] = {
-                    group: (completed, started, enqueued)
-                    for group, (completed, started, enqueued) in json.loads(said).items()
+                    group: (completed, begun)
+                    for group, (completed, begun) in json.loads(said).items()
                 }
         time.sleep(_POLL_S)
     return found

@@ -104,9 +104,11 @@ def find_hung_worker(
 def find_behind(views: Sequence[tuple[str, WorkerView]]) -> tuple[str, WorkerView, str] | None:
     """Return the worker that the others' collectives wait for, and a group that shows it.
 
-    It is behind a peer in some process group, and ahead of nobody in any: who is ahead in one
-    waits there, and is behind in others for that reason. None where the workers of several
-    nodes are so, or of none, or where one does not tell: it may be that one.
+    It is behind a peer in some process group, ahead of nobody in any, and in no operation
+    that waits for others: a collective that no rank has completed, or an exchange with a
+    neighbour. Who is in one may be behind in other groups for that reason. None where the
+    workers of several nodes are so, or of none, or where one does not tell: it may be that
+    one.
     """
     highest: dict[str, Front] = {}
     lowest: dict[str, Front] = {}
@@ -121,6 +123,7 @@ def find_behind(views: Sequence[tuple[str, WorkerView]]) -> tuple[str, WorkerVie
         for node, view in views
         if any(front < highest[g] for g, front in view.fronts.items())
         and all(front == lowest[g] for g, front in view.fronts.items())
+        and all(begun <= highest[g][0] for g, (_, begun) in view.fronts.items())
     ]
     if len({node for node, _, _ in found}) != 1:
         return None
@@ -132,7 +135,10 @@ def _position(view: WorkerView) -> tuple[int, int]:
 
 
 def _waits(view: WorkerView) -> bool:
-    return Section[view.section.upper()] in _LOOP and Part[view.part.upper()] in WAITING
+    section = Section[view.section.upper()]
+    return section is Section.CONNECTING or (
+        section in _LOOP and Part[view.part.upper()] in WAITING
+    )
 
 
 def _in_words(node: str, view: WorkerView, *, nobody: bool) -> str:

@@ -445,7 +445,7 @@ def _check_ranks(report: Report) -> None:
             about = (report,)
         case WorkersSeen(workers=workers):
             about = workers
-            if any(len(front) != 3 for view in workers for front in view.fronts.values()):
+            if any(len(front) != 2 for view in workers for front in view.fronts.values()):
                 raise ValueError(f"WorkersSeen.workers is {workers!r:.80}")
         case WorkersPaced(ranks=about):
             if any(len(pace.own_s) != len(OWN_PARTS) for pace in about):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from elastic_trainer.agent.hangs.hang import HangWatch, WorkerProgress
 from elastic_trainer.agent.hangs.procfs import shares_of, state_of
@@ -11,6 +11,7 @@ from elastic_trainer.agent.membership.notices import RankPace, WorkersPaced, Wor
 from elastic_trainer.agent.membership.stragglers import OWN_PARTS
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.workers import Workers
+from elastic_trainer.flight_recorder import Front
 from elastic_trainer.heartbeat import Section
 
 LEARN_S = 1.0
@@ -21,6 +22,10 @@ SUSPECT_S = 0.5
 """Without progress for so long, a worker's process is looked at."""
 LATE_S = 0.15
 """Later than that after its tick, the agent itself was held up: nothing was to be seen then."""
+
+AGREE_S = 0.2
+"""Apart at least are two looks at a worker's collectives that must show the same. One alone may
+catch it between two, while its device still works."""
 
 _NONE: tuple[int, tuple[float, ...]] = (0, ())
 
@@ -48,6 +53,8 @@ class HangMonitor:
         self._progress: list[WorkerProgress] = []
         self._hangs = False
         self._hung: dict[int, int] = {}
+        self._fronts: dict[int, tuple[float, Mapping[str, Front]]] = {}
+        """Rank -> how far it is in its collectives, and since when it is seen to be."""
         self._paced = clock()
         self._paces: dict[int, tuple[int, tuple[float, ...]]] = {}
         """Local rank -> step and totals at the last report."""
@@ -115,6 +122,15 @@ class HangMonitor:
                 ranks.append(RankPace(rank=target.rank, lane=beats[local].lane, own_s=own))
         return WorkersPaced(epoch=epoch, ranks=tuple(ranks)) if ranks else None
 
+    def _settled(self, found: Mapping[int, Mapping[str, Front]]) -> dict[int, Mapping[str, Front]]:
+        """Return those of the fronts that an earlier look has seen as well."""
+        now = self._looked = self._clock()  # so that gathering them is no delay of the agent
+        before, self._fronts = self._fronts, {}
+        for rank, fronts in found.items():
+            since, seen = before.get(rank, (now, fronts))
+            self._fronts[rank] = (since if seen == fronts else now), fronts
+        return {r: fronts for r, (since, fronts) in self._fronts.items() if now - since >= AGREE_S}
+
     def newly_hung(self) -> list[WorkerProgress]:
         """Return those that hang, or wait for one that does, once for each standstill."""
         now_hung = {s.local_rank: s for s in self._progress if s.hangs}
@@ -136,11 +152,10 @@ class HangMonitor:
 
         The processes' states are read now, of all: one that used the processor of late stands
         still for less than the others, and is the one that is busy. How far each is in its
-        collectives they say themselves.
+        collectives they say themselves, and that counts once it has not changed for AGREE_S.
         """
         processes = self._workers.processes()
-        fronts = gather_fronts(list(processes.values()))
-        self._looked = self._clock()  # so this is no delay of the agent
+        fronts = self._settled(gather_fronts(list(processes.values())))
         return WorkersSeen(
             epoch=epoch,
             stalled=stalled,

@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.agent.hangs.stacks import Target, gather_fronts
 from elastic_trainer.agent.membership.hang_diagnosis import find_behind, find_hung_worker
 from elastic_trainer.agent.membership.notices import WorkerView
-from elastic_trainer.flight_recorder import Front, fronts_of
+from elastic_trainer.flight_recorder import EXCHANGE, Front, fronts_of
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.training.trainer import flight_recorder
 
@@ -70,13 +72,31 @@ def test_fronts_are_those_of_the_newest_collectives_of_each_group() -> None:
             entry("6", 3, "started", is_p2p=True),  # ranks of a pipeline make different ones
         )
     )
-    assert found == {"5": (41, 42, 43), "9": (6, 0, 7)}
+    assert found == {"5": (41, 42), "9": (6, 6), EXCHANGE: (0, 1)}
     assert fronts_of(b"{}") == {}
 
 
-@pytest.mark.parametrize("behind", [(41, 41, 43), (40, 42, 43), (41, 42, 42)])
+def test_where_starts_are_not_recorded_what_is_enqueued_has_begun() -> None:
+    done, waits = entry("5", 41, "completed"), entry("5", 42, "scheduled")
+    assert fronts_of(dump(done, waits)) == {"5": (41, 42)}
+    assert fronts_of(dump({**done, "time_discovered_started_ns": 7}, waits)) == {"5": (41, 41)}
+
+
+def test_batches_of_sends_and_receives_are_no_collectives() -> None:
+    """Each takes a number of a collective, and stages make different ones."""
+    batch = [
+        entry("7", 3, "scheduled", is_p2p=True, profiling_name="nccl:recv 1<-0"),
+        entry("7", 3, "started", profiling_name="nccl:coalesced"),
+    ]
+    reduced = entry("7", 2, "completed", profiling_name="nccl:all_reduce")
+    assert fronts_of(dump(reduced, *batch)) == {EXCHANGE: (0, 1)}
+    batch[1] |= {"state": "completed", "time_discovered_started_ns": 7}
+    assert fronts_of(dump(reduced, *batch)) == {}
+
+
+@pytest.mark.parametrize("behind", [(41, 41), (40, 41), (40, 40)])
 def test_all_in_sums_and_one_behind_in_the_recorder_is_its_node(behind: Front) -> None:
-    views = [in_sums(rank, {"5": (41, 42, 43)}) for rank in range(8)]
+    views = [in_sums(rank, {"5": (41, 42)}) for rank in range(8)]
     views[5] = in_sums(5, {"5": behind})
     hung = find_hung_worker(views)
     assert hung is not None
@@ -84,29 +104,29 @@ def test_all_in_sums_and_one_behind_in_the_recorder_is_its_node(behind: Front) -
 
 
 def test_nobody_behind_is_nobody_blamed() -> None:
-    hung = find_hung_worker([in_sums(rank, {"5": (41, 42, 43)}) for rank in range(8)])
+    hung = find_hung_worker([in_sums(rank, {"5": (41, 42)}) for rank in range(8)])
     assert hung is not None
     assert hung.node is None
 
 
 def test_who_is_behind_counts_before_who_is_busy() -> None:
     """A host that waits for its device may spin or sleep."""
-    views = [in_sums(rank, {"5": (41, 42, 42)}, state="S") for rank in range(8)]
-    views[1] = in_sums(1, {"5": (41, 42, 42)}, state="R")
-    views[6] = in_sums(6, {"5": (41, 41, 42)}, state="S")
+    views = [in_sums(rank, {"5": (41, 42)}, state="S") for rank in range(8)]
+    views[1] = in_sums(1, {"5": (41, 42)}, state="R")
+    views[6] = in_sums(6, {"5": (41, 41)}, state="S")
     hung = find_hung_worker(views)
     assert hung is not None
     assert hung.node == "node3"
 
 
 def test_of_two_nodes_behind_or_with_one_that_does_not_tell_nobody_is_blamed() -> None:
-    views = [in_sums(rank, {"5": (41, 42, 42)}) for rank in range(8)]
-    views[6] = in_sums(6, {"5": (41, 41, 42)})
-    views[2] = in_sums(2, {"5": (41, 41, 42)})
+    views = [in_sums(rank, {"5": (41, 42)}) for rank in range(8)]
+    views[6] = in_sums(6, {"5": (41, 41)})
+    views[2] = in_sums(2, {"5": (41, 41)})
     assert find_behind(views) is None
     views[2] = in_sums(2, {})
     assert find_behind(views) is None
-    views[2] = in_sums(2, {"5": (41, 42, 42)})
+    views[2] = in_sums(2, {"5": (41, 42)})
     found = find_behind(views)
     assert found is not None
     assert found[1].rank == 6
@@ -115,65 +135,157 @@ def test_of_two_nodes_behind_or_with_one_that_does_not_tell_nobody_is_blamed() -
 # --- a device that hangs, in every layout --------------------------------------------------
 
 
-PROGRAM = ("tp", "", "cp", "", "dp", "tp", "", "dp")
+Op = tuple[str, frozenset[int]]
+"""What a device does: the name of a group and its ranks, alone to compute; `send/recv` with two."""
 
 
-def standstill(layout: ParallelLayout, hung: int, done: int) -> list[tuple[str, WorkerView]]:
+def programs(layout: ParallelLayout, micro_batches: int) -> list[list[Op]]:
+    """Return what each rank's device does in a step, in order: GPipe, each stage with FSDP."""
+    size = layout.world_size
+    where = [layout.coordinate(rank) for rank in range(size)]
+    at = {tuple(sorted(place.items())): rank for rank, place in enumerate(where)}
+
+    def along(rank: int, axis: str) -> Op:
+        mates = [r for r in range(size) if where[r] | {axis: 0} == where[rank] | {axis: 0}]
+        return f"{axis} of {mates[0]}", frozenset(mates)
+
+    def exchange(rank: int, by: int) -> list[Op]:
+        mate = at.get(tuple(sorted((where[rank] | {"pp": where[rank]["pp"] + by}).items())))
+        return [] if mate is None else [(EXCHANGE, frozenset((rank, mate)))]
+
+    def program(rank: int) -> list[Op]:
+        compute: Op = "", frozenset((rank,))
+        block = [along(rank, "dp"), along(rank, "tp"), compute, along(rank, "cp"), compute]
+        forward = [*exchange(rank, -1), *block, *exchange(rank, 1)]
+        backward = [*exchange(rank, 1), *block, *exchange(rank, -1)]
+        whole = micro_batches * forward + micro_batches * backward
+        return [*whole, compute, along(rank, "dp"), compute]
+
+    return [program(rank) for rank in range(size)]
+
+
+def standstill(
+    layout: ParallelLayout,
+    hung: int,
+    done: int,
+    *,
+    ahead: Sequence[int],
+    order: Sequence[int],
+    timed: bool,
+    micro_batches: int = 2,
+) -> tuple[list[tuple[str, WorkerView]], bool]:
     """Return all ranks once the device of `hung` has stopped after `done` operations.
 
-    Each rank's device works through the same list: a collective along tp, computation, one along
-    cp, computation, one along dp. Its host has enqueued them all.
+    Each rank's device works through its list; its host has enqueued `ahead` more operations. Who
+    has come to all of an operation's ranks passes it.
+
+    Returns:
+        The views, and whether anybody waits.
     """
-    size = layout.world_size
-    axes = {a: [layout.coordinate(r) | {a: -1} for r in range(size)] for a in ("tp", "cp", "dp")}
-    groups = {a: [f"{a}{sorted(where.items())}" for where in axes[a]] for a in axes}
-    at, entered = [0] * size, [False] * size
-    moved = True
+    todo = programs(layout, micro_batches)
+    at, moved = [0] * len(todo), True
     while moved:
         moved = False
-        for rank in range(size):
-            if at[rank] == len(PROGRAM) or (rank == hung and at[rank] == done):
-                continue
-            axis = PROGRAM[at[rank]]
-            if not axis:
-                at[rank], moved = at[rank] + 1, True
-                continue
-            mates = [r for r in range(size) if groups[axis][r] == groups[axis][rank]]
-            moved |= not entered[rank]
-            entered[rank] = True
-            if all(entered[mate] and at[mate] == at[rank] for mate in mates):
+        for rank in order:
+            while at[rank] < len(todo[rank]) and not (rank == hung and at[rank] >= done):
+                _, mates = op = todo[rank][at[rank]]
+                stand = [m for m in mates if at[m] < len(todo[m]) and todo[m][at[m]] == op]
+                if len(stand) < len(mates) or (hung in mates and at[hung] >= done):
+                    break
                 for mate in mates:
-                    at[mate], entered[mate] = at[mate] + 1, False
+                    at[mate] += 1
                 moved = True
     views = []
-    for rank in range(size):
-        entries, numbers = [], dict.fromkeys(axes, 0)
-        for place, axis in enumerate(PROGRAM):
-            if axis:
-                numbers[axis] += 1
-                begun = "started" if place == at[rank] and entered[rank] else "scheduled"
-                state = "completed" if place < at[rank] else begun
-                entries.append(entry(groups[axis][rank], numbers[axis], state))
+    for rank, ops in enumerate(todo):
+        entries, numbers = [], dict[str, int]()
+        for place, (name, mates) in enumerate(ops[: at[rank] + ahead[rank]]):
+            if len(mates) == 1:
+                continue
+            numbers[name] = numbers.get(name, 0) + 1
+            begun = timed and place == at[rank] and rank != hung
+            state = "completed" if place < at[rank] else "started" if begun else "scheduled"
+            # pp's group: the batch takes a number of a collective.
+            group, label = ("pp", "nccl:coalesced") if name == EXCHANGE else (name, "nccl:some")
+            known = {"time_discovered_started_ns": int(timed and state != "scheduled")}
+            entries.append(entry(group, numbers[name], state, profiling_name=label, **known))
         views.append(in_sums(rank, fronts_of(dump(*entries))))
-    return views
+    return views, any(at[r] < len(todo[r]) for r in range(len(todo)) if r != hung)
 
 
-@given(
-    st.sampled_from([(8, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (2, 4, 1), (1, 4, 2)]), st.data()
+LAYOUTS = (
+    (8, 1, 1, 1),
+    (4, 2, 1, 1),
+    (2, 2, 2, 1),
+    (4, 1, 2, 1),
+    (1, 4, 2, 1),
+    (1, 1, 1, 8),
+    (2, 1, 1, 4),
+    (4, 1, 1, 2),
+    (2, 2, 1, 2),
+    (1, 2, 2, 2),
+    (1, 4, 1, 2),
 )
-def test_a_device_that_hangs_is_found_in_every_layout(
-    degrees: tuple[int, int, int], data: st.DataObject
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(LAYOUTS), st.booleans(), st.data())
+def test_a_device_that_hangs_or_nobody_is_blamed_in_every_layout(
+    degrees: tuple[int, int, int, int], timed: bool, data: st.DataObject
 ) -> None:
-    dp, tp, cp = degrees
-    hung, done = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 7))
-    views = standstill(ParallelLayout(dp=dp, tp=tp, cp=cp), hung, done)
+    dp, tp, cp, pp = degrees
+    layout = ParallelLayout(dp=dp, tp=tp, cp=cp, pp=pp)
+    length = len(programs(layout, 2)[0])
+    hung, done = data.draw(st.integers(0, 7)), data.draw(st.integers(0, length))
+    ahead = data.draw(st.lists(st.integers(1, length), min_size=8, max_size=8))
+    order = data.draw(st.permutations(range(8)))
+    views, waits = standstill(layout, hung, done, ahead=ahead, order=order, timed=timed)
     found = find_hung_worker(data.draw(st.permutations(views)))
     assert found is not None
-    degree = {"dp": dp, "tp": tp, "cp": cp, "": 1}
-    if all(degree[axis] == 1 for axis in PROGRAM[done:]):
-        assert found.node is None  # nobody waits for it
-    else:
-        assert (found.node, found.view.rank) == (f"node{hung // 2}", hung)
+    blamed = found.node, found.view.rank
+    assert found.node is None or blamed == (f"node{hung // 2}", hung)
+    if not waits:
+        assert found.node is None
+
+
+@given(st.sampled_from([d for d in LAYOUTS if d[3] == 1]), st.data())
+def test_with_starts_recorded_it_is_found_where_no_pipeline_is(
+    degrees: tuple[int, int, int, int], data: st.DataObject
+) -> None:
+    dp, tp, cp, _ = degrees
+    layout = ParallelLayout(dp=dp, tp=tp, cp=cp)
+    length = len(programs(layout, 2)[0])
+    hung = data.draw(st.integers(0, 7))
+    done = data.draw(st.integers(5, length))  # each has been in a collective: starts are known
+    views, waits = standstill(layout, hung, done, ahead=[length] * 8, order=range(8), timed=True)
+    found = find_hung_worker(views)
+    assert found is not None
+    assert found.node == (f"node{hung // 2}" if waits else None)
+    assert not waits or found.view.rank == hung
+
+
+def test_a_stage_that_waits_for_its_neighbour_is_not_behind() -> None:
+    """Its peer of the next replica has had its input, and waits for it in their group."""
+    groups = ("dp of 0", "dp of 1")  # rank 0 and 2 are stage 0, 1 and 3 stage 1
+    alike: dict[str, Front] = {groups[0]: (4, 4)}
+    views = [
+        in_sums(0, alike),
+        in_sums(1, {groups[1]: (2, 2), EXCHANGE: (0, 1)}),
+        in_sums(2, {**alike, EXCHANGE: (0, 1)}),
+        in_sums(3, {groups[1]: (2, 3)}),
+    ]
+    assert find_behind(views) is None
+    views[2] = in_sums(2, {groups[0]: (4, 5)})
+    found = find_behind(views)
+    assert found is not None
+    assert found[1].rank == 0
+
+
+def test_a_rank_within_its_own_limit_is_not_charged_though_it_is_behind() -> None:
+    """It compiles, or loads data."""
+    views = [in_sums(rank, {"5": (41, 42)}) for rank in range(4)]
+    node, view = in_sums(3, {"5": (41, 41)})
+    views[3] = node, replace(view, limit_s=600.0)
+    assert find_hung_worker(views) is None
 
 
 # --- the recorder itself -------------------------------------------------------------------
@@ -228,9 +340,9 @@ def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, l
             Target(rank=rank, pid=worker.pid, heartbeat=beat)
             for rank, (worker, beat) in enumerate(zip(workers, beats, strict=True))
         ]
-        expected = {rank: (3, 0, 3 + (rank != late)) for rank in range(4)}
+        expected = {rank: (3, 3 + (rank != late)) for rank in range(4)}
         if late == -1:
-            expected = dict.fromkeys(range(4), (4, 0, 4))
+            expected = dict.fromkeys(range(4), (4, 4))
         fronts: dict[int, dict[str, Front]] = {}
         while {rank: front.get("0") for rank, front in fronts.items()} != expected:
             fronts = gather_fronts(targets, deadline_s=DEADLINE_S)  # until all have enqueued it

@@ -178,6 +178,18 @@ def test_who_waits_for_the_first_connection_is_asked_about_but_not_failed_before
     assert not hung(w.observe(120, {0: beat(40, Section.FIRST_STEP, part=Part.COMPILE)}))
 
 
+def test_making_groups_has_the_limit_of_connecting() -> None:
+    w = watch(replace(CUDA, connect_s=20.0))
+    w.observe(0, {0: beat(0, Section.CONNECTING)})
+    (one,) = hung(w.observe(20.1, {0: beat(0, Section.CONNECTING)}))
+    assert (one.limit_s, one.ceiling_s) == (20.0, START_S)
+    w.observe(21, {0: beat(0, Section.STARTING)})
+    assert not hung(w.observe(120, {0: beat(0, Section.STARTING)}))
+    w = watch()  # on a CPU
+    w.observe(0, {0: beat(0, Section.CONNECTING)})
+    assert not hung(w.observe(START_S - 1, {0: beat(0, Section.CONNECTING)}))
+
+
 def test_saving_and_evaluating_have_the_long_one() -> None:
     w = steady({Part.FORWARD: [0.05] * 100})
     for section in (Section.SAVING, Section.EVALUATING):

@@ -72,6 +72,16 @@ def test_whoever_is_at_work_within_its_limit_is_waited_for() -> None:
     assert find_hung_worker(crowd(view(5, part="data", idle_s=0.4))) is None
 
 
+def test_who_makes_groups_waits_for_who_has_not_come() -> None:
+    views = [view(rank, section="connecting", part="other", place=1) for rank in range(6)]
+    hung = find_hung_worker([*views, view(6, section="starting", part="other", place=0)])
+    assert hung is not None
+    assert hung.view.rank == 6
+    hung = find_hung_worker(views)
+    assert hung is not None
+    assert hung.node is None
+
+
 def test_places_compare_within_a_stage_of_the_pipeline_only() -> None:
     """Stage 1 makes other marks than stage 0, and waits for it."""
     views = [view(rank, lane=0, part="gather", place=12) for rank in range(4)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer import preload as preloading
 from elastic_trainer.preload import COMPILER, MODULES, preload
 
 
@@ -19,6 +20,7 @@ from elastic_trainer.preload import COMPILER, MODULES, preload
 def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(importlib, "import_module", names.append)
+    monkeypatch.setattr(preloading, "_prepare_compiler", lambda _env, *, on_cpu: None)
     return names
 
 
@@ -42,6 +44,38 @@ def test_the_job_decides(
     assert imported == [*MODULES, *(COMPILER if compiles else ())]
 
 
+PROBES = """
+import os, sys
+from torch._inductor import config, cpu_vec_isa
+from elastic_trainer.preload import preload
+calls = []
+cpu_vec_isa.pick_vec_isa = lambda: calls.append(1)
+preload(os.environ)
+sys.stdout.write(f"{len(calls)} {config.compile_threads}")
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("device", "more", "found"),
+    [
+        ("cpu", {}, "1 1"),
+        ("cuda", {}, "0 1"),
+        ("cuda", {"TORCHINDUCTOR_COMPILE_THREADS": "3"}, "0 3"),
+    ],
+)
+def test_the_processor_is_probed_once_and_no_pool_of_compilers_starts(
+    tmp_path: Path, device: str, more: dict[str, str], found: str
+) -> None:
+    """Not for GPUs: what the probe imports counts devices."""
+    (tmp_path / "job.json").write_text(json.dumps({"train": {"compile": True}, "device": device}))
+    repo = Path(__file__).resolve().parents[3]
+    env = {**os.environ, "PYTHONPATH": str(repo), "HOLDFAST_RUN_DIR": str(tmp_path), **more}
+    command = [sys.executable, "-c", PROBES]
+    said = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, timeout=170)
+    assert said.stdout.decode() == found
+
+
 def test_without_a_run_there_is_no_job(imported: list[str]) -> None:
     preload({})
     assert imported == list(MODULES)
@@ -49,6 +83,7 @@ def test_without_a_run_there_is_no_job(imported: list[str]) -> None:
 
 COUNTS = """
 import importlib, sys, torch
+from elastic_trainer import preload as preloading
 from elastic_trainer.preload import COMPILER, MODULES
 for name in MODULES:
     importlib.import_module(name)
