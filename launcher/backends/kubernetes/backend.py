@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.base import JobId, JobRef, JobState, JobStatus, Machine, PlatformEvent
 from launcher.backends.commands import Answer
 from launcher.backends.kubernetes.admission import problems, request_of
 from launcher.backends.kubernetes.api import KubernetesApi, connect
@@ -39,6 +39,7 @@ from launcher.backends.kubernetes.documents import (
     stamped,
 )
 from launcher.backends.kubernetes.files import Fetched
+from launcher.backends.kubernetes.machines import REASON, of_nodes
 from launcher.backends.kubernetes.pods import (
     has_ended,
     host_of,
@@ -131,6 +132,26 @@ class KubernetesBackend:
         context = creation.api.context
         where = f"context {context}" if context else "this cluster"
         return [f"Kubernetes would take it, in namespace {creation.namespace} of {where}"]
+
+    def machines(self) -> list[Machine]:
+        """Return the nodes of the current context's cluster."""
+        return of_nodes(self._api("").list_all(NODE, "")[0])
+
+    def close_machines(self, names: Sequence[str], reason: str) -> None:
+        """Cordon nodes; pods that run there are left alone."""
+        self._cordon(names, reason)
+
+    def reopen_machines(self, names: Sequence[str]) -> None:
+        """Uncordon nodes."""
+        self._cordon(names, None)
+
+    def _cordon(self, names: Sequence[str], reason: str | None) -> None:
+        change = {
+            "metadata": {"annotations": {REASON: reason}},
+            "spec": {"unschedulable": True if reason is not None else None},
+        }
+        for name in names:
+            self._api("").patch(NODE, "", name, change)
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""
