@@ -228,11 +228,15 @@ class Machines(Protocol):
     def machines(self) -> list[Machine]:
         """Return all machines."""
 
-    def close_machines(self, names: Sequence[str], reason: str) -> None:
-        """Let no job begin on these; what runs there is left alone."""
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Let no job begin on these, and ask ours there to leave at a step boundary.
 
-    def reopen_machines(self, names: Sequence[str]) -> None:
-        """Let jobs begin there again."""
+        Raises:
+            UserError: HF693 the platform refuses, as to who may not.
+        """
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return those on which something of a job still is, and what, for people."""
 
 
 @runtime_checkable

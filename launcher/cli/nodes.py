@@ -105,7 +105,7 @@ def exclude(
     from launcher.ops import nodes as ops
 
     try:
-        for_s = None if duration is None else _seconds(duration)
+        for_s = None if duration is None else seconds("--for", duration)
         names = _names(nodes)
         done = ops.exclude(Fleet(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
     except UserError as error:
@@ -202,8 +202,13 @@ def _date(t_unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(t_unix))
 
 
-def _seconds(text: str) -> float:
+def seconds(option: str, text: str) -> float:
+    """Return the seconds that 90m, 12h or 7d means.
+
+    Raises:
+        UserError: HF610 it is written otherwise.
+    """
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     if match is None:
-        raise UserError("HF610", f"--for {text!r:.40}: write 90m, 12h or 7d")
+        raise UserError("HF610", f"{option} {text!r:.40}: write 90m, 12h or 7d")
     return int(match[1]) * _UNITS[match[2]]

@@ -1,6 +1,7 @@
 """`beat`: raises a number in a file as long as the batch script lives.
 
-Beside it, machines that fail in this run get their strikes in the fleet's ledger while it runs.
+Beside it, what else the batch host does while the job runs: machines that fail get their strikes in
+the fleet's ledger, and nodes that Slurm drains are asked to leave.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from launcher.backends.commands import SystemCommands
 from launcher.backends.processes import start_ticks
 from launcher.errors import HoldfastError
 from launcher.fleet import Fleet, folder_of
 from launcher.node.attempt import Attempt
+from launcher.node.leaving import Drains, look_after
 from launcher.node.say import say
 
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""
 HARVESTS: Final = 30
 """The ledger has a strike after so many beats, a minute."""
+DRAINS: Final = 5
+"""Slurm is asked after so many beats, 10 s, which nodes of the job drain."""
 
 
 def period_s(env: Mapping[str, str]) -> float:
@@ -41,8 +46,13 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
     named = env.get("SLURM_TASK_PID", "")
     script = int(named) if named.isdigit() and start_ticks(int(named)) else os.getppid()
     born = start_ticks(script)
-    # A thread of its own: storage that stalls it must not stop the beat more than it does itself.
-    threading.Thread(target=_harvest, args=(attempt, HARVESTS * period_s(env)), daemon=True).start()
+    # Threads of their own: what stalls them must not stop the beat more than it does itself.
+    drains = Drains(attempt, env, SystemCommands(env))
+    for work, *more in (
+        (_harvest, attempt, HARVESTS * period_s(env)),
+        (look_after, attempt, drains, DRAINS * period_s(env)),
+    ):
+        threading.Thread(target=work, args=more, daemon=True).start()
     count = 0
     while born is not None and start_ticks(script) == born:
         count += 1

@@ -51,6 +51,8 @@ class Verdict(enum.StrEnum):
     STRIKE = "strike"
     OUT = "out"
     RELEASE = "release"
+    DRAIN = "drain"
+    """On record only: the platform knows which machines are drained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ def test_the_next_job_is_kept_off_a_machine_that_another_run_found_bad(user, slu
     [row] = user.json("nodes", "list")
     assert row["platform"].endswith("drain: fan [root@" + row["platform"].partition("[root@")[2])
     slurm.run("scontrol", "update", f"NodeName={bad}", "State=RESUME")
+    slurm.wait_idle()
     user("nodes", "release", bad)
     assert user.json("nodes", "list") == []
     assert [each["verdict"] for each in user.json("nodes", "history", bad)] == ["out", "release"]
@@ -67,3 +68,35 @@ def test_what_continues_a_job_is_kept_off_what_the_operator_has_excluded(user, s
     assert slurm.job(job).nodes not in {"", bad}
     assert kept_off(slurm, job) == {bad}
     user("cancel", "one")
+
+
+def test_two_nodes_that_are_drained_leave_and_no_step_is_done_again(user, slurm, plain):
+    """One by `holdfast drain`, one by the admin's own command; both while the job runs."""
+    user.submit(*ALWAYS, nodes=4, more=["--run-dir", "runs/one"])
+    job = user.wait_step("one", 3)["job_id"]
+    run = submitted_run(slurm, Path("runs/one"))
+    host = slurm.job(job).batch_host
+    ours, theirs = [name for name in slurm.names if name != host][:2]
+    slurm.run("scontrol", "update", f"NodeName={theirs}", "State=DRAIN", "Reason=new driver")
+    told = user.json("drain", ours, "--reason", "fan", "--by", "3m")
+    assert (told["left"], told["waiting"]) == ([ours], [])
+    run.until("both have left", lambda: len(run.events("member.left")) == 2)
+
+    def given_back():
+        return {slurm.state(name) for name in (ours, theirs)} == {"drained"}
+
+    run.until("Slurm may have them", given_back)
+    assert set(expand_nodes(slurm.job(job).nodes)) == set(slurm.names) - {ours, theirs}
+    run.wait_step(run.step() + 3)
+    assert len(run.events("epoch.formed")[-1]["members"]) == 2
+    assert [e["host"] for e in run.events("member.lost")] == []
+    steps = [event["step"] for event in run.events("step.completed")]
+    assert len(steps) == len(set(steps)), "no step was done twice"
+    account = run.audit()
+    assert (account.lost, account.repeated) == (0, 0)
+    assert {e["restored_from"] for e in run.events("trainer.started")} <= {"memory", None}
+    assert [each["verdict"] for each in user.json("nodes", "history")] == ["drain"], "no strike"
+    user("cancel", "one", "--save")
+    curve = run.losses()
+    for step in curve.keys() & plain.keys():
+        assert curve[step] == pytest.approx(plain[step], rel=2e-5), step

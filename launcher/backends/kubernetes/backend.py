@@ -137,21 +137,27 @@ class KubernetesBackend:
         """Return the nodes of the current context's cluster."""
         return of_nodes(self._api("").list_all(NODE, "")[0])
 
-    def close_machines(self, names: Sequence[str], reason: str) -> None:
-        """Cordon nodes; pods that run there are left alone."""
-        self._cordon(names, reason)
-
-    def reopen_machines(self, names: Sequence[str]) -> None:
-        """Uncordon nodes."""
-        self._cordon(names, None)
-
-    def _cordon(self, names: Sequence[str], reason: str | None) -> None:
-        change = {
-            "metadata": {"annotations": {REASON: reason}},
-            "spec": {"unschedulable": True if reason is not None else None},
-        }
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Cordon nodes and evict our pods there, which leave at a step boundary."""
+        api = self._api("")
+        about = {"metadata": {"annotations": {REASON: reason}}, "spec": {"unschedulable": True}}
         for name in names:
-            self._api("").patch(NODE, "", name, change)
+            api.patch(NODE, "", name, about)
+        for pod in self._pods_on(names):
+            api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the nodes with pods of ours, and which."""
+        found: dict[str, str] = {}
+        for pod in self._pods_on(names):
+            node = str(host_of(pod))
+            found[node] = f"{found[node]}, {name_of(pod)}" if node in found else name_of(pod)
+        return found
+
+    def _pods_on(self, names: Sequence[str]) -> list[Object]:
+        """Return the pods of ours on nodes that have not ended, of all namespaces."""
+        found, _ = self._api("").list_all(POD, "", labels=MANAGED_LABEL)
+        return [pod for pod in found if host_of(pod) in names and not has_ended(pod)]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""

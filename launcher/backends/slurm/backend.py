@@ -178,13 +178,13 @@ class SlurmBackend:
         """Return the nodes, with what Slurm says against them."""
         return machines.machines(self._commands)
 
-    def close_machines(self, names: Sequence[str], reason: str) -> None:
-        """Drain nodes; what runs there is left alone."""
-        machines.close(self._commands, names, reason)
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave."""
+        machines.drain(self._commands, names, reason)
 
-    def reopen_machines(self, names: Sequence[str]) -> None:
-        """Resume nodes."""
-        machines.reopen(self._commands, names)
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the nodes that Slurm has given to a job."""
+        return machines.in_use(self._commands, names)
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return `run_dir`: it is on storage that all nodes share."""

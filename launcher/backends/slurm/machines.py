@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Final
 
 from launcher.backends.base import Machine
 from launcher.backends.commands import Commands
 from launcher.backends.slurm.parse import expand_nodes, records
 from launcher.backends.slurm.queries import failure
+from launcher.errors import PermanentError, UserError
 
 TIMEOUT_S: Final = 60.0
 _CLOSED: Final = ("DRAIN", "DOWN", "FAIL", "REBOOT", "MAINT", "POWERED_DOWN", "NOT_RESPONDING")
 """Parts of a state in which no job is started there (scontrol's manual, State)."""
+
+_USED: Final = re.compile("ALLOC|MIX|COMPLETING")
 
 
 def of_scontrol(nodes: str, topology: str = "") -> list[Machine]:
@@ -57,26 +61,45 @@ def machines(commands: Commands) -> list[Machine]:
     return of_scontrol(nodes, "" if topology.code else topology.out)
 
 
-def close(commands: Commands, names: Iterable[str], reason: str) -> None:
-    """Drain nodes: jobs that run there go on, none begins.
+def draining(commands: Commands, names: Sequence[str]) -> dict[str, str]:
+    """Return which of these nodes Slurm drains, with its reason; those that are down are not.
 
     Raises:
-        PlatformError, UserError: Slurm refuses, as to who is no operator.
+        UserError: HF650 there is no scontrol.
+        PlatformError: the controller is away.
     """
-    _update(commands, names, ["State=DRAIN", f"Reason={reason}"])
+    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    return {
+        machine.name: machine.closed
+        for machine in of_scontrol(said)
+        if "drain" in machine.closed.partition(":")[0] and "down" not in machine.closed[:4]
+    }
 
 
-def reopen(commands: Commands, names: Iterable[str]) -> None:
-    """Let jobs begin on nodes again.
+def drain(commands: Commands, names: Sequence[str], reason: str) -> None:
+    """Drain nodes: Slurm starts nothing there any more.
 
     Raises:
-        PlatformError, UserError: Slurm refuses, as to who is no operator.
+        UserError: HF693 Slurm refuses, as to who is no operator.
+        TemporaryError: the controller is away.
     """
-    _update(commands, names, ["State=RESUME"])
+    argv = ["scontrol", "update", f"NodeName={','.join(names)}", "State=DRAIN", f"Reason={reason}"]
+    try:
+        _answer(commands, argv)
+    except PermanentError as error:
+        raise UserError("HF693", f"Slurm does not drain them: {error}") from error
 
 
-def _update(commands: Commands, names: Iterable[str], what: Sequence[str]) -> None:
-    _answer(commands, ["scontrol", "update", f"NodeName={','.join(names)}", *what])
+def in_use(commands: Commands, names: Sequence[str]) -> dict[str, str]:
+    """Return those of the nodes that Slurm has given to jobs, and how it calls that.
+
+    Raises:
+        UserError: HF650 there is no scontrol.
+        PlatformError: the controller is away.
+    """
+    said = _answer(commands, ["scontrol", "--oneliner", "show", "node", ",".join(names)])
+    states = {each.get("NodeName", ""): each.get("State", "") for each in records(said)}
+    return {name: state.lower() for name, state in states.items() if _USED.search(state)}
 
 
 def _answer(commands: Commands, argv: Sequence[str]) -> str:

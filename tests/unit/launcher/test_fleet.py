@@ -195,10 +195,10 @@ class Platform:
     def machines(self):
         return [Machine(name=f"n{k}") for k in range(1, 6)]
 
-    def close_machines(self, names, reason):
+    def drain_machines(self, names, reason):
         raise AssertionError
 
-    def reopen_machines(self, names):
+    def still_on(self, names):
         raise AssertionError
 
     def find_problems(self, files, *, without=()):
