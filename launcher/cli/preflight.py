@@ -79,9 +79,9 @@ def preflight(  # noqa: PLR0917  click passes options by name
 ) -> int:
     """Check every node of a partition or a list: GPUs, storage, /dev/shm, clocks, versions.
 
-    With JOB, partition, GPUs, the folder and the environment are the job's. Exit codes: 0 all
-    nodes are fit (warnings included), 1 a node fails, 2 the input is wrong. On Slurm a node that fails
-    where most are fit goes into the fleet's ledger: later jobs are kept off it.
+    With JOB, partition, GPUs, the folder and the environment are the job's. On Slurm a node that
+    fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
+    0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
     from launcher.fleet import Fleet
     from launcher.ops.nodes import note_failed

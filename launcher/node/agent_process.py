@@ -20,7 +20,7 @@ from launcher.node.taken_signals import Wait
 STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TAKEN: Final = (*STOPS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 LEAVE: Final = signal.SIGRTMIN
-"""Asks the agent to leave alone (elastic_trainer/agent/stop_signals.py); Slurm sends it to nobody."""
+"""Asks the agent alone to leave (elastic_trainer/agent/stop_signals.py); Slurm never sends it."""
 CONTAINER_PYTHON: Final = "python3"
 LAST_WORDS_S: Final = 5.0
 """After each SIGTERM of the last ones, for an agent that has not ended in time."""

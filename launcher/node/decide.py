@@ -20,7 +20,7 @@ from launcher.node.attempt import Past
 if TYPE_CHECKING:
     from elastic_trainer.config import ElasticSection
 
-EXIT_LEFT: Final = 95
+EXIT_LEFT = 95
 """Noted of a node whose agent has left the job, which goes on without it."""
 REQUEUES = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
 """Codes after which another start of the job may get further."""

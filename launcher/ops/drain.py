@@ -43,7 +43,7 @@ def named(texts: Sequence[str], machines: Sequence[Machine]) -> list[str]:
             there = ", ".join(racks[:_SHOWN]) + (", …" if len(racks) > _SHOWN else "")
             raise UserError(
                 "HF691",
-                f"{text!r:.80} is no machine and no rack; racks are: {there or 'not known'}",
+                f"{text!r:.80} is no machine and no rack; racks: {there or 'not known'}",
             )
         wanted |= names
     return [machine.name for machine in machines if machine.name in wanted]

@@ -156,8 +156,8 @@ class KubernetesBackend:
 
     def _pods_on(self, names: Sequence[str]) -> list[Object]:
         """Return the pods of ours on nodes that have not ended, of all namespaces."""
-        found, _ = self._api("").list_all(POD, "", labels=MANAGED_LABEL)
-        return [pod for pod in found if host_of(pod) in names and not has_ended(pod)]
+        found, _ = self._api("").list_all(POD, "", labels=f"{MANAGED_LABEL}={MANAGED_BY}")
+        return [pod for pod in found if host_of(pod) in names and runs(pod)]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""
