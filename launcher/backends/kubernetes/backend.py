@@ -43,6 +43,7 @@ from launcher.backends.kubernetes.machines import REASON, of_nodes
 from launcher.backends.kubernetes.pods import (
     has_ended,
     host_of,
+    is_alive,
     is_ending,
     is_true,
     label_of,
@@ -157,7 +158,7 @@ class KubernetesBackend:
     def _pods_on(self, names: Sequence[str]) -> list[Object]:
         """Return the pods of ours on nodes that have not ended, of all namespaces."""
         found, _ = self._api("").list_all(POD, "", labels=f"{MANAGED_LABEL}={MANAGED_BY}")
-        return [pod for pod in found if host_of(pod) in names and runs(pod)]
+        return [pod for pod in found if host_of(pod) in names and is_alive(pod)]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""
