@@ -80,7 +80,7 @@ class Fleet:
                 continue  # damaged, or another's file: the others count
             except OSError as error:
                 raise _unreadable(path, error) from error
-        return sorted(found, key=lambda entry: entry.t_unix)
+        return sorted(found, key=lambda entry: (entry.t_unix, entry.machine))
 
     def add(self, entry: Entry) -> bool:
         """Write an entry; return False where it was there already.

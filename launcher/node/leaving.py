@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from elastic_trainer.fresh_look import look_afresh
@@ -87,10 +88,10 @@ class Drains:
             return
         self._nodes = stay
         say(f"{a_few(free)}: left the job")
-        # Scripts for the nodes' environment, which scontrol leaves in its working directory.
+        # Scripts that scontrol leaves in the working directory, for variables nobody reads here.
         for kind in ("sh", "csh"):
             with contextlib.suppress(OSError):
-                (self._attempt.run_dir / f"slurm_job_{self._attempt.job_id}_resize.{kind}").unlink()
+                Path(f"slurm_job_{self._attempt.job_id}_resize.{kind}").unlink()
 
 
 def look_after(attempt: Attempt, drains: Drains, every_s: float) -> None:

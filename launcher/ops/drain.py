@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from launcher.backends.base import Machine, Machines
 from launcher.backends.slurm.parse import expand_nodes
@@ -76,9 +77,11 @@ def drain(
     """
     who = writer()
     platform.drain_machines(names, f"{reason} (holdfast drain, {who})")
-    about = {"verdict": Verdict.DRAIN, "source": "operator", "reason": reason, "by": who}
+    drained = partial(
+        Entry, t_unix=now_unix, verdict=Verdict.DRAIN, source="operator", reason=reason, by=who
+    )
     for name in names:
-        fleet.add(Entry.of_json({"t_unix": now_unix, "machine": name, **about}))
+        fleet.add(drained(machine=name))
     shown: dict[str, str] = {}
 
     def look() -> dict[str, str]:
