@@ -18,6 +18,7 @@ def kept_off(slurm, job):
     return set(expand_nodes(fields["ExcNodeList"].replace("(null)", "")))
 
 
+@pytest.mark.slow
 def test_the_next_job_is_kept_off_a_machine_that_another_run_found_bad(user, slurm):
     """The strike is in the ledger while the first job still runs."""
     user.submit(*ALWAYS, nodes=1, more=["--run-dir", "runs/one"])
