@@ -110,7 +110,7 @@ class AgentProcess:
 
     def leave(self, why: str, number: signal.Signals = LEAVE) -> None:
         """Ask the agent by this signal to leave the job, which goes on without this node."""
-        say(f"{self._node}: {why}: this node leaves the job")
+        say(f"{self._node}: {why}: it leaves the job")
         self._left = True
         self._process.send_signal(number)
         self._set_clock()
