@@ -324,6 +324,8 @@ class TrainConfig:
     """What workers run, with placeholders (command.py); None: the built-in trainer."""
     command_dir: str | None = None
     """Absolute working directory of `command`; where a plug-in of `model` is imported from."""
+    fleet: str | None = None
+    """Absolute folder of the fleet's ledger; None: beside the run directory."""
     code: CodeSection | None = None
     """None: nothing was frozen, as by `holdfast run`."""
     version: int = JOB_JSON_VERSION

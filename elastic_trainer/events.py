@@ -27,7 +27,7 @@ EVENTS: Final[dict[str, str]] = {
     "member.lost": "A node is gone. member, host, reason, detected_s",
     "member.leaving": "A node was asked to go; the others continue. member, host, reason",
     "member.left": "A node that was asked to go has been let go. member, host, reason",
-    "member.evicted": "A machine was excluded from the job. member, host, reason",
+    "member.evicted": "A machine was excluded from the job. member, host, reason, kind",
     "peer.refused": (
         "A connection did not prove that it knows the run's secret, or its bytes were changed; one "
         "event in 10 s at most. "
@@ -58,7 +58,7 @@ EVENTS: Final[dict[str, str]] = {
     "worker.stalled": "It hangs or waits. local_rank, section, part, idle_s, limit_s, state",
     "worker.hung": "All wait for it. member, worker_rank, section, part, idle_s, state, detail",
     "stacks.dumped": "What hung workers were doing was kept. folder, files, seconds, problem",
-    "worker.slow": "Slower than its peers. member, worker_rank, section, ratio, own_s, swap",
+    "worker.slow": "Slower than its peers. member, host, worker_rank, section, ratio, own_s, swap",
     "worker.unreapable": "A killed worker has not ended; if stuck the node leaves. pid, stuck",
     "script.progress": "The newest step that a script has shown; at most one a second",
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",

@@ -144,6 +144,14 @@ CODES: Final[dict[str, Code]] = {
     "HF184": Code("A pull secret of the image does not exist.", "Create it, or fix the name."),
     "HF185": Code("A claim that one node can mount.", "Use one that is ReadWriteMany."),
     "HF186": Code("The plug-in's module is not in code.dir.", "Put it there, or on every node."),
+    "HF188": Code(
+        "Machines that the fleet's ledger keeps the job off.",
+        "See `holdfast nodes history`; `holdfast nodes release` once repaired.",
+    ),
+    "HF189": Code(
+        "The fleet's ledger could not keep the job off bad machines.",
+        "Free or repair machines; see `holdfast nodes list`.",
+    ),
     "HF187": Code("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": Code(
@@ -292,6 +300,16 @@ CODES: Final[dict[str, Code]] = {
     "HF758": Code("An object of that name belongs to something else.", "Use another name."),
     "HF759": Code("The pods' storage cannot be reached.", "Fix what the message names."),
     "HF760": Code("An object that the job names does not exist.", "Create it, or fix the name."),
+    # The fleet.
+    "HF690": Code(
+        "The fleet's ledger cannot be read or written.", "Grant the permission, or name another."
+    ),
+    "HF691": Code("The platform has no such machine or rack.", "Use one of those listed."),
+    "HF692": Code(
+        "The machine's check has not passed: it stays out.",
+        "Repair it, or release it with --force.",
+    ),
+    "HF693": Code("The platform cannot do this to machines.", "Use what the message names."),
     # The batch script's helpers.
     "HF670": Code("The run is live in another job.", "Cancel that job, or wait for its end."),
     "HF671": Code("The job failed too often.", "See `holdfast why`, then `submit --resume`."),

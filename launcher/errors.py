@@ -179,14 +179,16 @@ class PermanentError(PlatformError):
 
 
 @contextmanager
-def writing(what: object, fix: str = "make room, or grant the permission") -> Iterator[None]:
+def writing(
+    what: object, fix: str = "make room, or grant the permission", code: str = "HF612"
+) -> Iterator[None]:
     """Say of an OSError that `what`, something of the run, cannot be written, and how to fix it.
 
     Raises:
-        UserError: HF612.
+        UserError: `code`.
     """
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise UserError("HF612", f"{what} cannot be written: {reason}; {fix}") from error
+        raise UserError(code, f"{what} cannot be written: {reason}; {fix}") from error

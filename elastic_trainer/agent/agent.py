@@ -54,7 +54,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted, ZygoteLost
-from elastic_trainer.agent.stop_signals import REPEATABLE, SAVE, StopSignals, Waker
+from elastic_trainer.agent.stop_signals import LEAVE, REPEATABLE, SAVE, StopSignals, Waker
 from elastic_trainer.agent.workers.environment import launches_of
 from elastic_trainer.agent.workers.group import (
     JobResult,
@@ -438,7 +438,9 @@ class HoldfastAgent(ElasticAgent):
         ):
             select.select([self._waker.fileno()], [], [], self._config.tick_s)
             self._waker.drain()
-            self._urgings += sum(name not in (REPEATABLE, SAVE) for name in self._signals.taken())
+            self._urgings += sum(
+                name not in (REPEATABLE, SAVE, LEAVE) for name in self._signals.taken()
+            )
         self._log.emit("snapshot.served", seconds=round(self._clock() - begun, 3), freed=not holds)
 
     def _show_progress(self, epoch: Running, *, last: bool = False) -> None:
@@ -459,13 +461,13 @@ class HoldfastAgent(ElasticAgent):
             if name == SAVE:
                 self._ask_for_save()
                 continue
-            self._urgings += name != REPEATABLE
-            alone = self._config.leaves_alone and name != REPEATABLE
+            self._urgings += name not in (REPEATABLE, LEAVE)
+            alone = name == LEAVE or (self._config.leaves_alone and name != REPEATABLE)
             wish: type[LeaveAsked | StopAsked] = LeaveAsked if alone else StopAsked
             if wish not in self._asked:
                 self._asked.add(wish)
                 self._scripts.agent_signalled()
-                self._membership.report(wish(reason=name))
+                self._membership.report(wish(reason="drained" if name == LEAVE else name))
             if self._urgings > 1:
                 self._stopped = JobStopped(code=1, reason=f"{name}, again: left without saving")
 

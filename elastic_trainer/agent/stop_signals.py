@@ -1,10 +1,11 @@
-"""SIGTERM, SIGINT, SIGUSR2 and SIGUSR1, put aside until the agent's loop takes them.
+"""SIGTERM, SIGINT, SIGUSR2, SIGUSR1 and SIGRTMIN, put aside until the agent's loop takes them.
 
 The first three ask for a save and an end. A second SIGTERM or SIGINT means: at once, without
 saving. Slurm signals every process of a step, and `launcher.node` passes on what it gets; so the
 same wish comes twice, and it does so as SIGUSR2, which may come any number of times.
 
-SIGUSR1 asks for a checkpoint on storage now; the job continues.
+SIGUSR1 asks for a checkpoint on storage now; the job continues. SIGRTMIN asks this node alone to
+leave: it is drained.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-NUMBERS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGUSR1)
+NUMBERS: Final = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGUSR1),
+    signal.SIGRTMIN,
+)
 REPEATABLE: Final = signal.SIGUSR2.name
 SAVE: Final = signal.SIGUSR1.name
+LEAVE: Final = signal.SIGRTMIN.name
 
 
 class StopSignals:

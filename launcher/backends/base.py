@@ -210,6 +210,35 @@ class RemoteExec(Protocol):
         """Run a command there with this terminal; return its exit code."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A machine that a platform has."""
+
+    name: str
+    closed: str = ""
+    """Why the platform begins no job there, in its own words; empty: it does."""
+    rack: str = ""
+    """What it shares power or a switch with, as the platform calls that; empty: not known."""
+
+
+@runtime_checkable
+class Machines(Protocol):
+    """What a platform offers besides whose machines can be named."""
+
+    def machines(self) -> list[Machine]:
+        """Return all machines."""
+
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Let no job begin on these, and ask ours there to leave at a step boundary.
+
+        Raises:
+            UserError: HF693 the platform refuses, as to who may not.
+        """
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return those on which something of a job still is, and what, for people."""
+
+
 @runtime_checkable
 class Notices(Protocol):
     """What a platform offers besides that notifies of changes."""

@@ -121,7 +121,7 @@ def _ask(
         UserError: it would refuse the job, or never start it.
         PlatformError: it is away.
     """
-    from launcher.ops.submitting.submit import ask
+    from launcher.ops.submitting.asking import ask
     from launcher.targets import target_named
 
     platform = target_named(target)

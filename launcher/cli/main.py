@@ -34,6 +34,8 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
     "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
     "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
+    "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
+    "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),
     "wrap": ("launcher.cli.wrap", "Let a torchrun batch script or PyTorchJob survive lost nodes."),
     "batch": ("launcher.cli.batch", "In a wrapped batch script or pod: make the run."),

@@ -21,6 +21,7 @@ from launcher.cli.common import (
     print_json,
     set_option,
 )
+from launcher.cli.nodes import fleet_option
 from launcher.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ Examples:
     metavar="DIR",
     help="For submitit's files, on shared storage  [default: ./runs/.preflight/<time>-<pid>]",
 )
+@fleet_option
 @set_option
 @json_option
 def preflight(  # noqa: PLR0917  click passes options by name
@@ -71,14 +73,18 @@ def preflight(  # noqa: PLR0917  click passes options by name
     skip: Sequence[str],
     timeout: float,
     folder: Path | None,
+    fleet: Path,
     sets: Sequence[str],
     as_json: bool,
 ) -> int:
     """Check every node of a partition or a list: GPUs, storage, /dev/shm, clocks, versions.
 
-    With JOB, partition, GPUs, the folder and the environment are the job's. Exit codes: 0 all
-    nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
+    With JOB, partition, GPUs, the folder and the environment are the job's. On Slurm a node that
+    fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
+    0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
+    from launcher.fleet import Fleet
+    from launcher.ops.nodes import note_failed
     from launcher.ops.preflight.checks import Expected
     from launcher.ops.preflight.nodes import Preflight, Where
 
@@ -100,6 +106,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
         say = (lambda _: None) if as_json else lambda text: click.echo(text, err=True)
         round_ = Preflight(where=where, folder=place, say=say)
         reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
+        out = note_failed(Fleet(fleet), reports, time.time()) if target == "slurm" else []
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     failed = [report for report in reports if report.level == "fail"]
@@ -110,6 +117,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
     else:
         _print_table(reports)
         kept = f"; what they wrote is in {place}" if failed and place.is_dir() else ""
+        for entry in out:
+            click.echo(f"{entry.machine}: later jobs are kept off it; see holdfast nodes release")
         click.echo(f"{len(reports) - len(failed)} of {counted(len(reports), 'node')} fit{kept}")
     return EXIT_FAILED if failed else EXIT_DONE
 

@@ -83,7 +83,8 @@ Examples:
 @click.option(
     "--all-nodes",
     is_flag=True,
-    help="With --resume: use nodes again that were excluded since the last submission.",
+    help="Use nodes too that the fleet's ledger holds for bad; with --resume also those that the "
+    "run has excluded since its last submission.",
 )
 @click.option(
     "--force",
@@ -138,7 +139,7 @@ def submit(  # noqa: PLR0917  click passes options by name
                     watch=watch,
                     as_json=as_json,
                 )
-            _refuse_with("a new run", {"--upgrade": upgrade, "--all-nodes": all_nodes})
+            _refuse_with("a new run", {"--upgrade": upgrade})
             _refuse_with("--watch, which shows one run", {"--sweep": watch and sweep})
             return _submit(
                 _needed(job),
@@ -149,6 +150,7 @@ def submit(  # noqa: PLR0917  click passes options by name
                 run_dir=run_dir,
                 look=not unseen,
                 dry_run=dry_run,
+                all_nodes=all_nodes,
                 force=force,
                 watch=watch,
                 as_json=as_json,
@@ -167,6 +169,7 @@ def _submit(
     run_dir: Path | None,
     look: bool,
     dry_run: bool,
+    all_nodes: bool,
     force: bool,
     watch: bool,
     as_json: bool,
@@ -192,7 +195,7 @@ def _submit(
         return _show(prepared, as_json=as_json)
     backend = make_backends([target])[target]
     _say_ignored(backend)
-    done = ops.submit(prepared, backend, force=force)
+    done = ops.submit(prepared, backend, all_nodes=all_nodes, force=force)
     if not as_json:
         print_problems(done.warnings)
     if as_json:
@@ -255,9 +258,7 @@ def _say_without(nodes: Sequence[ExcludedMachine], target: str) -> None:
     from launcher.targets import target_named
 
     for each in nodes:
-        click.echo(
-            f"without {named(each.host, each.member)}, which the run excluded: {each.reason}"
-        )
+        click.echo(f"without {named(each.host, each.member)}, which was excluded: {each.reason}")
     if nodes:
         click.echo(
             "to use all nodes again: holdfast cancel RUN --save, submit --resume RUN --all-nodes; "

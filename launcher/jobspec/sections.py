@@ -144,6 +144,9 @@ class Cluster(Section):
     memory_gib: Positive | None = Field(
         None, description="Main memory of a node; null: not known, so not counted by check."
     )
+    fleet: Text | None = Field(
+        None, description="Folder of the fleet's ledger; null: `fleet` beside the run directory."
+    )
 
 
 class Optimizer(Section):

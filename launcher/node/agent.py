@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from launcher.node import beat
 from launcher.node.agent_process import TAKEN, AgentProcess, agent_command
 from launcher.node.attempt import Attempt
 from launcher.node.end import save_by
+from launcher.node.leaving import asked_to_leave
 from launcher.node.taken_signals import taken_signals
 from launcher.node.watchdog import Watchdog
+
+LEAVING_BEATS: Final = 2
+"""So many of the batch script's beats are between two looks whether this node is to leave."""
 
 
 def run_agent(
@@ -38,8 +43,15 @@ def run_agent(
         shutdown_s = float(shutdown) if shutdown else None
         agent = AgentProcess(attempt, node, command, env, shutdown_s=shutdown_s)
 
+        look_at = 0.0
+
         def look() -> None:
+            nonlocal look_at
             watchdog.look()
+            if not agent.leaving and time.monotonic() >= look_at:
+                look_at = time.monotonic() + LEAVING_BEATS * beat.period_s(env)
+                if why := asked_to_leave(attempt, node):
+                    agent.leave(why)
             # Slurm puts the limit off by the time in which the job is suspended.
             if watchdog.lost and limit is not None and time.time() >= limit + agent.stopped_s:
                 agent.end_job("the time limit is near and the batch host is lost")

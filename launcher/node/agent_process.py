@@ -10,14 +10,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from elastic_trainer.failures import EXIT_FAILED
+from elastic_trainer.failures import EXIT_FAILED, EXIT_SAVED
 from elastic_trainer.running_clock import RunningClock
 from launcher.node.attempt import Attempt
+from launcher.node.decide import EXIT_LEFT
 from launcher.node.say import say
 from launcher.node.taken_signals import Wait
 
 STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TAKEN: Final = (*STOPS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+LEAVE: Final = signal.SIGRTMIN
+"""Asks the agent alone to leave (elastic_trainer/agent/stop_signals.py); Slurm never sends it."""
 CONTAINER_PYTHON: Final = "python3"
 LAST_WORDS_S: Final = 5.0
 """After each SIGTERM of the last ones, for an agent that has not ended in time."""
@@ -79,7 +82,7 @@ class AgentProcess:
         while not reap(self._process):
             taken = wait(turn_s)
             if taken in STOPS and self._leaves():
-                self._leave(taken.name)
+                self.leave(taken.name, signal.SIGTERM)
             elif taken in (*STOPS, signal.SIGUSR2):
                 self.end_job(taken.name)
             elif taken == signal.SIGUSR1:
@@ -93,8 +96,9 @@ class AgentProcess:
                 self._kill(wait)
             each_turn()
         code = self._process.returncode if self._process.returncode >= 0 else EXIT_FAILED
+        alone = self._left and not self._job_ends and code == EXIT_SAVED
         with contextlib.suppress(OSError):
-            self._attempt.note_exit(self._node, code)
+            self._attempt.note_exit(self._node, EXIT_LEFT if alone else code)
         return code
 
     def end_job(self, why: str) -> None:
@@ -104,11 +108,17 @@ class AgentProcess:
         self._job_ends = True
         self._set_clock()
 
-    def _leave(self, why: str) -> None:
-        say(f"{self._node}: {why}: this pod leaves the job")
+    def leave(self, why: str, number: signal.Signals = LEAVE) -> None:
+        """Ask the agent by this signal to leave the job, which goes on without this node."""
+        say(f"{self._node}: {why}: it leaves the job")
         self._left = True
-        self._process.send_signal(signal.SIGTERM)
+        self._process.send_signal(number)
         self._set_clock()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to leave alone."""
+        return self._left
 
     def _set_clock(self) -> None:
         if self._kill_at is None and self._shutdown_s is not None:
@@ -161,8 +171,8 @@ def reap(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _as_agent() -> None:
-    """Let the agent have signals as usual, but three: it would be killed before it listens."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    """Let the agent have signals as usual, but four: it would be killed before it listens."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, LEAVE):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TAKEN)
     # `scontrol suspend` sends it two seconds before SIGSTOP. It would stop workers that the agent,

@@ -1,18 +1,33 @@
-"""`beat`: raises a number in a file as long as the batch script lives."""
+"""`beat`: raises a number in a file as long as the batch script lives.
+
+Beside it, what else the batch host does while the job runs: machines that fail get their strikes in
+the fleet's ledger, and nodes that Slurm drains are asked to leave.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
+from typing import Final
 
+from launcher.backends.commands import SystemCommands
 from launcher.backends.processes import start_ticks
+from launcher.errors import HoldfastError
+from launcher.fleet import Fleet, folder_of
 from launcher.node.attempt import Attempt
+from launcher.node.leaving import Drains, look_after
+from launcher.node.say import say
 
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""
+HARVESTS: Final = 30
+"""The ledger has a strike after so many beats, a minute."""
+DRAINS: Final = 5
+"""Slurm is asked after so many beats, 10 s, which nodes of the job drain."""
 
 
 def period_s(env: Mapping[str, str]) -> float:
@@ -31,6 +46,13 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
     named = env.get("SLURM_TASK_PID", "")
     script = int(named) if named.isdigit() and start_ticks(int(named)) else os.getppid()
     born = start_ticks(script)
+    # Threads of their own: what stalls them must not stop the beat more than it does itself.
+    drains = Drains(attempt, env, SystemCommands(env))
+    for work, *more in (
+        (_harvest, attempt, HARVESTS * period_s(env)),
+        (look_after, attempt, drains, DRAINS * period_s(env)),
+    ):
+        threading.Thread(target=work, args=more, daemon=True).start()
     count = 0
     while born is not None and start_ticks(script) == born:
         count += 1
@@ -44,6 +66,18 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
                 os.close(fd)
         time.sleep(period_s(env))
     return 0
+
+
+def _harvest(attempt: Attempt, every_s: float) -> None:
+    """Write what the run holds against machines into the fleet's ledger, again and again."""
+    fleet, since, said = Fleet(folder_of(attempt.run_dir)), time.time(), ""
+    while True:
+        time.sleep(every_s)
+        try:
+            fleet.harvest(attempt.run_dir, since_unix=since, newest=True)
+        except HoldfastError as error:
+            if said != (said := str(error)):
+                say(f"the fleet's ledger misses what happens here: {error}")
 
 
 def read(attempt: Attempt) -> str | None:

@@ -20,6 +20,8 @@ from launcher.node.attempt import Past
 if TYPE_CHECKING:
     from elastic_trainer.config import ElasticSection
 
+EXIT_LEFT = 95
+"""Noted of a node whose agent has left the job, which goes on without it."""
 REQUEUES = frozenset({EXIT_SAVED, EXIT_TOO_FEW_NODES})
 """Codes after which another start of the job may get further."""
 NOTHING_TO_DO = 90
@@ -163,6 +165,7 @@ def attempt_result(
 
 def _of_exits(exits: Mapping[str, int], step_code: int | None) -> tuple[int, str]:
     """Return what the agents' codes say together, when the board does not."""
+    exits = {node: code for node, code in exits.items() if code != EXIT_LEFT}
     if not exits and step_code == EXIT_SAVED:  # the script says so of what it never started
         return EXIT_SAVED, "asked to end before an agent had begun"
     named = {code: [node for node in exits if exits[node] == code] for code in exits.values()}

@@ -13,16 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from launcher import stop_request
+from launcher.atomic_file import read_json
 from launcher.backends.commands import Commands, SystemCommands
+from launcher.backends.slurm.machines import machines
 from launcher.backends.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
 from launcher.backends.slurm.status_text import SCRIPT
-from launcher.errors import TemporaryError, UserError
+from launcher.errors import HoldfastError, TemporaryError, UserError
+from launcher.fleet import Fleet, folder_of
 from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.decide import a_few, what_now
 from launcher.node.end import end, put_summary
 from launcher.node.say import say
 from launcher.record.excluded import EXCLUSIONS, excluded_machines
 from launcher.record.files import events_named
+from launcher.record.fleet import kept_off, standings
 from launcher.retries import insist, retried
 
 TIMEOUT_S = 60.0
@@ -139,8 +143,25 @@ def carry_out(
     )
 
 
+def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
+    """Return the nodes that the fleet's ledger keeps this run off; it has the run's own by then."""
+    fleet = Fleet(folder_of(attempt.run_dir))
+    try:
+        fleet.harvest(attempt.run_dir, since_unix=since)
+        held = standings(fleet.entries(), time.time())
+        if not any(each.is_out for each in held.values()):
+            return []
+        pool = [machine.name for machine in machines(commands)]
+    except HoldfastError as error:
+        say(f"the fleet's ledger is not used: {error}")
+        return []
+    given = str(read_json(attempt.dir / "begin.json").get("nodes") or "")
+    needed = len(expand_nodes(given))
+    return [each.machine for each in kept_off(held, pool, needed)]
+
+
 def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> list[str]:
-    """Return the nodes that what continues this job leaves out because the run has excluded them.
+    """Return the nodes that what continues this job leaves out: excluded by the run, or fleet-wide.
 
     Args:
         attempt: of the job.
@@ -155,6 +176,7 @@ def _to_exclude(attempt: Attempt, listed: Sequence[str], commands: Commands) -> 
         say(f"the next start may be on excluded nodes: {error}")
         return []
     hosts = [each.host for each in excluded_machines(events, since_unix=since)]
+    hosts += [host for host in _of_ledger(attempt, since, commands) if host not in hosts]
     new = [host for host in hosts if host not in listed]
     if not new:
         return []

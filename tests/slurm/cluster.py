@@ -141,6 +141,10 @@ class SlurmCluster:
             exit_code=int(words.get("ExitCode", "0:0").partition(":")[0]),
         )
 
+    def state(self, name: str) -> str:
+        """Return what the controller calls a node's state."""
+        return self.run("sinfo", "-hN", "-p", "main", "-n", name, "-o", "%T").stdout.strip()
+
     def wait_state(self, job_id: str, *states: str, timeout_s: float = 60.0) -> Job:
         """Wait until a job is in one of `states`; any other end is an error at once."""
 

@@ -834,9 +834,11 @@ class Coordinator(Role):
             self.stragglers, self._compared = Stragglers(), ctx.epoch
         for found in self.stragglers.take(peer.member.node, report.ranks):
             swap = ctx.settings.straggler == "swap" and self._has_better(found.node)
+            known = self.peers.of_node(found.node)
             ctx.log(
                 "worker.slow",
                 member=found.node,
+                host=None if known is None else known.member.host,
                 worker_rank=found.rank,
                 section=found.section,
                 ratio=found.ratio,
@@ -952,7 +954,7 @@ class Coordinator(Role):
                 self._stop(consequence.stop_code, consequence.reason)
             elif consequence.exclude is not None:
                 node = found.node or consequence.exclude
-                self._exclude(node, consequence.exclude, consequence.reason)
+                self._exclude(node, consequence.exclude, consequence.reason, found.kind)
         if wait_s := ctx.history.backoff_s():
             ctx.log("epoch.delayed", seconds=wait_s, reason=self.reason)
             ctx.after("backoff", wait_s)
@@ -960,17 +962,18 @@ class Coordinator(Role):
     def _node_leaving(self, peer: Peer, report: NodeLeaving) -> None:
         self._exclude(peer.member.node, peer.member.host, report.reason)
 
-    def _exclude(self, node: str, host: str, reason: str) -> None:
+    def _exclude(self, node: str, host: str, reason: str, kind: Kind | None = None) -> None:
         """Exclude a machine from the job, for good unless the operator readmits it.
 
         Args:
             node: for what it did there. It may have left since, or moved.
             host: the machine; whoever is there goes.
             reason: why.
+            kind: of the failure that did it; None: the node itself has left.
         """
         ctx = self.ctx
         ctx.excluded[host] = reason
-        ctx.log("member.evicted", member=node, host=host, reason=reason)
+        ctx.log("member.evicted", member=node, host=host, reason=reason, kind=kind)
         there = self.peers.on_host(host)
         nodes = tuple(p.member.node for p in there if p.member.agent_id in self.members)
         if nodes and self.phase in BUSY:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from launcher import stop_request
-from launcher.backends.base import JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.base import JobId, JobRef, JobState, JobStatus, Machine, PlatformEvent
 from launcher.backends.commands import Answer
 from launcher.backends.kubernetes.admission import problems, request_of
 from launcher.backends.kubernetes.api import KubernetesApi, connect
@@ -39,9 +39,11 @@ from launcher.backends.kubernetes.documents import (
     stamped,
 )
 from launcher.backends.kubernetes.files import Fetched
+from launcher.backends.kubernetes.machines import REASON, of_nodes
 from launcher.backends.kubernetes.pods import (
     has_ended,
     host_of,
+    is_alive,
     is_ending,
     is_true,
     label_of,
@@ -131,6 +133,32 @@ class KubernetesBackend:
         context = creation.api.context
         where = f"context {context}" if context else "this cluster"
         return [f"Kubernetes would take it, in namespace {creation.namespace} of {where}"]
+
+    def machines(self) -> list[Machine]:
+        """Return the nodes of the current context's cluster."""
+        return of_nodes(self._api("").list_all(NODE, "")[0])
+
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Cordon nodes and evict our pods there, which leave at a step boundary."""
+        api = self._api("")
+        about = {"metadata": {"annotations": {REASON: reason}}, "spec": {"unschedulable": True}}
+        for name in names:
+            api.patch(NODE, "", name, about)
+        for pod in self._pods_on(names):
+            api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the nodes with pods of ours, and which."""
+        found: dict[str, str] = {}
+        for pod in self._pods_on(names):
+            node = str(host_of(pod))
+            found[node] = f"{found[node]}, {name_of(pod)}" if node in found else name_of(pod)
+        return found
+
+    def _pods_on(self, names: Sequence[str]) -> list[Object]:
+        """Return the pods of ours on nodes that have not ended, of all namespaces."""
+        found, _ = self._api("").list_all(POD, "", labels=f"{MANAGED_LABEL}={MANAGED_BY}")
+        return [pod for pod in found if host_of(pod) in names and is_alive(pod)]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""

@@ -15,14 +15,22 @@ from typing import Final
 
 from launcher import stop_request
 from launcher.atomic_file import read_json
-from launcher.backends.base import NO_SUCH_JOB, JobId, JobRef, JobState, JobStatus, PlatformEvent
+from launcher.backends.base import (
+    NO_SUCH_JOB,
+    JobId,
+    JobRef,
+    JobState,
+    JobStatus,
+    Machine,
+    PlatformEvent,
+)
 from launcher.backends.commands import (
     Answer,
     Commands,
     SystemCommands,
     TimedOutError,
 )
-from launcher.backends.slurm import admission, parse, status_text
+from launcher.backends.slurm import admission, machines, parse, status_text
 from launcher.backends.slurm.parse import SlurmJob
 from launcher.backends.slurm.queries import Patience, SlurmQueries, failure, flat
 from launcher.errors import (
@@ -165,6 +173,18 @@ class SlurmBackend:
         timeless = dataclasses.replace(job, submit_time=None)
         found = self.status([timeless])[timeless].submitted
         return job if found is None else dataclasses.replace(job, submit_time=found)
+
+    def machines(self) -> list[Machine]:
+        """Return the nodes, with what Slurm says against them."""
+        return machines.machines(self._commands)
+
+    def drain_machines(self, names: Sequence[str], reason: str) -> None:
+        """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave."""
+        machines.drain(self._commands, names, reason)
+
+    def still_on(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the nodes that Slurm has given to a job."""
+        return machines.in_use(self._commands, names)
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return `run_dir`: it is on storage that all nodes share."""

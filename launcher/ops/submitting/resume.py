@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -16,11 +17,13 @@ from launcher import stop_request
 from launcher.atomic_file import write_atomic
 from launcher.backends.base import Backend, JobRef, JobState
 from launcher.errors import Problem, UserError
+from launcher.fleet import Fleet, folder_of
 from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
 from launcher.ops.runs import Run, Submission, current_job, jobs_of
+from launcher.ops.submitting.asking import Answer, ask_with_ledger
 from launcher.ops.submitting.cancelling import Canceller, puts_itself_back, save_time_s
 from launcher.ops.submitting.environment import (
     ENVIRONMENT_JSON,
@@ -30,7 +33,7 @@ from launcher.ops.submitting.environment import (
     record_environment,
 )
 from launcher.ops.submitting.freeze import Frozen, left_out, load_frozen, pointed_to, upgrade
-from launcher.ops.submitting.submit import ask, note_submitted
+from launcher.ops.submitting.submit import note_submitted
 from launcher.planning.search import plan
 from launcher.record.excluded import EXCLUSIONS, ExcludedMachine, excluded_machines
 from launcher.record.files import events_named
@@ -130,18 +133,22 @@ def resume(
     index = submission.job.id.partition("_")[2]
     tasks = {int(index): run} if index else None
     asked = _asked_anew(run, sets, python) if sets else None
-    off = () if all_nodes else _excluded([run])
-    hosts = [each.host for each in off]
     files = _bundle(run.path.parent if index else run.path) | (asked.files if asked else {})
-    warnings = ask(backend, files, spec=None, without=hosts, force=force)
+    answer = _answer([run], backend, files, all_nodes=all_nodes, force=force, wall=wall)
     with permissions.umask(permissions.umask_of(run.path)):
         upgraded = _prepare(run, backend, upgrade_code=upgrade_code, wall=wall)
         with _written(run.path, asked) as changed:
-            job = _submit_again([run], backend, tasks=tasks, without=hosts, wall=wall)
+            job = _submit_again([run], backend, tasks=tasks, without=answer.hosts, wall=wall)
         upgraded = [*(upgraded or []), *changed] if asked else upgraded
         ref = backend.task_of(job, int(index), run.path) if index else job
-        noted = note_submitted(run.path, submission.target, ref, without=hosts)
-        return Resumed(run=noted, job=ref, upgraded=upgraded, without=off, warnings=warnings)
+        noted = note_submitted(run.path, submission.target, ref, without=answer.hosts)
+        return Resumed(
+            run=noted,
+            job=ref,
+            upgraded=upgraded,
+            without=answer.without,
+            warnings=answer.warnings,
+        )
 
 
 def resume_sweep(
@@ -176,16 +183,16 @@ def resume_sweep(
     tasks = {int(run.path.name): run for run in ended if run not in done}
     if not tasks:
         return ResumedSweep(job=None, again=[], live=live, done=done)
-    off = () if all_nodes else _excluded(tasks.values())
-    hosts = [each.host for each in off]
     files = _bundle(runs[0].path.parent)
-    warnings = ask(backend, files, spec=None, without=hosts, force=force)
+    again = list(tasks.values())
+    answer = _answer(again, backend, files, all_nodes=all_nodes, force=force, wall=wall)
+    hosts = answer.hosts
     with permissions.umask(permissions.umask_of(runs[0].path)):
         upgraded = {
             run.path.name: _prepare(run, backend, upgrade_code=upgrade_code, wall=wall) or []
             for run in tasks.values()
         }
-        job = _submit_again(list(tasks.values()), backend, tasks=tasks, without=hosts, wall=wall)
+        job = _submit_again(again, backend, tasks=tasks, without=hosts, wall=wall)
         again = []
         for index, run in tasks.items():
             ref = backend.task_of(job, index, run.path)
@@ -197,8 +204,35 @@ def resume_sweep(
         live=live,
         done=done,
         upgraded=said,
-        without=off,
-        warnings=warnings,
+        without=answer.without,
+        warnings=answer.warnings,
+    )
+
+
+def _answer(
+    runs: Sequence[Run],
+    backend: Backend,
+    files: Bundle,
+    *,
+    all_nodes: bool,
+    force: bool,
+    wall: Callable[[], float],
+) -> Answer:
+    """Ask platform and ledger; what the runs' records hold against machines is in it then."""
+    ledger = folder_of(runs[0].path)
+    if target_named(_submission(runs[0]).target).exclude is not None:
+        for run in runs:
+            with contextlib.suppress(UserError):  # the answer says what is wrong with the ledger
+                Fleet(ledger, wall=wall).harvest(run.path)
+    return ask_with_ledger(
+        backend,
+        files,
+        spec=None,
+        ledger=None if all_nodes else ledger,
+        needed=run_dirs.load(runs[0].path).ladder.max_nodes,
+        excluded=() if all_nodes else _excluded(runs),
+        force=force,
+        wall=wall,
     )
 
 

@@ -8,13 +8,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import TrainConfig
 from launcher.backends.base import Backend, JobRef
 from launcher.errors import Problem, UserError, writing
+from launcher.fleet import FOLDER
 from launcher.installed import installed_version
 from launcher.jobspec.reading import load_spec
 from launcher.jobspec.spec import JobSpec
@@ -23,6 +24,7 @@ from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.checkpoints.commits import refuse_foreign
 from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
+from launcher.ops.submitting.asking import ask_with_ledger
 from launcher.ops.submitting.environment import Environment, describe, record_environment
 from launcher.ops.submitting.freeze import (
     CodeFiles,
@@ -163,6 +165,7 @@ def submit(
     prepared: Prepared,
     backend: Backend,
     *,
+    all_nodes: bool = False,
     force: bool = False,
     wall: Callable[[], float] = time.time,
 ) -> Submitted:
@@ -171,6 +174,7 @@ def submit(
     Args:
         prepared: what is submitted.
         backend: the platform's.
+        all_nodes: use machines too that the fleet's ledger holds for bad.
         force: see `ask`.
         wall: the clock.
 
@@ -180,7 +184,16 @@ def submit(
         PlatformError: the platform is away, or answers garbage.
     """
     slurm = prepared.specs[0].slurm
-    warnings = ask(backend, prepared.files, spec=prepared.specs[0], force=force)
+    spec = prepared.specs[0]
+    asked = ask_with_ledger(
+        backend,
+        prepared.files,
+        spec=spec,
+        ledger=None if all_nodes else _ledger(prepared),
+        needed=spec.cluster.nodes + spec.cluster.spares,
+        force=force,
+        wall=wall,
+    )
     # For sbatch too, which hands it on to the job.
     with permissions.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
@@ -189,55 +202,28 @@ def submit(
             shared = there == str(prepared.run_dir)
             is_data = backend.only_data_is_shared(prepared.files)
             frozen = _make(prepared, made, wall, shared=shared, is_data=is_data)
-            job = backend.submit(prepared.run_dir, prepared.files)
+            job = backend.submit(prepared.run_dir, prepared.files, without=asked.hosts)
         runs = []
         indices = prepared.tasks or (None,)
         for index, run_dir in zip(indices, prepared.runs, strict=True):
             ref = job if index is None else backend.task_of(job, index, run_dir)
-            runs.append(note_submitted(run_dir, prepared.target, ref))
+            runs.append(note_submitted(run_dir, prepared.target, ref, without=asked.hosts))
     return Submitted(
         target=prepared.target,
         job=job,
         run_dir=prepared.run_dir,
         runs=runs,
         frozen=frozen,
-        warnings=warnings,
+        warnings=asked.warnings,
     )
 
 
-def ask(
-    backend: Backend,
-    files: Bundle,
-    *,
-    spec: JobSpec | None,
-    without: Sequence[str] = (),
-    force: bool = False,
-) -> tuple[Problem, ...]:
-    """Ask the platform what can be known of a bundle before it is submitted; return warnings.
-
-    Args:
-        backend: the platform's.
-        files: the bundle.
-        spec: whose lines are named; None: of a run that resumes.
-        without: nodes that are not to be used, besides those of the bundle.
-        force: what keeps it from ever running there is a warning too.
-
-    Raises:
-        UserError: what keeps it from ever running there, all at once.
-    """
-    found = backend.find_problems(files, without=without)
-    if spec is not None:
-        found = [spec.problem(each.code, each.where.key, each.message) for each in found]
-    if force:
-        found = [replace(each, overruled=True) for each in found]
-    warnings = [problem for problem in found if problem.is_warning]
-    if errors := [
-        replace(problem, message=f"{problem.message}; if this is wrong: submit --force")
-        for problem in found
-        if not problem.is_warning
-    ]:
-        raise UserError.many(errors, warnings)
-    return tuple(warnings)
+def _ledger(prepared: Prepared) -> Path:
+    """Return the folder of the fleet's ledger that counts for a job."""
+    named = prepared.specs[0].cluster.fleet
+    if named is None:
+        return prepared.run_dir.parent / FOLDER
+    return Path(resolve(named, prepared.base_dir))
 
 
 def _render_sweep(

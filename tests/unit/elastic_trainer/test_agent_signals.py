@@ -66,6 +66,23 @@ def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> Non
     assert named(events, "agent.started")[0].fields["host"] == "machine-7"
 
 
+def test_a_drained_node_leaves_alone_and_the_job_can_still_be_stopped(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        os.kill(os.getpid(), signal.SIGRTMIN)
+        assert m.expect(LeaveAsked) == LeaveAsked(reason="drained")
+        os.kill(os.getpid(), signal.SIGTERM)  # the first of its kind: it saves
+        assert m.expect(StopAsked) == StopAsked(reason="SIGTERM")
+        m.say(JobStopped(code=91, reason="left on request: drained"))
+        assert m.closing.wait(t.DEADLINE_S)
+
+    result, _, _ = bench.run(script, ME)
+    assert result.code == 91
+
+
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_node_that_leaves_serves_its_snapshots_until_they_are_freed(
     bench: Bench, tmp_path: Path, freed: bool

@@ -25,7 +25,7 @@ from launcher.backends.kubernetes.api import connect
 from launcher.backends.kubernetes.backend import KubernetesBackend
 from launcher.backends.kubernetes.documents import read_bundle
 from launcher.errors import UserError
-from launcher.ops.submitting.submit import ask
+from launcher.ops.submitting.asking import ask
 
 __all__ = ["backend", "kind", "run", "server", "waits"]  # fixtures
 CORE = "/api/v1/namespaces/train"

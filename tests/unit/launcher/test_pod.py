@@ -280,7 +280,7 @@ def test_sigterm_is_passed_on_once_as_this_pod_s(world):
     world.agent()
     process.send_signal(signal.SIGTERM)
     code, output = world.end(process)
-    assert (code, "this pod leaves the job" in output) == (143, True)
+    assert (code, "it leaves the job" in output) == (143, True)
     assert world.heard() == [signal.SIGTERM]
 
 

@@ -223,7 +223,6 @@ def test_a_sweep_is_one_array_with_a_run_for_each_task(fresh, capsys):
         (["--sweep", "train.seed=" + ",".join(map(str, range(1001)))], "at most 1,000"),
         (["--sweep", "train.seed=1,2", "--watch"], "HF610"),
         (["--upgrade"], "HF610 --upgrade"),
-        (["--all-nodes"], "HF610 --all-nodes"),
     ],
 )
 def test_sweeps_that_cannot_be(fresh, capsys, options, told):

@@ -49,7 +49,7 @@ def test_excluded_nodes_are_kept_off_when_a_run_is_submitted_again(fresh, capsys
         f"sbatch --parsable --exclude=bad[1-2],n3 {run}/job.sbatch"
     )
     out = capsys.readouterr().out
-    assert "without n3, which the run excluded: failed twice" in out
+    assert "without n3, which was excluded: failed twice" in out
     assert "submit --resume RUN --all-nodes" in out
     assert "slurm.exclude" in out
     assert json.loads((run / "submitted.json").read_text())["without"] == ["n3"]

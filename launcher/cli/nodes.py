@@ -1,0 +1,214 @@
+"""`holdfast nodes`: machines that jobs are kept off, over all runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, path_option, print_json
+from launcher.errors import PlatformError, UserError
+
+if TYPE_CHECKING:
+    from launcher.backends.base import Machine
+    from launcher.record.fleet import Entry
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+EPILOG = """\b
+Examples:
+  holdfast nodes list
+  holdfast nodes exclude node[07,19] --reason "fan broken, ticket 4711"
+  holdfast nodes release node07
+  holdfast nodes history node07 --json
+"""
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def fleet_option(function: _Function) -> _Function:
+    """Add `--fleet DIR`, as `fleet`: the folder of the ledger."""
+    return path_option(
+        "--fleet",
+        default=Path("runs", "fleet"),
+        show_default="./runs/fleet",
+        help="Folder of the fleet's ledger: cluster.fleet of the jobs.",
+    )(function)
+
+
+def to_option(function: _Function) -> _Function:
+    """Add `--to TARGET`, as `target`: the platform whose machines are meant."""
+    return click.option(
+        "--to", "target", metavar="TARGET", default="slurm", show_default=True, help="The platform."
+    )(function)
+
+
+@click.group("nodes", epilog=EPILOG)
+def command() -> None:
+    """Show and change which machines jobs are kept off, over all runs.
+
+    Strikes come from runs (lost machines, stragglers, exclusions) and from preflight. Three within
+    seven days put a machine out until they expire; broken hardware and `exclude` until `release`.
+    """
+
+
+@command.command("list")
+@fleet_option
+@to_option
+@json_option
+def list_nodes(*, fleet: Path, target: str, as_json: bool) -> int:
+    """List machines that the ledger, or the platform, holds something against."""
+    from launcher.fleet import Fleet
+    from launcher.ops.nodes import listed
+
+    try:
+        machines, away = _machines(target)
+        rows = [row.to_json() for row in listed(Fleet(fleet), machines, time.time())]
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    if as_json:
+        print_json(rows)
+        return EXIT_DONE
+    if away:
+        click.echo(f"{target} is not asked: {away}", err=True)
+    for row in rows:
+        state = "out" if row["out"] else f"{row['strikes']} strikes" if row["strikes"] else "-"
+        until = "" if row["until_unix"] is None else f", until {_date(row['until_unix'])}"
+        by = f", by {row['by']}" if row["by"] else ""
+        said = [f"{row['reason']}{by}{until}"] if row["reason"] else []
+        said += [f"{target}: {row['platform']}"] if row["platform"] else []
+        click.echo(f"{row['machine']}  {state}  {'; '.join(said)}")
+    if not rows:
+        click.echo(f"nothing is held against any machine ({fleet})")
+    return EXIT_DONE
+
+
+@command.command()
+@click.argument("nodes", nargs=-1, required=True)
+@click.option("--reason", required=True, help="Why, for the record.")
+@click.option("--for", "duration", metavar="TIME", help="As 90m, 12h, 7d  [default: until release]")
+@fleet_option
+@json_option
+def exclude(
+    *, nodes: Sequence[str], reason: str, duration: str | None, fleet: Path, as_json: bool
+) -> int:
+    """Keep later jobs off NODES (Slurm's lists too, as n[1-4,7]); what runs there goes on.
+
+    `holdfast drain` lets running jobs leave as well.
+    """
+    from launcher.fleet import Fleet
+    from launcher.ops import nodes as ops
+
+    try:
+        for_s = None if duration is None else seconds("--for", duration)
+        names = _names(nodes)
+        done = ops.exclude(Fleet(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    return _told(done, as_json=as_json)
+
+
+@command.command()
+@click.argument("nodes", nargs=-1, required=True)
+@click.option("--reason", default="released", show_default=True, help="Why, for the record.")
+@click.option("--force", is_flag=True, help="Without the check.")
+@click.option("--gpus", type=click.IntRange(min=0), default=0, metavar="N", help="GPUs of a node.")
+@fleet_option
+@to_option
+@json_option
+def release(
+    *,
+    nodes: Sequence[str],
+    reason: str,
+    force: bool,
+    gpus: int,
+    fleet: Path,
+    target: str,
+    as_json: bool,
+) -> int:
+    """Let jobs use NODES again, once `holdfast preflight` passes there.
+
+    All of them or none. Exit code 2: one fails its check, and stays out.
+    """
+    from launcher.fleet import Fleet
+    from launcher.ops import nodes as ops
+
+    try:
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        place = Path("runs", ".preflight", stamp).absolute()
+        check = partial(ops.failed_check, target=target, folder=place, gpus=gpus)
+        said = f"{reason} (not checked)" if force else reason
+        names = _names(nodes)
+        done = ops.release(
+            Fleet(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+        )
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    return _told(done, as_json=as_json)
+
+
+@command.command()
+@click.argument("nodes", nargs=-1)
+@fleet_option
+@json_option
+def history(*, nodes: Sequence[str], fleet: Path, as_json: bool) -> int:
+    """Show all entries of the ledger, or those of NODES, oldest first: who, when, why."""
+    from launcher.fleet import Fleet
+
+    try:
+        wanted = set(_names(nodes))
+        entries = [e for e in Fleet(fleet).entries() if not wanted or e.machine in wanted]
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    return _told(entries, as_json=as_json)
+
+
+def _machines(target: str) -> tuple[list[Machine], str]:
+    """Return the platform's machines, and why it cannot be asked; empty: it can."""
+    from launcher.ops.nodes import machines_of
+    from launcher.targets import target_named
+
+    backend = machines_of(target_named(target).load_backend())
+    try:
+        return backend.machines(), ""
+    except (PlatformError, UserError) as error:
+        return [], str(error)
+
+
+def _names(nodes: Sequence[str]) -> list[str]:
+    from launcher.backends.slurm.parse import expand_nodes
+
+    return list(dict.fromkeys(name for text in nodes for name in expand_nodes(text)))
+
+
+def _told(entries: Sequence[Entry], *, as_json: bool) -> int:
+    if as_json:
+        print_json([entry.to_json() for entry in entries])
+        return EXIT_DONE
+    for entry in entries:
+        until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
+        run = f" ({entry.run})" if entry.run else ""
+        what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
+        click.echo(f"{_date(entry.t_unix)}  {entry.machine}  {what}  by {entry.by}")
+    return EXIT_DONE
+
+
+def _date(t_unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(t_unix))
+
+
+def seconds(option: str, text: str) -> float:
+    """Return the seconds that 90m, 12h or 7d means.
+
+    Raises:
+        UserError: HF610 it is written otherwise.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
+    if match is None:
+        raise UserError("HF610", f"{option} {text!r:.40}: write 90m, 12h or 7d")
+    return int(match[1]) * _UNITS[match[2]]

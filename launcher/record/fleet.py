@@ -1,0 +1,247 @@
+"""What is held against machines, over all runs, and which of them a job is kept off. Pure.
+
+Entries are only ever added. A strike counts for STRIKE_S, three put a machine out; evidence of
+broken hardware, a failed check and an operator put it out at once, until it is released. What a
+program does to itself is no strike: the event of an exclusion says of which kind its failure was.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final, Self
+
+from elastic_trainer.events import Event
+from elastic_trainer.failures import Kind
+from elastic_trainer.typed import check_types
+
+STRIKE_S: Final = 7 * 86400.0
+"""How long a strike counts."""
+STRIKES: Final = 3
+"""So many put a machine out."""
+BURST_S: Final = 180.0
+"""Strikes of one machine within this time are one: one fault is seen by several nodes and runs."""
+TOGETHER_S: Final = 10.0
+"""Machines that are lost within this time of each other share the cause: a switch, power."""
+SURVIVED_S: Final = 600.0
+"""A lost machine counts where the run continues within this time: at a run's end all go."""
+CAP: Final = 0.05
+"""Share of the pool that may be out without an operator's word; one machine always may."""
+KEPT_S: Final = 90 * 86400.0
+"""How long strikes are kept, for people to read."""
+_MACHINE_CHARS: Final = 253
+
+EVIDENCE: Final = (
+    *("member.evicted", "member.readmitted", "member.lost", "member.leaving"),
+    *("worker.slow", "epoch.formed"),
+)
+"""Events that say something of machines, or of whether a loss was one."""
+_HARD: Final = frozenset({Kind.NODE_FAULT, Kind.CORRUPTION})
+_OF_THE_PROGRAM: Final = frozenset(
+    {Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY, Kind.FAULT, Kind.SERVICE}
+)
+
+
+class Verdict(enum.StrEnum):
+    """What an entry means for its machine."""
+
+    STRIKE = "strike"
+    OUT = "out"
+    RELEASE = "release"
+    DRAIN = "drain"
+    """On record only: the platform knows which machines are drained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Something held against a machine, or its release."""
+
+    t_unix: float
+    machine: str
+    """As the platform calls it."""
+    verdict: str
+    """One of Verdict; others, of later versions, say nothing here."""
+    source: str
+    """operator, preflight, exclusion, loss, straggler."""
+    reason: str
+    by: str
+    """user@host who wrote it."""
+    run: str = ""
+    """The run it comes from; empty: none."""
+    until_unix: float | None = None
+    """Of an OUT: when it ends by itself; None: by a release."""
+    gpu: str = ""
+    """UUID of the GPU; empty: not known, or it is the machine."""
+
+    @property
+    def name(self) -> str:
+        """Return a file name: the same for the same entry, whoever writes it."""
+        what = f"{self.machine}|{self.verdict}|{self.source}|{self.run}|{self.gpu}"
+        return f"{int(self.t_unix * 1000):015d}-{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {"v": 1, **asdict(self)}
+
+    @classmethod
+    def of_json(cls, raw: Mapping[str, Any]) -> Self:
+        """Read what `to_json` made; keys of later versions are passed over.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
+        entry = cls(**known)
+        check_types(entry)
+        if not 0 < len(entry.machine) <= _MACHINE_CHARS or not entry.machine.isprintable():
+            raise ValueError(f"no machine's name: {entry.machine!r:.80}")
+        return entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What is held against one machine now."""
+
+    machine: str
+    strikes: tuple[Entry, ...] = ()
+    """That count, oldest first."""
+    out: Entry | None = None
+    """What put it out at once; None: only its strikes do, if any."""
+
+    @property
+    def is_out(self) -> bool:
+        """Whether jobs are to be kept off it."""
+        return self.out is not None or len(self.strikes) >= STRIKES
+
+    @property
+    def by_operator(self) -> bool:
+        """Whether a person put it out: no cap applies."""
+        return self.out is not None and self.out.source == "operator"
+
+    @property
+    def until_unix(self) -> float | None:
+        """When it is no longer out by itself; None: by a release, or it is not out."""
+        if self.out is not None:
+            return self.out.until_unix
+        return self.strikes[-STRIKES].t_unix + STRIKE_S if self.is_out else None
+
+    @property
+    def reason(self) -> str:
+        """Why, for people."""
+        if self.out is not None:
+            return self.out.reason
+        newest = self.strikes[-1].reason if self.strikes else ""
+        count = len(self.strikes)
+        return f"{count} strike{'s' * (count > 1)} in {STRIKE_S / 86400:g} days, last: {newest}"
+
+
+def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
+    """Return what is held against each machine now; one without anything is left out."""
+    strikes: dict[str, list[Entry]] = {}
+    outs: dict[str, Entry] = {}
+    for entry in sorted(entries, key=lambda each: (each.t_unix, each.verdict, each.name)):
+        mine = strikes.setdefault(entry.machine, [])
+        if entry.verdict == Verdict.RELEASE:
+            mine.clear()
+            outs.pop(entry.machine, None)
+        elif entry.verdict == Verdict.OUT:
+            if entry.until_unix is None or entry.until_unix > now_unix:
+                outs[entry.machine] = entry
+        elif entry.verdict == Verdict.STRIKE and entry.t_unix > now_unix - STRIKE_S:
+            burst = bool(mine) and entry.t_unix - mine[-1].t_unix <= BURST_S
+            mine += [] if burst else [entry]
+    return {
+        machine: Standing(machine=machine, strikes=tuple(mine), out=outs.get(machine))
+        for machine, mine in sorted(strikes.items())
+        if mine or machine in outs
+    }
+
+
+def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) -> list[Standing]:
+    """Return the machines of `pool` that a job is kept off, by name.
+
+    What operators have put out is always among them. Of the others at most CAP of the pool, and
+    never so many that fewer than `needed` machines are left; those put out first are kept off
+    first.
+
+    Args:
+        known: of `standings`.
+        pool: names of all machines that the platform has.
+        needed: machines that the job uses.
+    """
+    there = [known[name] for name in sorted(set(pool)) if name in known and known[name].is_out]
+    chosen = [each for each in there if each.by_operator]
+    rest = [each for each in there if not each.by_operator]
+    rest.sort(key=lambda each: (each.out is None, (each.out or each.strikes[-1]).t_unix))
+    room = len(set(pool)) - len(chosen) - needed
+    most = max(0, min(max(1, int(CAP * len(set(pool)))), room))
+    return sorted([*chosen, *rest[:most]], key=lambda each: each.machine)
+
+
+def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:
+    """Yield what a run's events hold against machines.
+
+    Args:
+        events: those of EVIDENCE, in order of time.
+        run: whose they are.
+        by: who writes the entries, user@host.
+    """
+    events = list(events)
+    hosts: dict[str, str] = {}
+    lost: list[tuple[Event, str]] = []
+    for event in events:
+        member = event.fields.get("member")
+        if not isinstance(member, str):
+            continue
+        host = hosts[member] = str(event.fields.get("host") or hosts.get(member) or member)
+        reason = str(event.fields.get("reason") or "no reason was written")
+        entry = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
+        if event.event == "member.evicted":
+            kind = str(event.fields.get("kind") or "")
+            if kind not in _OF_THE_PROGRAM:
+                verdict = Verdict.OUT if kind in _HARD else Verdict.STRIKE
+                yield entry(verdict=verdict, source="exclusion", reason=reason)
+        elif event.event == "member.readmitted":
+            told = f"readmitted to the run: {reason}"
+            yield entry(verdict=Verdict.RELEASE, source="operator", reason=told)
+        elif event.event == "member.lost":
+            lost.append((event, host))
+        elif event.event == "worker.slow":
+            told = f"slow in {event.fields.get('section')}: {event.fields.get('ratio')} x its peers"
+            yield entry(verdict=Verdict.STRIKE, source="straggler", reason=told)
+    for event, host in lost:
+        if _alone(host, event, lost) and _counts(host, event, events):
+            yield Entry(
+                t_unix=event.t_unix,
+                machine=host,
+                verdict=Verdict.STRIKE,
+                source="loss",
+                reason=f"lost: {event.fields.get('reason') or 'no reason was written'}",
+                by=by,
+                run=run,
+            )
+
+
+def _alone(host: str, event: Event, lost: Iterable[tuple[Event, str]]) -> bool:
+    """Whether no other machine was lost with it, and nobody has said so before."""
+    for other, name in lost:
+        if name != host and abs(other.t_unix - event.t_unix) <= TOGETHER_S:
+            return False
+        if name == host and 0 < event.t_unix - other.t_unix <= BURST_S:
+            return False
+    return True
+
+
+def _counts(host: str, event: Event, events: Iterable[Event]) -> bool:
+    """Whether the run continued after the loss, and the machine was not asked to leave before."""
+    survived = False
+    for other in events:
+        after = other.t_unix - event.t_unix
+        asked = other.event == "member.leaving" and other.fields.get("host") == host
+        if asked and -SURVIVED_S <= after <= 0:
+            return False
+        survived |= other.event == "epoch.formed" and 0 <= after <= SURVIVED_S
+    return survived

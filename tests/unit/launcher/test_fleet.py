@@ -1,0 +1,335 @@
+"""The fleet's ledger: what counts against machines, for how long, and whom it keeps off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.events import Event
+from launcher.backends.base import Machine
+from launcher.backends.kubernetes.machines import of_nodes
+from launcher.backends.slurm.machines import of_scontrol
+from launcher.cli.main import run_cli
+from launcher.errors import UserError
+from launcher.fleet import Fleet, folder_of
+from launcher.ops.nodes import listed, note_failed, release
+from launcher.ops.preflight.checks import Finding, NodeReport
+from launcher.ops.submitting.asking import ask_with_ledger
+from launcher.record.files import LauncherLog
+from launcher.record.fleet import (
+    BURST_S,
+    CAP,
+    STRIKE_S,
+    Entry,
+    Verdict,
+    entries_of,
+    kept_off,
+    standings,
+)
+
+DAY = 86400.0
+NOW = 1_700_000_000.0
+
+
+def entry(machine="n1", verdict=Verdict.STRIKE, t=NOW, source="loss", **more):
+    about = {"reason": "lost", "by": "me@head", **more}
+    return Entry(t_unix=t, machine=machine, verdict=verdict, source=source, **about)
+
+
+def strikes(machine, *days_ago):
+    return [entry(machine, t=NOW - days * DAY) for days in days_ago]
+
+
+def out(*entries, now=NOW):
+    return {name for name, each in standings(entries, now).items() if each.is_out}
+
+
+def test_three_strikes_within_seven_days_put_a_machine_out_until_the_first_expires():
+    three = strikes("n1", 5, 3, 1)
+    assert out(*three[1:]) == set()
+    assert out(*three) == {"n1"}
+    until = standings(three, NOW)["n1"].until_unix
+    assert until == NOW - 5 * DAY + STRIKE_S
+    assert out(*three, now=until - 1) == {"n1"}
+    assert out(*three, now=until) == set()
+
+
+def test_one_fault_that_many_report_is_one_strike():
+    assert out(*(entry(t=NOW + k * BURST_S / 3) for k in range(3))) == set()
+
+
+def test_hard_evidence_lasts_until_a_release_and_an_operators_as_long_as_was_said():
+    bad = entry(verdict=Verdict.OUT, source="exclusion")
+    assert out(bad, now=NOW + 80 * DAY) == {"n1"}
+    assert out(bad, entry(verdict=Verdict.RELEASE, t=NOW + 1, source="operator")) == set()
+    assert out(replace(bad, until_unix=NOW + 9), now=NOW + 8) == {"n1"}
+    assert out(replace(bad, until_unix=NOW + 9), now=NOW + 9) == set()
+    again = entry(verdict=Verdict.OUT, t=NOW + 2, source="preflight")
+    assert out(bad, entry(verdict=Verdict.RELEASE, t=NOW + 1), again) == {"n1"}
+
+
+names = st.sampled_from([f"n{k}" for k in range(40)])
+entries = st.builds(
+    entry,
+    names,
+    st.sampled_from([*Verdict, "unheard-of"]),
+    st.floats(NOW - 9 * DAY, NOW),
+    st.sampled_from(["operator", "loss", "preflight"]),
+)
+
+
+@given(st.lists(entries, max_size=120), st.integers(0, 40), st.integers(0, 45), st.randoms())
+def test_what_is_kept_off_never_empties_the_pool(found, size, needed, rng):
+    pool = [f"n{k}" for k in range(size)]
+    held = standings(found, NOW)
+    off = kept_off(held, pool, needed)
+    automatic = [each for each in off if not each.by_operator]
+    assert all(each.is_out and each.machine in pool for each in off)
+    assert len(automatic) <= max(1, CAP * size)
+    if automatic:
+        assert size - len(off) >= needed, "enough are left"
+    wished = {name for name in pool if name in held and held[name].by_operator}
+    assert wished <= {each.machine for each in off}, "an operator's word counts"
+    rng.shuffle(found)
+    assert standings(found, NOW).keys() == held.keys()
+
+
+def event(name, t, member, **fields):
+    about = {"member": member, "host": member, **fields}
+    return Event(event=name, t_unix=NOW + t, t_mono=t, node="n0", fields=about)
+
+
+def formed(t):
+    return event("epoch.formed", t, "n0")
+
+
+def held(*events):
+    found = entries_of(events, run="r", by="me@head")
+    return sorted((each.machine, str(each.verdict), each.source) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("node_fault", "out"),
+        ("corruption", "out"),
+        ("hang", "strike"),
+        ("infrastructure", "strike"),
+        (None, "strike"),
+        ("crash", None),
+        ("out_of_memory", None),
+        ("user_error", None),
+        ("fault", None),
+    ],
+)
+def test_an_exclusion_counts_by_the_kind_of_its_failure(kind, verdict):
+    excluded = event("member.evicted", 0, "n1", reason="twice", kind=kind)
+    assert held(excluded) == ([("n1", verdict, "exclusion")] if verdict else [])
+
+
+def test_a_machine_lost_alone_has_a_strike_if_the_run_continues():
+    lost = event("member.lost", 5, "n1", reason="closed")
+    assert held(lost, formed(6)) == [("n1", "strike", "loss")]
+    assert held(formed(4), lost) == [], "the job ended"
+    assert held(lost, event("member.lost", 7, "n2"), formed(8)) == [], "a switch, or the job's end"
+    assert held(event("member.leaving", 1, "n1"), lost, formed(6)) == [], "it was asked to go"
+    again = event("member.lost", 5.5, "n1", reason="another saw it later")
+    assert held(lost, again, formed(6)) == [("n1", "strike", "loss")]
+
+
+def test_a_straggler_and_one_readmitted():
+    slow = event("worker.slow", 0, "n1", section="compute", ratio=1.9)
+    back = event("member.readmitted", 1, "n1", reason="repaired")
+    assert held(slow, back) == [("n1", "release", "operator"), ("n1", "strike", "straggler")]
+
+
+def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path):
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    assert fleet.entries() == []
+    assert fleet.add(entry())
+    assert not fleet.add(entry())
+    for name, text in {"a": "{", "b": "[]", "c": '{"machine": 7}', "d": "\x00\xff"}.items():
+        (fleet.folder / f"{name}.json").write_text(text, encoding="latin-1")
+    odd = {**entry().to_json(), "machine": "n1\n[31m"}
+    (fleet.folder / "e.json").write_text(json.dumps(odd))
+    assert fleet.entries() == [entry()]
+    old = entry(t=NOW - 100 * DAY)
+    fleet.add(old)
+    fleet.add(replace(old, verdict=Verdict.OUT))
+    fleet.add(entry("n2"))
+    assert old not in fleet.entries(), "nothing counts for so long"
+    assert out(*fleet.entries()) == {"n1"}, "but what lasts until a release"
+
+
+def test_a_ledger_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "fleet").write_text("a file")
+    with pytest.raises(UserError, match="HF690"):
+        Fleet(tmp_path / "fleet").add(entry())
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_runs_record_is_harvested_once(tmp_path, newest):
+    run = tmp_path / "runs" / "one"
+    log = LauncherLog(run, "n0", wall=lambda: NOW)
+    log.emit("member.evicted", member="n1", host="n1", reason="XID 79", kind="node_fault")
+    log.emit("step.completed", step=3)
+    fleet = Fleet(folder_of(run), wall=lambda: NOW)
+    assert fleet.folder == tmp_path / "runs" / "fleet"
+    [found] = fleet.harvest(run, newest=newest)
+    assert (found.machine, found.verdict, found.run) == ("n1", "out", "one")
+    assert fleet.harvest(run, newest=newest) == []
+    assert fleet.harvest(run, since_unix=NOW + 1, newest=newest) == []
+    (run / "job.json").write_text('{"fleet": "/shared/fleet"}')
+    assert str(folder_of(run)) == "/shared/fleet"
+
+
+class Platform:
+    """Five machines; a job that finds fewer than three is refused."""
+
+    name = "slurm"
+
+    def machines(self):
+        return [Machine(name=f"n{k}") for k in range(1, 6)]
+
+    def drain_machines(self, names, reason):
+        raise AssertionError
+
+    def still_on(self, names):
+        raise AssertionError
+
+    def find_problems(self, files, *, without=()):
+        from launcher.errors import NOWHERE, Problem
+
+        left = {machine.name for machine in self.machines()} - set(without) - {"n5"}
+        few = len(left) < 4
+        return [Problem(code="HF680", message="too few", where=NOWHERE)] if few else []
+
+
+def ask(fleet, needed=3):
+    options = {"spec": None, "ledger": fleet.folder, "needed": needed, "wall": lambda: NOW}
+    answer = ask_with_ledger(Platform(), {}, **options)
+    return answer.hosts, [warning.code for warning in answer.warnings]
+
+
+def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
+    fleet = Fleet(tmp_path / "fleet")
+    assert ask(fleet) == ([], [])
+    fleet.add(entry("n5", Verdict.OUT))
+    assert ask(fleet) == (["n5"], ["HF188"])
+    assert ask(fleet, needed=5) == ([], [])
+    fleet.add(entry("n5", Verdict.RELEASE, NOW + 1))
+    fleet.add(entry("n1", Verdict.OUT))
+    assert ask(fleet) == ([], ["HF189"]), "the partition has too few without it"
+    fleet.add(entry("n1", Verdict.OUT, NOW + 2, source="operator"))
+    with pytest.raises(UserError, match="HF680"):
+        ask(fleet)
+
+
+def report(node, level):
+    return NodeReport(node=node, findings=[Finding(check="gpus", level=level, text="7 of 8")])
+
+
+def test_preflight_puts_out_the_few_that_fail(tmp_path):
+    fleet = Fleet(tmp_path / "fleet")
+    good = [report(f"n{k}", "ok") for k in (1, 2)]
+    assert note_failed(fleet, [*good, report("n3", "fail"), report("n4", "fail")], NOW) == []
+    [found] = note_failed(fleet, [*good, report("n3", "fail")], NOW)
+    assert (found.machine, found.verdict, found.source) == ("n3", "out", "preflight")
+    assert "7 of 8" in found.reason
+
+
+def test_all_are_released_or_none(tmp_path):
+    fleet = Fleet(tmp_path / "fleet")
+    fleet.add(entry("n1", Verdict.OUT))
+    about = {"reason": "repaired", "now_unix": NOW + 1}
+    with pytest.raises(UserError, match="HF692") as error:
+        release(fleet, ["n1", "n2"], check=lambda _: {"n2": "gpus: 7 of 8"}, **about)
+    assert "n2" in str(error.value)
+    assert out(*fleet.entries()) == {"n1"}
+    release(fleet, ["n1", "n2"], check=lambda _: {}, **about)
+    assert out(*fleet.entries()) == set()
+
+
+def test_the_list_has_what_the_platform_says_too(tmp_path):
+    fleet = Fleet(tmp_path / "fleet")
+    fleet.add(entry("n1", Verdict.OUT))
+    machines = [
+        Machine(name="n1"),
+        Machine(name="n2", closed="idle+drain: fan"),
+        Machine(name="n3"),
+    ]
+    rows = [row.to_json() for row in listed(fleet, machines, NOW)]
+    assert [(row["machine"], row["out"], row["platform"]) for row in rows] == [
+        ("n1", True, ""),
+        ("n2", False, "idle+drain: fan"),
+    ]
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, code=0):
+        assert run_cli(["nodes", *words, "--json"]) == code
+        return json.loads(capsys.readouterr().out)
+
+    run("exclude", "n[1-2]", "n4", "--reason", "fan", "--for", "2d")
+    told = run("history", "n1")
+    assert [(each["machine"], each["verdict"], each["reason"]) for each in told] == [
+        ("n1", "out", "fan")
+    ]
+    assert "@" in told[0]["by"]
+    assert told[0]["until_unix"] == pytest.approx(told[0]["t_unix"] + 2 * DAY)
+    problems = run("release", "n1", "--to", "pytorchjob", code=2)["problems"]
+    assert [each["code"] for each in problems] == ["HF692"]
+    run("release", "n1", "--force", "--to", "pytorchjob")
+    assert [each["verdict"] for each in run("history", "n1")] == ["out", "release"]
+    assert out(*Fleet(tmp_path / "runs" / "fleet").entries(), now=told[0]["t_unix"] + 9) == {
+        "n2",
+        "n4",
+    }
+    assert run("exclude", "n1", "--reason", "x", "--for", "soon", code=2)["problems"]
+
+
+def test_what_slurm_says_of_its_nodes():
+    nodes = """\
+NodeName=n1 Arch=x86_64 CoresPerSocket=1 State=IDLE ThreadsPerCore=1
+NodeName=n2 State=MIXED+DRAIN ThreadsPerCore=1 Reason=bad fan [root@2026-01-01T00:00]
+NodeName=n3 State=DOWN* ThreadsPerCore=1 Reason=Not responding [slurm@2026]
+NodeName=n4 State=ALLOCATED+REBOOT_REQUESTED
+"""
+    topology = "SwitchName=s1 Level=0 Nodes=n[1-2]\nSwitchName=top Level=1 Nodes=n[1-4]"
+    found = {each.name: each for each in of_scontrol(nodes, topology)}
+    assert [name for name, each in found.items() if not each.closed] == ["n1"]
+    assert found["n2"].closed.startswith("mixed+drain: bad fan")
+    assert [each.rack for each in found.values()] == ["s1", "s1", "", ""]
+
+
+def test_what_kubernetes_says_of_its_nodes():
+    def node(name, *, ready="True", more=(), **spec):
+        conditions = [{"type": "Ready", "status": ready, "reason": "KubeletX"}, *more]
+        labels = {"topology.kubernetes.io/rack": "r1"}
+        meta = {"name": name, "labels": labels}
+        return {"metadata": meta, "spec": spec, "status": {"conditions": conditions}}
+
+    gpu = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    found = of_nodes(
+        [
+            node("n1", taints=[gpu], more=[{"type": "DiskPressure", "status": "False"}]),
+            node("n2", unschedulable=True),
+            node("n3", ready="Unknown"),
+            node("n4", more=[{"type": "KernelDeadlock", "status": "True", "reason": "Hung"}]),
+            node("n5", taints=[{"key": "node.kubernetes.io/network-unavailable"}]),
+        ]
+    )
+    assert [each.closed for each in found] == [
+        "",
+        "cordoned",
+        "Ready is Unknown: KubeletX",
+        "KernelDeadlock is True: Hung",
+        "taint node.kubernetes.io/network-unavailable",
+    ]
+    assert {each.rack for each in found} == {"r1"}
