@@ -54,7 +54,7 @@ class TrainSection:
     recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
     compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
     deterministic: bool = field(
-        default=True,
+        default=False,
         metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -12,12 +12,13 @@ import math
 import harness
 import pytest
 import torch
-from exactness import BOUND, Case, cases, compare, families, identical
+from exactness import BOUND, Case, cases, compare, families, identical, rounded
+from exactness import config_of as trained_config
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import Plugin
+from elastic_trainer.models import PRESETS, Plugin
 from elastic_trainer.models.mixtral import Mixtral
 
 ONE = ParallelLayout()
@@ -144,6 +145,43 @@ def test_a_jobs_own_decoder_agrees_with_one_process(layout, tmp_path):
     one, many = runs
     agree(many, one)
     assert "model.layers.1.joined.bias" in many.tensors()
+
+
+IN_BF16 = """
+from functools import partial
+import torch
+from elastic_trainer.model import Decoder
+from elastic_trainer.parallel import apply
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+def policy(**given):
+    return MixedPrecisionPolicy(**{**given, "reduce_dtype": torch.bfloat16})
+
+class Own(Decoder):
+    pass
+
+apply.MixedPrecisionPolicy = policy
+"""
+"""A model whose gradients are reduced in bf16."""
+
+
+@pytest.mark.slow
+def test_bf16_agrees_with_one_process_unless_gradients_are_reduced_in_bf16(tmp_path):
+    [case] = rounded()
+    one = trained_case(tmp_path / "one", Case(ONE, precision="bf16"))
+    found = compare(trained_case(tmp_path / "right", case), one)
+    assert max(found.loss, found.grad_norm) <= BOUND
+
+    (tmp_path / "reduced_in_bf16.py").write_text(IN_BF16)
+    config = dataclasses.replace(
+        trained_config(tmp_path / "wrong", case),
+        model=Plugin(**dataclasses.asdict(PRESETS["tiny"]), plugin="reduced_in_bf16:Own", params=0),
+        command_dir=str(tmp_path),
+    )
+    run = Run(tmp_path / "wrong", config)
+    run.train(1, case.layout.world_size)
+    found = compare(run, one)
+    assert max(found.loss, found.grad_norm) > 100 * BOUND
 
 
 IN_SAMPLE = (
