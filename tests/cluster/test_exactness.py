@@ -12,7 +12,7 @@ import math
 import harness
 import pytest
 import torch
-from exactness import BOUND, Case, cases, compare, families, identical, rounded
+from exactness import BOUND, LR, Case, cases, compare, families, identical, rounded
 from exactness import config_of as trained_config
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
@@ -226,9 +226,10 @@ def test_every_family_agrees_with_one_process_in_every_tensor(case, tmp_path):
 def test_experts_that_a_step_leaves_idle_agree_too(layout, tmp_path):
     """16 tokens choose among 32 experts: most have none on one rank, some on neither."""
     shape = Mixtral(**dataclasses.asdict(SHAPE), num_experts=32, experts_per_token=2)
-    one = trained(tmp_path / "one", ONE, model=shape, global_batch=2)
-    many = trained(tmp_path / "many", layout, model=shape, global_batch=2)
-    agree(many, one)
+    # Not the harness's rate: ten times LR amplifies rounding, by step 10 to 6e-6 of the norm.
+    given = {"model": shape, "global_batch": 2, "optimizer": {"lr": LR}}
+    one = trained(tmp_path / "one", ONE, **given)
+    agree(trained(tmp_path / "many", layout, **given), one)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -287,7 +288,6 @@ def test_again_and_with_recomputing_it_is_the_same_bit_for_bit(layout, tmp_path)
     assert [identical(other, plain) for other in others] == [True] * 3
 
 
-@pytest.mark.slow
 def test_tied_embeddings_agree_under_tensor_parallelism(tmp_path):
     tied = dataclasses.replace(SHAPE, tie_embeddings=True)
     one = trained(tmp_path / "one", ONE, model=tied, optimizer={"lr": 3e-4})
