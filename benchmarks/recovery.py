@@ -70,7 +70,7 @@ train:
    compile: {compiled}}}
 data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
-elastic: {{min_nodes: 1}}
+elastic: {{min_nodes: 1, standby: {standby}}}
 """
 TRAINER = """
 name: recovery
@@ -90,6 +90,8 @@ class Case:
     workers: int = 1
     """Per node, tensor-parallel."""
     compiled: bool = False
+    standby: bool = False
+    """Each worker has one."""
     steps: int = STEPS
     trainer: bool = False
     """Hugging Face's Trainer, in place of the tiny model."""
@@ -139,6 +141,7 @@ def write_job(folder: Path, case: Case) -> Path:
         corpus=ROOT / "examples" / "corpus",
         workers=case.workers,
         compiled=str(case.compiled).lower(),
+        standby=str(case.standby).lower(),
         examples=ROOT / "examples",
         preload=case.preload,
     )
