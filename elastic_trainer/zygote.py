@@ -10,7 +10,7 @@ the device's memory is free only then. Workers die with it. When the agent dies 
 workers and what they started, then itself.
 
 A *standby* is a fork made ahead, while an epoch runs: it calls `rehearse()` of the module `target`,
-if that has one, at the lowest priority, says so, and waits. The next request for its local rank is
+if that has one, at a low priority, says so, and waits. The next request for its local rank is
 handed to it; where it is not ready it is killed, and a worker is forked as without it.
 
 Messages are JSON objects, one a line. From the agent:
@@ -73,6 +73,9 @@ NAME = "holdfast-zygote"
 WORKER_NAME = "holdfast-worker"
 """Names of the processes, as ps and top show them (15 characters at most)."""
 EXIT_USER_ERROR = 93
+_AHEAD_NICE = 10
+"""Of what is done ahead: a tenth of what the workers get of a CPU that they share with it (the
+kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where CPUs are scarce."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -401,7 +404,8 @@ def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
 
 
 def _yield_the_cpu() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    """Lower the priority of the calling thread: the kernel's niceness is that of a thread."""
+    os.nice(_AHEAD_NICE)
 
 
 def _private_mib() -> float | None:
