@@ -144,9 +144,7 @@ def test_a_script_has_one_that_has_imported_torch(tmp_path: Path) -> None:
         "import sys\nloaded = 'torch' in sys.modules\nimport os, time\n"
         "if os.environ.get('WAIT'):\n    time.sleep(600)\nprint(f'torch {loaded}')\n"
     )
-    group = Workers(
-        Task(kind="script", target=str(script), cwd=str(tmp_path)), env=t.base_env()
-    )
+    group = Workers(Task(kind="script", target=str(script), cwd=str(tmp_path)), env=t.base_env())
     try:
         group.launch(1, [launch(tmp_path, WAIT="1")])
         until_started(group)

@@ -39,7 +39,7 @@ def main() -> int:
                     "argv": sys.argv,
                     "rehearsed": REHEARSED,
                     "priority": os.getpriority(os.PRIO_PROCESS, 0),
-                    "threads": len(os.listdir("/proc/self/task")),
+                    "threads": len(list(Path("/proc/self/task").iterdir())),
                     "cwd": str(Path.cwd()),
                     "fds": sorted(_open_files()),
                     "pgid": os.getpgid(0),
