@@ -1,8 +1,8 @@
 """What a standby does ahead of its epoch: the first step's fixed costs, and nothing that stays.
 
 On a CPU: a whole step of this rank's part under a fake process group, so that Dynamo and Inductor
-have compiled it, and code that runs once has run. On a GPU the running epoch has the memory:
-the context, and cuBLAS.
+have compiled it, and code that runs once has run; of a pipeline its stages are built. On a GPU the
+running epoch has the memory: the context, and cuBLAS.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import gc
 import json
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,8 @@ def rehearse(env: Mapping[str, str]) -> None:
     rung = _rung(env)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the epoch's own step says them
         if device.type == "cuda":
             torch.cuda.set_device(device)
             _ = torch.ones(64, 64, device=device).mm(torch.ones(64, 64, device=device)).sum().item()
@@ -90,8 +92,9 @@ def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> N
         with torch.no_grad():
             for parameter in engine.model.parameters():
                 parameter.zero_()  # what memory held may be no number, or a slow one
-        batches = rung.micro_batches if layout.pp > 1 else 1
-        engine.forward_backward([_micro_batch(config, layout, device)] * batches, 1)
+        if layout.pp > 1:
+            return  # the first step of a pipeline takes shapes from what its peers send
+        engine.forward_backward([_micro_batch(config, layout, device)], 1)
         clip_gradients(engine.model, gradient_square_sum(engine.model).item(), 1.0)
         optimizer.step()
         if config.train.compile:

@@ -69,7 +69,9 @@ def test_training_continues_in_standbys_with_the_same_numbers(case: str, tmp_pat
         folder = tmp_path / str(standby)
         folder.mkdir()
         sets = [*CASES[case], *([STANDBY] if standby else [])]
-        with live_run(folder, sets=sets) as run:
+        # As a node keeps it.
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+        with live_run(folder, sets=sets, env=env) as run:
             run.until(lambda run=run: run.events("step.completed"), "no step", 100)
             epoch = run.events("epoch.formed")[-1].epoch or 0
             if standby:
