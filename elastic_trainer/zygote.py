@@ -134,13 +134,13 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         while True:
-            rehearse = {s.sock: local for local, s in self._standbys.items() if not s.ready}
+            rehearse = {s.sock.fileno(): n for n, s in self._standbys.items() if not s.ready}
             ready, _, _ = select.select([self._sock.fileno(), self._wake_read, *rehearse], [], [])
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
-            for sock in rehearse.keys() & set(ready):
-                self._hear(rehearse[sock])
+            for fd in rehearse.keys() & set(ready):
+                self._hear(rehearse[fd])
             self._reap()
             if self._sock.fileno() in ready and not self._receive():
                 self._kill()

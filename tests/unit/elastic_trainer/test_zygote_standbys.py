@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,9 +64,8 @@ def test_a_standby_becomes_the_worker_of_its_local_rank(workers: Workers, tmp_pa
     assert workers.cleared
     assert not any(t.gone(standby.pid) for standby in standbys.values())
     workers.launch(2, [launch(tmp_path, 7), launch(tmp_path, 1)][1:])
-    (started,) = until_started(workers)
+    started, ended = t.run_one(workers)
     assert (started.how, started.why, started.pid) == ("standby", None, standbys[1].pid)
-    (ended,) = until_exited(workers)
     assert (ended.code, ended.local_rank) == (0, 1)
     header = (tmp_path / "logs" / "1.log").read_text().splitlines()[-2]
     assert header.endswith(f"epoch 2 rank 1 local_rank 1 pid {started.pid} standby ---")
@@ -77,6 +75,7 @@ def test_a_standby_becomes_the_worker_of_its_local_rank(workers: Workers, tmp_pa
 def test_a_worker_that_was_a_standby_is_as_any_other(workers: Workers, tmp_path: Path) -> None:
     begin(workers, tmp_path)
     ready(workers)
+    t.until((tmp_path / "report.0").exists, "no report")
     plain = json.loads((tmp_path / "report.0").read_text())
     workers.kill_all(20)
     workers.launch(2, [launch(tmp_path, CHILD_REPORT=str(tmp_path / "second"))])
@@ -103,9 +102,8 @@ def test_one_that_is_not_ready_is_replaced_by_a_fork(
     if act != "wait":
         t.until(lambda: t.gone(pid), "it lives")
     workers.launch(2, [launch(tmp_path)])
-    (started,) = until_started(workers)
-    assert started.how == "zygote"
-    assert until_exited(workers)[0].code == 0
+    started, ended = t.run_one(workers)
+    assert (started.how, ended.code) == ("zygote", 0)
     t.until(lambda: t.gone(pid), "it lives")
 
 
@@ -117,9 +115,8 @@ def test_one_that_died_while_it_waited_is_replaced_by_a_fork(
     os.kill(standby.pid, signal.SIGKILL)
     workers.kill_all(20)
     workers.launch(2, [launch(tmp_path)])
-    (started,) = until_started(workers)
-    assert started.how == "zygote"
-    assert until_exited(workers)[0].code == 0
+    started, ended = t.run_one(workers)
+    assert (started.how, ended.code) == ("zygote", 0)
 
 
 def test_each_epoch_has_new_ones(workers: Workers, tmp_path: Path) -> None:
@@ -134,8 +131,8 @@ def test_each_epoch_has_new_ones(workers: Workers, tmp_path: Path) -> None:
     assert second.pid != first.pid
     workers.kill_all(20)
     workers.launch(3, [launch(tmp_path)])
-    assert until_started(workers)[0].pid == second.pid
-    assert until_exited(workers)[0].code == 0
+    started, ended = t.run_one(workers)
+    assert (started.pid, ended.code) == (second.pid, 0)
 
 
 def test_a_script_has_one_that_has_imported_torch(tmp_path: Path) -> None:
@@ -152,9 +149,8 @@ def test_a_script_has_one_that_has_imported_torch(tmp_path: Path) -> None:
         (standby,) = ready(group)
         group.kill_all(20)
         group.launch(2, [launch(tmp_path)])
-        (started,) = until_started(group)
-        assert (started.how, started.pid) == ("standby", standby.pid)
-        assert until_exited(group)[0].code == 0
+        started, ended = t.run_one(group)
+        assert (started.how, started.pid, ended.code) == ("standby", standby.pid, 0)
         assert (tmp_path / "logs" / "0.log").read_text().endswith("torch True\n")
     finally:
         group.close()
@@ -202,7 +198,6 @@ def test_requests_for_standbys_of_commands_do_nothing(tmp_path: Path) -> None:
         group.launch(1, [launch(tmp_path)])
         (first,) = until_started(group)
         group.stand_by(RUNG)
-        time.sleep(0)
         group.kill_all(20)
         group.launch(2, [launch(tmp_path)])
         (second,) = until_started(group)
