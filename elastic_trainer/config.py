@@ -203,6 +203,13 @@ class ElasticSection:
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
     )
+    standby: bool = field(
+        default=False,
+        metadata=says(
+            "While an epoch runs each worker has a second process that has compiled what the next "
+            "epoch will need and waits for it: shorter recovery, more memory."
+        ),
+    )
     failure_domain: str | None = field(
         default=None,
         metadata=says(
