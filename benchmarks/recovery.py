@@ -9,8 +9,9 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
 the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
 without a step. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
-torch.compile on; `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
-`trainer_imports`, without.
+torch.compile on; `standby` and `standby_compile`, as `node` and `compile` (later, once they have
+warmed up) with `elastic.standby`; `trainer`, a worker of Hugging Face's Trainer with its modules
+preloaded, and `trainer_imports`, without.
 
 Columns: `longest gap`, between two steps of the job, from the kill (growth: the return) until
 the case is over; `rejoin`, from the death of a worker, or the start of a returning node's agent,
@@ -70,7 +71,7 @@ train:
    compile: {compiled}}}
 data: {{path: "{corpus}", format: text, tokenizer: bytes}}
 checkpoint: {{every_s: null, every_steps: 10}}
-elastic: {{min_nodes: 1}}
+elastic: {{min_nodes: 1, standby: {standby}}}
 """
 TRAINER = """
 name: recovery
@@ -90,6 +91,8 @@ class Case:
     workers: int = 1
     """Per node, tensor-parallel."""
     compiled: bool = False
+    standby: bool = False
+    """Each worker has one."""
     steps: int = STEPS
     trainer: bool = False
     """Hugging Face's Trainer, in place of the tiny model."""
@@ -103,6 +106,8 @@ CASES = {
     "coordinator": Case(("kill-coordinator@15",)),
     "tp": Case(("kill-node:2@15",), workers=2),
     "compile": Case(("kill-node:2@15",), compiled=True),
+    "standby": Case(("kill-node:2@15",), standby=True),
+    "standby_compile": Case(("kill-node:2@45",), compiled=True, standby=True, steps=52),
     "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS),
     "trainer": Case(("kill-worker:1@15",), trainer=True, preload=PRELOAD),
     "trainer_imports": Case(("kill-worker:1@15",), trainer=True),
@@ -139,6 +144,7 @@ def write_job(folder: Path, case: Case) -> Path:
         corpus=ROOT / "examples" / "corpus",
         workers=case.workers,
         compiled=str(case.compiled).lower(),
+        standby=str(case.standby).lower(),
         examples=ROOT / "examples",
         preload=case.preload,
     )

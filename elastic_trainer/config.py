@@ -54,7 +54,7 @@ class TrainSection:
     recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
     compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
     deterministic: bool = field(
-        default=True,
+        default=False,
         metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -202,6 +202,13 @@ class ElasticSection:
     stop_grace_s: float = field(
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
+    )
+    standby: bool = field(
+        default=False,
+        metadata=says(
+            "While an epoch runs each worker has a second process that has compiled what the next "
+            "epoch will need and waits for it: shorter recovery, more memory."
+        ),
     )
     failure_domain: str | None = field(
         default=None,

@@ -52,6 +52,7 @@ EVENTS: Final[dict[str, str]] = {
     "job.stopped": "The job ended as a whole. code, reason",
     # agents: workers
     "worker.started": "A worker was forked or started. pid, local_rank, how",
+    "standby.ready": "It waits for the next epoch. pid, local_rank, seconds, private_mib",
     "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
     "save.asked": "This node was asked for a checkpoint now; the step its workers are at",
     "worker.signalled": "A script was sent SIGTERM. pid, local_rank, request, grace_s",

@@ -18,11 +18,14 @@ from elastic_trainer.data import DataError
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.model import ModelError
 from elastic_trainer.preload import preload
+from elastic_trainer.training import warm_up as standby
 from elastic_trainer.training.guard import NumbersError
 from elastic_trainer.training.trainer import run_worker
 
 preload(os.environ)
 
+warm_up = standby.warm_up
+"""Of a standby, called by the zygote."""
 USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 """A restart cannot help: exit 93."""
 
@@ -30,6 +33,7 @@ USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 def main() -> int:
     """Train; return the process's exit code."""
     try:
+        standby.forget_other_shapes(os.environ)
         return run_worker()
     except USER_ERRORS as error:
         write_error_file(error)

@@ -9,10 +9,15 @@ last worker has ended it kills whatever they have started and left behind, in wh
 the device's memory is free only then. Workers die with it. When the agent dies it ends the
 workers and what they started, then itself.
 
+A *standby* is a fork made ahead, while an epoch runs: it calls `warm_up()` of the module `target`,
+if that has one, at a low priority, says so, and waits. The next request for its local rank is
+handed to it; where it is not ready it is killed, and a worker is forked as without it.
+
 Messages are JSON objects, one a line. From the agent:
 
     {"op": "start", "epoch", "local_rank", "kind", "target", "args", "env", "log", "error_log",
      "cwd", "fresh", "count_steps", "cpus"}
+    {"op": "standby", "local_rank", "kind", "target", "env", "cwd", "cpus"}
     {"op": "kill"}                      SIGKILL to every worker and what it started
 
 and back:
@@ -20,14 +25,16 @@ and back:
     {"event": "ready", "seconds", "tasks", "error"}
     {"event": "started", "epoch", "local_rank", "pid", "how", "why"}
     {"event": "exited", "epoch", "local_rank", "pid", "status"}
+    {"event": "standby", "local_rank", "pid", "seconds", "private_mib"}    one is ready
     {"event": "cleared", "epoch"}       no worker is left, nor anything that one started
 
 `kind` is `main` (call `main()` of the module `target`), `module` (as `python -m`),
 `script` (as `python file`) or `command` (an executable). A command, `fresh` work, and
 everything when the preloading failed or left threads behind, starts by exec: `how` is
-then `fresh` and `why` says why. With `error_log` stderr has a log of its own. With
-`count_steps` the optimizer's steps are the worker's progress, where torch was imported.
-`cpus` are those that the worker and what it starts run on, as 0-3,8; null: all of the zygote's.
+then `fresh` and `why` says why; else it is `zygote` or `standby`. With `error_log` stderr has a log
+of its own. With `count_steps` the optimizer's steps are the worker's progress, where torch was
+imported. `cpus` are those that the worker and what it starts run on, as 0-3,8; null: all of the
+zygote's.
 `status` is an exit code, or minus a signal's number.
 """
 
@@ -50,6 +57,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,6 +73,9 @@ NAME = "holdfast-zygote"
 WORKER_NAME = "holdfast-worker"
 """Names of the processes, as ps and top show them (15 characters at most)."""
 EXIT_USER_ERROR = 93
+_AHEAD_NICE = 10
+"""Of what is done ahead: a tenth of what the workers get of a CPU that they share with it (the
+kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where CPUs are scarce."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -92,6 +103,13 @@ class _Worker:
     local_rank: int
 
 
+@dataclass(slots=True)
+class _Standby:
+    pid: int
+    sock: socket.socket
+    ready: bool = False
+
+
 class Zygote:
     """Serves one agent, process `parent`, over `sock` until that closes."""
 
@@ -100,6 +118,8 @@ class Zygote:
         self._preload = preload
         self._why_fresh: str | None = None
         self._workers: dict[int, _Worker] = {}
+        self._standbys: dict[int, _Standby] = {}
+        """By local rank."""
         self._own: set[int] = set()
         """Children that importing has started."""
         self._epoch: int | None = None
@@ -114,10 +134,13 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         while True:
-            ready, _, _ = select.select([self._sock.fileno(), self._wake_read], [], [])
+            warming = {s.sock.fileno(): n for n, s in self._standbys.items() if not s.ready}
+            ready, _, _ = select.select([self._sock.fileno(), self._wake_read, *warming], [], [])
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
+            for fd in warming.keys() & set(ready):
+                self._hear(warming[fd])
             self._reap()
             if self._sock.fileno() in ready and not self._receive():
                 self._kill()
@@ -166,6 +189,8 @@ class Zygote:
             request = json.loads(line)
             if request["op"] == "start":
                 self._start(request)
+            elif request["op"] == "standby":
+                self._prepare(request)
             else:
                 assert request["op"] == "kill", request
                 self._kill()
@@ -179,16 +204,10 @@ class Zygote:
             why = "asked for"
         else:
             why = self._why_fresh
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _become_worker(
-                request,
-                parent=parent,
-                called=self._preload,
-                fresh=why is not None,
-                close=(self._sock.fileno(), self._wake_read, self._wake_write),
-            )
+        pid = None if why is not None else self._hand_over(request)
+        how = "fresh" if why is not None else "zygote" if pid is None else "standby"
+        if pid is None:
+            pid = self._fork(request, fresh=why is not None)
         self._workers[pid] = _Worker(request["epoch"], request["local_rank"])
         self._epoch = request["epoch"]
         self._send(
@@ -196,9 +215,68 @@ class Zygote:
             epoch=request["epoch"],
             local_rank=request["local_rank"],
             pid=pid,
-            how="zygote" if why is None else "fresh",
+            how=how,
             why=why,
         )
+
+    def _fork(
+        self, request: dict[str, Any], *, fresh: bool, link: socket.socket | None = None
+    ) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            links = [standby.sock.fileno() for standby in self._standbys.values()]
+            _become_worker(
+                request,
+                parent=parent,
+                called=self._preload,
+                fresh=fresh,
+                close=(self._sock.fileno(), self._wake_read, self._wake_write, *links),
+                link=link,
+            )
+        return pid
+
+    def _prepare(self, request: dict[str, Any]) -> None:
+        """Fork a standby, unless workers are started fresh or there is one."""
+        local_rank = request["local_rank"]
+        if self._why_fresh is not None or local_rank in self._standbys:
+            return
+        ours, theirs = socket.socketpair()
+        self._standbys[local_rank] = standby = _Standby(0, ours)  # the child closes our end
+        with theirs:
+            standby.pid = self._fork(request, fresh=False, link=theirs)
+
+    def _hear(self, local_rank: int) -> None:
+        """Pass on that a standby is ready. One that died is reaped elsewhere."""
+        standby = self._standbys[local_rank]
+        if said := standby.sock.recv(1 << 12):
+            standby.ready = True
+            self._send(event="standby", local_rank=local_rank, pid=standby.pid, **json.loads(said))
+        else:
+            self._drop(local_rank)
+
+    def _hand_over(self, request: dict[str, Any]) -> int | None:
+        """Have the standby of a local rank do what is requested; None: there is none ready."""
+        local_rank = request["local_rank"]
+        if local_rank not in self._standbys:
+            return None
+        standby, ready = self._standbys[local_rank], self._standbys[local_rank].ready
+        if ready:
+            try:
+                standby.sock.sendall(json.dumps(request).encode() + b"\n")
+            except OSError:  # it has died
+                ready = False
+        if not ready:
+            self._drop(local_rank)
+            return None
+        standby.sock.close()
+        del self._standbys[local_rank]
+        return standby.pid
+
+    def _drop(self, local_rank: int) -> None:
+        standby = self._standbys.pop(local_rank)
+        standby.sock.close()
+        _kill_with_group(standby.pid)
 
     def _kill(self) -> None:
         for pid in self._workers:
@@ -211,6 +289,9 @@ class Zygote:
                 _kill_with_group(seen.si_pid)
             _, status = os.waitpid(seen.si_pid, 0)
             self._own.discard(seen.si_pid)
+            for local_rank, standby in list(self._standbys.items()):
+                if standby.pid == seen.si_pid:
+                    self._standbys.pop(local_rank).sock.close()
             if worker is not None:  # the others are what workers left behind
                 self._send(
                     event="exited",
@@ -224,7 +305,7 @@ class Zygote:
 
     def _clear(self, epoch: int) -> None:
         """Kill what the workers left behind; the death of each brings its own children here."""
-        left = children() - self._own
+        left = children() - self._own - {standby.pid for standby in self._standbys.values()}
         kill_children(left)
         if not left:
             self._epoch = None
@@ -258,17 +339,24 @@ def _become_worker(
     called: str,
     fresh: bool,
     close: tuple[int, ...],
+    link: socket.socket | None = None,
 ) -> NoReturn:
-    """Turn this forked child into the worker of `request`. Never returns to the zygote's loop."""
-    code, born_mono = 1, time.monotonic()
+    """Turn this forked child into the worker of `request`. Never returns to the zygote's loop.
+
+    With `link` to the zygote it is a standby first, and `request` the one to prepare.
+    """
+    code, born_mono, how = 1, time.monotonic(), "fresh" if fresh else "forked"
     try:
         die_with_parent(parent)
         os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
-        _name_process(WORKER_NAME)  # until it executes another program
         _reset_signals(fresh=fresh)
         for fd in close:
             os.close(fd)
-        _redirect(request, fresh=fresh)
+        if link is not None:
+            request, how = _stand_by(request, link), "standby"
+            born_mono = time.monotonic()
+        _name_process(WORKER_NAME)  # until it executes another program
+        _redirect(request, how=how)
         _bind(request.get("cpus"))
         os.chdir(request["cwd"])
         os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
@@ -292,6 +380,43 @@ def _become_worker(
         os._exit(code)
 
 
+def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
+    """Rehearse, say so, and wait for the request of an epoch."""
+    begun = time.monotonic()
+    if request["cpus"] is not None:  # threads that the warm-up leaves keep to them too
+        with contextlib.suppress(OSError):  # said when the worker begins
+            os.sched_setaffinity(0, parse_cpus(request["cpus"]))
+    os.chdir(request["cwd"])
+    sys.path[:] = frozen_path(sys.path, os.environ)
+    warm_up = getattr(sys.modules.get(request["target"]), "warm_up", None)
+    if request["kind"] == "main" and warm_up is not None:
+        # In a thread: the priority is one of threads, and only root may raise it again. And what
+        # torch keeps for each thread (meshes, how DTensors are dispatched) is not the worker's.
+        with ThreadPoolExecutor(1, initializer=_yield_the_cpu) as aside:
+            aside.submit(warm_up, {**os.environ, **request["env"]}).result()
+    ready = {"seconds": round(time.monotonic() - begun, 3), "private_mib": _private_mib()}
+    with link, link.makefile("rb") as requests:
+        link.sendall(json.dumps(ready).encode())
+        line = requests.readline()
+    if not line:
+        os._exit(0)  # the zygote has no use for it
+    return dict(json.loads(line))
+
+
+def _yield_the_cpu() -> None:
+    """Lower the priority of the calling thread: the kernel's niceness is that of a thread."""
+    os.nice(_AHEAD_NICE)
+
+
+def _private_mib() -> float | None:
+    """Return the MiB of memory that this process shares with no other; None: the kernel is mute."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return round(sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024)
+
+
 def _reset_signals(*, fresh: bool) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -307,7 +432,7 @@ def _reset_signals(*, fresh: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
+def _redirect(request: dict[str, Any], *, how: str) -> None:
     """Point the standard streams at the worker's log, appending; input is empty."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -324,7 +449,6 @@ def _redirect(request: dict[str, Any], *, fresh: bool) -> None:
         os.close(log)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    how = "fresh" if fresh else "forked"
     env = request["env"]
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sys.stderr.write(

@@ -18,6 +18,7 @@ With these overridden nothing but `__init__` and `get_worker_group` would be lef
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -53,9 +54,14 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersRunning,
 )
-from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted, ZygoteLost
+from elastic_trainer.agent.membership.tasks import (
+    StandbyReady,
+    WorkerExited,
+    WorkerStarted,
+    ZygoteLost,
+)
 from elastic_trainer.agent.stop_signals import LEAVE, REPEATABLE, SAVE, StopSignals, Waker
-from elastic_trainer.agent.workers.environment import launches_of
+from elastic_trainer.agent.workers.environment import launches_of, next_rung
 from elastic_trainer.agent.workers.group import (
     JobResult,
     Telemetry,
@@ -242,6 +248,8 @@ class HoldfastAgent(ElasticAgent):
             match happening:
                 case WorkerStarted():
                     self._on_started(happening)
+                case StandbyReady():
+                    self._reporter.standby(happening)
                 case WorkerExited():
                     self._on_exit(happening)
                 case ZygoteLost():
@@ -455,6 +463,9 @@ class HoldfastAgent(ElasticAgent):
         self._zygotes_lost = 0
         self._telemetry.running()
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))
+        if (ladder := self._config.standbys_for) is not None:  # not before: it would slow the start
+            rung = next_rung(epoch.formed, ladder)
+            self._workers.stand_by({"HOLDFAST_RUNG": json.dumps(rung.to_dict())})
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():

@@ -256,6 +256,7 @@ def _agent_config(
         device=device_limits(options),
         watch_all=options.task.kind == "main",
         leaves_alone=options.leaves_alone,
+        standbys_for=options.ladder if options.elastic.standby else None,
     )
 
 

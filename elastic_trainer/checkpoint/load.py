@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from elastic_trainer.checkpoint.state import (
+    DEVICE_RNG,
     RNG,
     STEP,
     TRAINER,
@@ -54,7 +55,7 @@ class State(Protocol):
 
 
 class TrainingState:
-    """Parameters, optimizers, torch's generator, and what else the trainer wants kept.
+    """Parameters, optimizers, torch's generators, and what else the trainer wants kept.
 
     Args:
         model: whose values are kept.
@@ -70,13 +71,14 @@ class TrainingState:
         keeps: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._model, self._optimizers, self._keeps = model, optimizers, keeps or {}
+        self._generators = generators_of(next(model.parameters()).device)
 
     def live(self, step: int, *, speaks: bool) -> NamedTensors:
         """See State."""
         live = self._tensors()
         if speaks:
-            own = {STEP: torch.tensor(step), RNG: torch.get_rng_state()}
-            live[TRAINER] = {**own, **self._keeps}
+            random = {name: each.get_state() for name, each in self._generators.items()}
+            live[TRAINER] = {STEP: torch.tensor(step), **random, **self._keeps}
         return live
 
     def load(self, reader: StorageReader) -> int:
@@ -85,13 +87,16 @@ class TrainingState:
         sizes = self._sizes(metadata)
         for optimizer in self._optimizers:
             create_optimizer_state(self._model, optimizer, sizes)
-        rng, step = torch.get_rng_state(), torch.zeros((), dtype=torch.int64)
-        there = metadata.state_dict_metadata
+        step, there = torch.zeros((), dtype=torch.int64), metadata.state_dict_metadata
+        # Data of another device, or of before its generator was kept, has the CPU's alone.
+        known = {k: v for k, v in self._generators.items() if f"{TRAINER}.{k}" in there}
+        random = {name: each.get_state() for name, each in known.items()}
         keeps = {k: v for k, v in self._keeps.items() if f"{TRAINER}.{k}" in there}
         live = self._tensors()
-        live[TRAINER] = {STEP: step, RNG: rng, **keeps}
+        live[TRAINER] = {STEP: step, **random, **keeps}
         read_into(live, reader, metadata)
-        torch.set_rng_state(rng)
+        for name, state in random.items():
+            known[name].set_state(state)
         return int(step.item())
 
     def _tensors(self) -> NamedTensors:
@@ -101,6 +106,15 @@ class TrainingState:
     def _sizes(self, metadata: Metadata) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Return full name -> size and dtype of what an optimizer's state is made like."""
         return _tensor_sizes(metadata)
+
+
+def generators_of(device: torch.device) -> dict[str, torch.Generator]:
+    """Return by name the generators that random operations on `device` and on the CPU use."""
+    found = {RNG: torch.default_generator}
+    if device.type == "cuda":
+        # Its state lies on the host: reading it waits for nothing.
+        found[DEVICE_RNG] = torch.cuda.default_generators[device.index]
+    return found
 
 
 def read_into(target: NamedTensors, reader: StorageReader, metadata: Metadata) -> None:

@@ -22,8 +22,9 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names."""
 
 MODEL, OPTIM, TRAINER = "model", "optim", "trainer"
-STEP, RNG = "step", "rng"
-"""Names in section `trainer`: completed steps (int64 scalar), torch's CPU generator (uint8)."""
+STEP, RNG, DEVICE_RNG = "step", "rng", "rng_device"
+"""Names in section `trainer`: completed steps (int64 scalar), torch's generators of the CPU and, on
+an accelerator, of its device (uint8)."""
 NamedTensors = dict[str, dict[str, Tensor]]
 """Section (`model`, `optim`, `trainer`) -> name -> tensor; DCP joins the two with a dot."""
 

@@ -66,11 +66,14 @@ class Engine:
             mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
         if config.train.compile:
             mark_compiling(mark)
+        self._sharded = bool(self.stages) or isinstance(self.model, FSDPModule)
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
         config, cp = self._config, self._rung.layout.cp
         self.model.to_empty(device=self._device)
+        if not self._sharded and config.model.tie_embeddings:
+            self.model.head.weight = self.model.embedding.weight  # each was made by itself
         positions = zigzag_positions(config.train.seq_len, cp, self.coordinate["cp"])
         self._rope = rope_table(config.model, positions, self._device)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -94,7 +97,12 @@ class Engine:
             sum is that of the global batch.
         """
         self._weight = 1.0 / tokens
-        return self._run(micro_batches, backward=True)
+        loss_sum = self._run(micro_batches, backward=True)
+        if not self._sharded:
+            for param in self.model.parameters():
+                if param.grad is None:  # an idle expert's; of FSDP it is zero
+                    param.grad = torch.zeros_like(param)
+        return loss_sum
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """Return the token losses this rank is to count of a global batch, without gradients.

@@ -29,6 +29,17 @@ _LOOK_BYTES = 65536
 """Of each plain tensor, to see that all ranks hold the same."""
 
 
+def device_of(backends: str, local_rank: int) -> torch.device:
+    """Return where a script computes, by the back ends of its default process group.
+
+    Args:
+        backends: by device, as `cpu:gloo,cuda:nccl`; torch's choice where the script named none.
+        local_rank: of this worker.
+    """
+    on_cuda = "cuda:nccl" in backends.split(",") and torch.cuda.is_available()
+    return torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
+
+
 class ScriptCheckpointer(Session):
     """The session of a script, which brings its own process group, model and loop.
 
@@ -50,8 +61,7 @@ class ScriptCheckpointer(Session):
             )
         _ignore_stop_signals()
         who = WorkerContext.from_environment(env)
-        on_cuda = dist.get_backend() == "nccl"
-        device = torch.device(f"cuda:{who.local_rank}" if on_cuda else "cpu")
+        device = device_of(dist.get_backend_config(), who.local_rank)
         policy = _policy(who, env.get("HOLDFAST_RUN_DIR"), checkpoint)
         super().__init__(who, policy, device)
         # What came before is the script's: its imports and its process group.

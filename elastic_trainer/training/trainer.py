@@ -79,9 +79,7 @@ class Trainer:
         self.rung, self.layout = who.rung, who.rung.layout
         self.heartbeat = Heartbeat(who.heartbeat)
         self.device_times: DeviceTimes | None = None
-        self.device = torch.device(
-            f"cuda:{who.local_rank}" if config.device == "cuda" else config.device
-        )
+        self.device = device_of(config, who.local_rank)
         policy = CheckpointPolicy.of(config, epoch=who.epoch, layout=self.layout)
         self.session = Session(who, policy, self.device)
         self.step = 0
@@ -384,6 +382,11 @@ class Trainer:
     def _end_phase(self, phase: str) -> None:
         self.heartbeat.beat()
         self.session.end_phase(phase)
+
+
+def device_of(config: TrainConfig, local_rank: int) -> torch.device:
+    """Return the device that a worker computes on."""
+    return torch.device(f"cuda:{local_rank}" if config.device == "cuda" else config.device)
 
 
 def load_config(run_dir: Path) -> TrainConfig:

@@ -227,6 +227,7 @@ class Elastic(Section):
     progress_pattern: Pattern | None = _elastic("progress_pattern")
     preload: Annotated[str, Field(pattern=r"^[\w.]+(,[\w.]+)*$")] | None = _elastic("preload")
     stop_grace_s: Seconds = _elastic("stop_grace_s")
+    standby: bool = _elastic("standby")
     failure_domain: FailureDomain | None = _elastic("failure_domain")
 
 

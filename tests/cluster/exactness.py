@@ -24,6 +24,7 @@ import torch
 from harness import Run, make_config
 from torch import Tensor
 
+from elastic_trainer.config import TrainConfig
 from elastic_trainer.layout import AXES, ParallelLayout, layout_label
 from elastic_trainer.models import PRESETS
 from launcher.jobspec.rules import Facts, layout_findings
@@ -47,6 +48,7 @@ class Case:
     model: str = "tiny"
     interleave: int = 1
     micro_batch: int = 1
+    precision: str = "fp32"
 
     def __str__(self) -> str:
         return str(self.layout) + (f"-x{self.interleave}" if self.interleave > 1 else "")
@@ -93,6 +95,11 @@ def families() -> Iterator[Case]:
         yield Case(ParallelLayout(**degrees), "tiny-mixtral", micro_batch=1)
 
 
+def rounded() -> Iterator[Case]:
+    """Yield the longest dp in bf16, against one process in bf16."""
+    yield Case(ParallelLayout(dp=MAX_WORLD), precision="bf16")
+
+
 def other_orders() -> Iterator[Case]:
     """Yield the same degrees in other orders of the ranks: each axis innermost once."""
     for shift in range(1, len(AXES)):
@@ -120,17 +127,18 @@ def _legal(layout: ParallelLayout, model: str, interleave: int) -> Case | None:
     return None
 
 
-def trained(path: Path, case: Case, **sections: Any) -> Run:
-    """Train `case` in the new folder `path`; `sections` is of `train`."""
+def config_of(path: Path, case: Case, **sections: Any) -> TrainConfig:
+    """Return the job.json of `case` in the new folder `path`; `sections` is of `train`."""
     path.mkdir(parents=True)
     values = {
         "seq_len": SEQ_LEN,
         "global_batch": GLOBAL_BATCH,
         "steps": STEPS,
         "micro_batch": case.micro_batch,
+        "precision": case.precision,
         **sections,
     }
-    config = make_config(
+    return make_config(
         path,
         case.layout,
         model=PRESETS[case.model],
@@ -138,10 +146,16 @@ def trained(path: Path, case: Case, **sections: Any) -> Run:
         interleave=case.interleave,
         **values,
     )
-    run = Run(path, config)
+
+
+def trained(path: Path, case: Case, **sections: Any) -> Run:
+    """Train `case` in the new folder `path`; `sections` is of `train`."""
+    run = Run(path, config_of(path, case, **sections))
     run.train(1, case.layout.world_size)
     account = run.audit()
-    assert (account.steps, account.lost, account.repeated) == (values["steps"], 0, 0), account
+    assert (account.steps, account.lost, account.repeated) == (run.config.train.steps, 0, 0), (
+        account
+    )
     return run
 
 
@@ -174,25 +188,32 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @click.command(help=__doc__)
-@click.option("--match", default="", help="Only cases with this in `model layout`.")
+@click.option("--match", default="", help="Only cases with this in `model layout precision`.")
 def main(match: str) -> None:
     """Print the table; exit with 1 when a layout is out of bounds."""
     harness.DEADLINE_S = 1800.0  # nobody waits for it
     rows, bad, began = [], 0, time.monotonic()
-    known = (*cases(), *other_orders(), *families())
-    chosen = [case for case in known if match in f"{case.model} {case}"]
+    known = (*cases(), *other_orders(), *families(), *rounded())
+    chosen = [case for case in known if match in f"{case.model} {case} {case.precision}"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        models = sorted({case.model for case in chosen})
-        references = {m: trained(root / m, Case(ParallelLayout(), m)) for m in models}
+        kinds = sorted({(case.model, case.precision) for case in chosen})
+        references = {
+            (model, precision): trained(
+                root / f"{model}-{precision}",
+                Case(ParallelLayout(), model, precision=precision),
+            )
+            for model, precision in kinds
+        }
         for number, case in enumerate(chosen):
             run, again = (trained(root / f"{number}-{i}", case) for i in range(2))
-            errors, same = compare(run, references[case.model]), identical(run, again)
+            errors = compare(run, references[case.model, case.precision])
+            same = identical(run, again)
             good = max(errors.loss, errors.grad_norm) <= BOUND and same
             bad += not good
             cells = (
                 f"`{layout_label(str(case))}`",
-                case.model,
+                case.model + ("" if case.precision == "fp32" else f", {case.precision}"),
                 str(case.layout.world_size),
                 f"{case.micro_batch} x {run.config.ladder.rungs[0].micro_batches}",
                 f"{errors.loss:.1e}",
@@ -216,7 +237,9 @@ Every legal layout of at most {MAX_WORLD} ranks of the tiny Llamas, orders of th
 the default, each axis of the other families, and expert parallelism, against one process: the same
 weights, the same {GLOBAL_BATCH} sequences of {SEQ_LEN} tokens a step, fp32, AdamW at {LR:g},
 {STEPS} steps. Errors are relative, the largest over the steps; the bound for loss and gradient norm
-is {BOUND:g}. *gradients* compares every element: the L2 norm of the difference of AdamW's first
+is {BOUND:g}; in bf16, against one process in bf16, it would be missed a hundredfold with
+gradients reduced in bf16.
+*gradients* compares every element: the L2 norm of the difference of AdamW's first
 moments after step {STEPS}. *twice* says whether a second run of the layout was the same bit for
 bit, state included. *micro-batches* are sequences each x how many a dp rank runs; where dp does not
 divide them, the last ones weigh zero. `x2`

@@ -60,9 +60,21 @@ class WorkerStarted:
     rank: int
     pid: int
     how: str
-    """`zygote` or `fresh`."""
+    """`zygote`, `standby` or `fresh`."""
     why: str | None
     """Why fresh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyReady:
+    """A process waits for the next epoch's work of a local rank."""
+
+    local_rank: int
+    pid: int
+    seconds: float
+    """That it took."""
+    private_mib: float | None
+    """Memory that it shares with no other process; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,4 +105,4 @@ class ZygoteLost:
     """Process ids of those that even the kernel could not end."""
 
 
-Happening = WorkerStarted | WorkerExited | ZygoteLost
+Happening = WorkerStarted | StandbyReady | WorkerExited | ZygoteLost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from elastic_trainer.agent.hangs.hang import WorkerProgress
 from elastic_trainer.agent.hangs.stacks import dump_stacks
 from elastic_trainer.agent.membership.notices import EpochFormed, WorkersFailed
-from elastic_trainer.agent.membership.tasks import WorkerExited, WorkerStarted
+from elastic_trainer.agent.membership.tasks import StandbyReady, WorkerExited, WorkerStarted
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.settings import AgentConfig, Membership
@@ -147,6 +148,10 @@ class Reporter:
             how=started.how,
             why=started.why,
         )
+
+    def standby(self, ready: StandbyReady) -> None:
+        """Put on record that a process waits for the next epoch."""
+        self._log.emit("standby.ready", **dataclasses.asdict(ready))
 
     def phase(self, phase: str, begin: float) -> None:
         """Put a phase of a recovery on record: from `begin` until now."""

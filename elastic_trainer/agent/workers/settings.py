@@ -8,6 +8,7 @@ from typing import Protocol
 
 from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.ladder import Ladder
 
 
 class Membership(Protocol):
@@ -73,5 +74,7 @@ class AgentConfig:
     """How long to wait for the cause when the first failure seen is but a consequence."""
     shared_settle_s: float = 0.2
     """How long to wait whether the other workers end with the same error."""
+    standbys_for: Ladder | None = None
+    """Rungs that the next epoch may have; None: no standby is kept."""
     tick_s: float = 0.1
     """Between two looks at the heartbeats."""

@@ -16,6 +16,7 @@ from elastic_trainer.agent.hangs.stacks import Target
 from elastic_trainer.agent.membership.tasks import (
     Happening,
     Launch,
+    StandbyReady,
     Task,
     WorkerExited,
     WorkerStarted,
@@ -148,6 +149,29 @@ class Workers:
             )
         self._flush()
 
+    def stand_by(self, env: Mapping[str, str]) -> None:
+        """Prepare a process for each worker's place in the next epoch; `poll` says which is ready.
+
+        Args:
+            env: as the next launch's may be, where that differs from the one of this epoch.
+        """
+        if self.task.fresh or self.task.kind == "command":
+            return  # these start by exec
+        for worker in self._epoch.workers.values():
+            launch = worker.launch
+            self._unsent.append(
+                {
+                    "op": "standby",
+                    "local_rank": launch.local_rank,
+                    "kind": self.task.kind,
+                    "target": self.task.target,
+                    "env": {**launch.env, **env},
+                    "cwd": self.task.cwd,
+                    "cpus": launch.cpus,
+                }
+            )
+        self._flush()
+
     def poll(self, timeout_s: float = 0.0) -> list[Happening]:
         """Return what has happened, maybe nothing; wait up to `timeout_s` for the zygote's word."""
         self._read(0.0 if self._found else timeout_s)
@@ -261,6 +285,10 @@ class Workers:
             if message["event"] == "ready":
                 self._ready = True
                 self._flush()
+                continue
+            if message["event"] == "standby":
+                del message["event"]
+                self._found.append(StandbyReady(**message))
                 continue
             if message["epoch"] != self._epoch.number:
                 continue  # of an epoch that was given up

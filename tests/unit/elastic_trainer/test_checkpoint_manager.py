@@ -15,6 +15,7 @@ from torch.distributed import checkpoint as dcp
 
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import BoardState, update
+from elastic_trainer.checkpoint import load as load_module
 from elastic_trainer.checkpoint import manager as manager_module
 from elastic_trainer.checkpoint import restore as restore_module
 from elastic_trainer.checkpoint import saver as saver_module
@@ -162,6 +163,24 @@ def test_save_and_restore_with_events_and_generator(tmp_path):
     committed = run.events("checkpoint.committed")[0].fields
     assert committed["dir"] == "step-000000001-e000000"
     assert committed["save_s"] > committed["stage_s"] >= 0
+
+
+def test_the_generator_of_an_accelerator_is_restored_where_it_was_kept(tmp_path, monkeypatch):
+    plain = Run(tmp_path)  # of a CPU, or of before
+    plain.step()
+    assert plain.save(1)
+    device = torch.Generator().manual_seed(5)
+    both = {"rng": torch.default_generator, "rng_device": device}
+    monkeypatch.setattr(load_module, "generators_of", lambda _device: both)
+    run = Run(tmp_path)
+    assert run.restore() == 1
+    assert torch.equal(device.get_state(), torch.Generator().manual_seed(5).get_state())
+    run.step()
+    assert run.save(2)
+    expected = torch.rand(3, generator=device)
+    device.manual_seed(9)
+    assert Run(tmp_path).restore() == 2
+    assert torch.equal(torch.rand(3, generator=device), expected)
 
 
 def test_nothing_to_restore_is_step_zero(tmp_path):

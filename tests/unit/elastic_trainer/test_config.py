@@ -87,7 +87,7 @@ def test_the_defaults_that_job_json_leaves_out_are_those_of_its_version():
             "hang_floor_s": None, "straggler": "report", "start_ceiling_s": 1800.0,
             "join_timeout_s": 600.0, "heartbeat_s": 1.0, "dead_after_s": 5.0,
             "progress_pattern": None, "stop_grace_s": 30.0, "failure_domain": None,
-            "preload": None,
+            "preload": None, "standby": False,
         },
         NetworkSection: {"interface": "auto", "cidr": None, "ports": None},
         NumbersSection: {

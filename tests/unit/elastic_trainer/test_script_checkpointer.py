@@ -18,7 +18,7 @@ from elastic_trainer.checkpoint.memory_restore import Restored
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Ladder
-from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
+from elastic_trainer.training.script_checkpointer import ScriptCheckpointer, device_of
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +94,20 @@ def test_what_came_from_memory_is_on_storage_only_if_it_was_committed(
     assert session.restore(TrainingState(model, (torch.optim.AdamW(model.parameters()),), {})) == 3
     assert session.saved_step == (3 if 3 in committed else -1)
     session.close()
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_script_may_name_any_back_end(backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    told = dist.get_backend_config()
+    assert device_of(told, 1) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_a_script_with_nccl_computes_on_its_gpu(backend, monkeypatch):
+    told = str(dist.BackendConfig(dist.Backend(backend)))
+    assert device_of(told, 1) == torch.device("cpu")  # torch's build for CUDA, no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert device_of(told, 1) == torch.device("cuda:1")

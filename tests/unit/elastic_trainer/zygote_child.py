@@ -9,13 +9,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.stack_signal import answer_with_flight
 
 PRELOADED_IN = os.getpid()
+WARMED: list[str] = []
 if name := os.environ.get("CHILD_IMPORTS"):
     importlib.import_module(name)
 
@@ -34,6 +37,9 @@ def main() -> int:
                     "ppid": os.getppid(),
                     "preloaded_in": PRELOADED_IN,
                     "argv": sys.argv,
+                    "warmed": WARMED,
+                    "priority": os.getpriority(os.PRIO_PROCESS, 0),
+                    "threads": len(list(Path("/proc/self/task").iterdir())),
                     "cwd": str(Path.cwd()),
                     "fds": sorted(_open_files()),
                     "pgid": os.getpgid(0),
@@ -51,6 +57,17 @@ def main() -> int:
         answer_with_flight(Path(os.environ["HOLDFAST_HEARTBEAT"]), flight.encode)
     act = os.environ.get(f"CHILD_ACT_{os.environ['RANK']}", os.environ.get("CHILD_ACT", "exit 0"))
     return _act(*act.split(maxsplit=1))
+
+
+def warm_up(env: Mapping[str, str]) -> None:
+    """Of a standby; env has what the last launch had, and what is said besides."""
+    WARMED.append(env["RANK"])
+    priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    Path(f"{env['CHILD_REPORT']}.{env['RANK']}.warmed").write_text(
+        json.dumps({"pid": os.getpid(), "priority": priority, "rung": env["HOLDFAST_RUNG"]})
+    )
+    if (act := env.get("CHILD_REHEARSAL")) is not None:
+        _act(*act.split(maxsplit=1))
 
 
 def _open_files() -> list[str]:
