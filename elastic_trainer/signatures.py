@@ -85,9 +85,13 @@ class Signature:
     """Value of `failures.Kind`: what it is to the agent."""
     quiet: bool
     """It counts on lines logged as information or warning too."""
+    at_start: bool
+    """`kind` holds for a worker that has not completed a step; later it has crashed."""
+    whole: bool
+    """Our own exception, which quotes others: its kind is that of the whole message."""
 
 
-_OF_A_SIGNATURE: Final = {"pattern", "why", "action", "source", "rank", "kind", "quiet"}
+_OF_A_SIGNATURE: Final = {"pattern", "why", "action", "source", "rank", "kind", "quiet", "at_start", "whole"}
 
 
 @functools.cache
@@ -122,6 +126,8 @@ def signatures() -> Sequence[Signature]:
                     rank=Rank[has["rank"].upper()],
                     kind=has["kind"],
                     quiet=has.get("quiet", False),
+                    at_start=has.get("at_start", False),
+                    whole=has.get("whole", False),
                 )
             )
     return found

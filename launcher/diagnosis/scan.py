@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -20,7 +20,7 @@ from launcher.diagnosis.literals import compiled
 if TYPE_CHECKING:
     from ahocorasick_rs import BytesAhoCorasick
 
-CHUNK_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 2 << 20
 _LINE_BYTES: Final = 4096
 """What is looked at of a line, around the literal."""
 _MOST: Final = 50
@@ -28,6 +28,14 @@ _MOST: Final = 50
 _TAIL_BYTES: Final = 256 << 10
 """End of the log in which progress after a failure is looked for."""
 _MOST_NOTES: Final = 20_000
+_FLOOD: Final = 2000
+"""Matches in one chunk from which it pays to search no longer for what was found often."""
+_ENOUGH: Final = 10
+_DIGITS_DECIDE: Final = re.compile(
+    rb"Xid|[Ee]rrno|[Ee]xit|[Ss]ignal|\b(?:40\d|429|50\d|80\d)\b|status|code|state_dict|HF\d|TIMEOUT"
+)
+"""Lines whose numbers decide about their class."""
+_BY_DIGITS: Final = (-1,)
 
 _CALM: Final = re.compile(
     r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
@@ -138,22 +146,37 @@ class Scanned:
 @dataclass(slots=True)
 class _State:
     scanned: Scanned
+    number: int
+    rank: int | None
+    node: str | None
     counts: Counter[int] = field(default_factory=Counter)
-    last_found_at: int = -1
+    without: frozenset[int] = frozenset()
+    """Signatures found often enough: no longer searched for."""
+    known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    """Line without its digits -> its signatures."""
 
 
-@functools.cache
-def _searcher() -> tuple[BytesAhoCorasick, BytesAhoCorasick, list[list[int]]]:
-    from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One search for the literals of some of the signatures."""
+
+    automaton: BytesAhoCorasick
+    owners: list[frozenset[int]]
+    """Number of a literal -> the signatures that need it; empty: of a note."""
+
+
+@functools.lru_cache(maxsize=4)
+def _search(without: frozenset[int] = frozenset()) -> _Search:
+    from ahocorasick_rs import BytesAhoCorasick, Implementation
 
     index = compiled(each.pattern for each in signatures())
-    for note in _NOTES:
-        index.setdefault(note, [])
-    words = [each.encode() for each in index]
-    fast = BytesAhoCorasick(
-        words, implementation=Implementation.DFA, matchkind=MatchKind.Standard
+    owners = {word: frozenset(needed) - without for word, needed in index.items()}
+    owners = {word: needed for word, needed in owners.items() if needed}
+    owners |= {word: owners.get(word, frozenset()) for word in _NOTES}
+    automaton = BytesAhoCorasick(
+        [each.encode() for each in owners], implementation=Implementation.DFA
     )
-    return fast, fast, list(index.values())
+    return _Search(automaton, list(owners.values()))
 
 
 def scan(
@@ -171,18 +194,17 @@ def scan(
     Raises:
         OSError: it cannot be read.
     """
-    scanned = Scanned(file=file)
-    state = _State(scanned)
+    state = _State(Scanned(file=file), number, rank, node)
     tail = b""
-    for start, lines_before, block in _blocks(stream, scanned):
-        _scan_block(block, start, lines_before, state, number, rank, node)
+    for start, block in _blocks(stream, state.scanned):
+        _scan_block(block, start, state)
         tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
-    _progress(tail, scanned.num_bytes - len(tail), state)
-    return scanned
+    _progress(tail, state)
+    return state.scanned
 
 
-def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, int, bytes]]:
-    """Yield whole lines: offset, number of lines before, bytes. Lines beyond a chunk are cut."""
+def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines: number of lines before, bytes. Lines beyond a chunk are cut."""
     rest = b""
     while True:
         read = stream.read(CHUNK_BYTES)
@@ -195,10 +217,10 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, int, byte
         if len(rest) > CHUNK_BYTES:
             block, rest = block + rest, b""
         if block:
-            start, before = scanned.num_bytes, scanned.num_lines
+            before = scanned.num_lines
             scanned.num_bytes += len(block)
             scanned.num_lines += block.count(b"\n") + (not block.endswith(b"\n"))
-            yield start, before, block
+            yield before, block
         if not read:
             return
 
@@ -211,59 +233,79 @@ def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
     return (head + rest).decode("utf-16", errors="replace").encode()
 
 
-def _scan_block(
-    block: bytes,
-    start: int,
-    lines_before: int,
-    state: _State,
-    number: int,
-    rank: int | None,
-    node: str | None,
-) -> None:
-    fast, every, owners = _searcher()
-    known, counts, scanned = signatures(), state.counts, state.scanned
+def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
+    search, counts = _search(state.without), state.counts
     line_end, counted_to, lines = -1, 0, lines_before
-    for word, begin, _ in fast.find_matches_as_indexes(block):
+    matches = search.automaton.find_matches_as_indexes(block)
+    for word, begin, _ in matches:
         if begin < line_end:
-            continue
-        needed = owners[word]
-        if needed and all(counts[each] >= _MOST for each in needed):
             continue
         left = block.rfind(b"\n", 0, begin) + 1
         right = block.find(b"\n", begin)
         line_end = right = len(block) if right < 0 else right
         raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
-        near = {each for hit, _, _ in every.find_matches_as_indexes(raw, True) for each in owners[hit]}
-        text = raw.decode("utf-8", errors="replace").rstrip("\r")
-        _note(text, scanned)
-        hits = [each for each in sorted(near) if known[each].pattern.search(text)]
-        if not hits:
+        if not search.owners[word]:
+            _note(raw.decode("utf-8", errors="replace"), state.scanned)
+        hits = _hits(raw, state)
+        if not hits or all(counts[each] >= _MOST for each in hits):
             continue
-        calm = _CALM.search(text) is not None and _LOUD.search(text) is None
-        got_over = _SURVIVED.search(text) is not None
         lines += block.count(b"\n", counted_to, left)
         counted_to = left
-        for each in hits:
-            signature = known[each]
-            counts[each] += 1
-            if counts[each] > _MOST:
-                continue
-            if signature.rank is not Rank.MACHINE and got_over and not _is_raised(text):
-                continue
-            state.last_found_at = start + left
-            scanned.found.append(
-                Found(
-                    signature=signature,
-                    file=scanned.file,
-                    line=lines + 1,
-                    text=" ".join(text.split())[:400],
-                    order=(number, lines + 1),
-                    t_unix=_time(block, left, right),
-                    rank=rank if rank is not None else _rank_in(text),
-                    node=_first(_NODE, text) or node,
-                    warned=calm and not signature.quiet and signature.rank is not Rank.MACHINE,
-                )
+        _add(hits, raw, lines + 1, _time(block, left, right), state)
+    if len(matches) > _FLOOD:
+        state.without = frozenset(each for each, count in counts.items() if count >= _MOST)
+
+
+def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
+    """Return the signatures of a line that count."""
+    key = raw.translate(None, b"0123456789")
+    found = state.known.get(key)
+    if found is _BY_DIGITS:
+        key = raw
+        found = state.known.get(raw)
+    if found is None:
+        if key is not raw and _DIGITS_DECIDE.search(raw):
+            state.known[key] = _BY_DIGITS
+            key = raw
+        search = _search()
+        near = {
+            each
+            for word, _, _ in search.automaton.find_matches_as_indexes(raw, overlapping=True)
+            for each in search.owners[word]
+        }
+        text = raw.decode("utf-8", errors="replace")
+        known = signatures()
+        found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
+        if found and _SURVIVED.search(text) is not None and not _is_raised(text):
+            found = tuple(each for each in found if known[each].rank is Rank.MACHINE)
+        if len(state.known) < _MOST_NOTES:
+            state.known[key] = found
+    return found
+
+
+def _add(
+    hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State
+) -> None:
+    text = raw.decode("utf-8", errors="replace")
+    calm = _CALM.search(text) is not None and _LOUD.search(text) is None
+    for each in hits:
+        state.counts[each] += 1
+        if state.counts[each] > _MOST:
+            continue
+        signature = signatures()[each]
+        state.scanned.found.append(
+            Found(
+                signature=signature,
+                file=state.scanned.file,
+                line=line,
+                text=" ".join(text.split())[:400],
+                order=(state.number, line),
+                t_unix=t_unix,
+                rank=state.rank if state.rank is not None else _rank_in(text),
+                node=_first(_NODE, text) or state.node,
+                warned=calm and not signature.quiet and signature.rank is not Rank.MACHINE,
             )
+        )
 
 
 def _is_raised(text: str) -> bool:
@@ -324,14 +366,17 @@ def _note(text: str, scanned: Scanned) -> None:
             scanned.samples.setdefault((rank, int(step)), match[1])
 
 
-def _progress(tail: bytes, start: int, state: _State) -> None:
-    position = start
-    scanned = state.scanned
-    for raw in tail.splitlines(keepends=True):
-        after, position = position > state.last_found_at, position + len(raw)
-        text = raw[:_LINE_BYTES].decode("utf-8", errors="replace")
+def _progress(tail: bytes, state: _State) -> None:
+    """Count the lines of progress at the end of a log, and those after its last finding."""
+    scanned, after = state.scanned, True
+    for raw in reversed(tail.splitlines()):
+        line = raw[:_LINE_BYTES]
+        after = after and not _hits(line, state)
+        text = line.decode("utf-8", errors="replace")
         if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
             scanned.progress += 1
             scanned.progress_after += after
         if after and _DONE.search(text):
             scanned.done = True
+        if scanned.progress_after > _ENOUGH:
+            return
