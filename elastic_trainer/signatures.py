@@ -142,3 +142,21 @@ def _table() -> Mapping[str, Any]:
 def in_line(line: str) -> list[Signature]:
     """Return the signatures that `line` has."""
     return [each for each in signatures() if each.pattern.search(line)]
+
+
+def class_of(kind: str, detail: str) -> tuple[FailureClass, Remedy]:
+    """Return class and remedy of a failure that the agents recorded.
+
+    Args:
+        kind: value of `failures.Kind`.
+        detail: what the worker or the agent said.
+    """
+    found = [each for line in detail.splitlines() for each in in_line(line)]
+    if found:
+        nearest = min(found, key=lambda each: each.rank)
+        return nearest.of, nearest.action
+    of = next(
+        (classes()[name] for name, raw in _table().items() if kind in raw.get("stands_for", ())),
+        classes()["child_failed"],
+    )
+    return of, of.action
