@@ -24,7 +24,6 @@ _AFTER_S: Final = 300.0
 """A fault of the machine explains a failure from 10 min before to 5 min after it (Meta's RSC)."""
 _WENT_ON: Final = 2
 """Lines of progress after which training has gone on: one may be of a rank that lags."""
-_LASTING: Final = (Rank.MACHINE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ def judge(logs: Sequence[Scanned], unread: Sequence[str] = ()) -> Diagnosis:
         fix=of.fix,
         rank=rank,
         node=node,
-        evidence=tuple(alike[:_EVIDENCE]),
+        evidence=_shown(alike),
         also=tuple(others),
         runbook=of.runbook,
         unread=unread,
@@ -122,10 +121,7 @@ def _sorted_out(logs: Iterable[Scanned]) -> _Seen:
         went_on = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
             lasting = each.signature.rank is Rank.MACHINE or each.signature.quiet
-            survived = (went_on and not lasting) or (
-                # Training went on beside it, and it is only a sign.
-                log.done and each.signature.rank is Rank.SIGN
-            )
+            survived = went_on and not lasting
             (seen.survived if survived else seen.found).append(each)
     return seen
 
@@ -150,6 +146,14 @@ def _near_in_time(failed: Sequence[Found]) -> list[Found]:
         or abs(each.t_unix - first) > 200 * 86400  # without a year: not comparable
         or -_BEFORE_S <= each.t_unix - first <= _AFTER_S + max(own) - first
     ]
+
+
+def _shown(alike: Sequence[Found]) -> tuple[Found, ...]:
+    """Return the first lines of evidence, each once, none weaker than the root's."""
+    lines = {each.order: each for each in reversed(alike)}
+    best = alike[0].signature.rank
+    shown = sorted((each for each in lines.values() if each.signature.rank == best), key=_order)
+    return tuple(shown[:_EVIDENCE])
 
 
 def _first_place(root: Found, alike: Sequence[Found]) -> tuple[int | None, str | None]:

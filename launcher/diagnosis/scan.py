@@ -276,11 +276,17 @@ def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
         text = raw.decode("utf-8", errors="replace")
         known = signatures()
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
+        if len(found) > 1:  # an exception that no other rule knows
+            found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
         if found and _SURVIVED.search(text) is not None and not _is_raised(text):
             found = tuple(each for each in found if known[each].rank is Rank.MACHINE)
         if len(state.known) < _MOST_NOTES:
             state.known[key] = found
     return found
+
+
+def _is_generic(signature: Signature) -> bool:
+    return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
 def _add(
