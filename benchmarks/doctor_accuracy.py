@@ -34,7 +34,7 @@ def diagnose(text: str) -> Diagnosis:
 
 def speed(texts: list[str]) -> float:
     """Return the slowest MB/s of: varied lines of a healthy run, and the same with failures."""
-    rng = random.Random(0)  # noqa: S311
+    rng = random.Random(0)
     words = [word for text in texts for word in text.split() if word.isalpha()]
     figures = []
     for failures in (False, True):

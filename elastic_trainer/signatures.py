@@ -91,7 +91,17 @@ class Signature:
     """Our own exception, which quotes others: its kind is that of the whole message."""
 
 
-_OF_A_SIGNATURE: Final = {"pattern", "why", "action", "source", "rank", "kind", "quiet", "at_start", "whole"}
+_OF_A_SIGNATURE: Final = {
+    "pattern",
+    "why",
+    "action",
+    "source",
+    "rank",
+    "kind",
+    "quiet",
+    "at_start",
+    "whole",
+}
 
 
 @functools.cache

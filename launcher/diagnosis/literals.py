@@ -65,25 +65,33 @@ def _worth(strings: frozenset[str]) -> int:
 
 
 def _one(code: Any, value: Any) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-    if code is op.LITERAL:
-        return frozenset({chr(value)}), None
-    if code in (op.AT, op.ASSERT, op.ASSERT_NOT):  # of no width
-        return _EMPTY, None
-    if code is op.IN:
-        return _characters(value), None
-    if code is op.SUBPATTERN:
-        return _sets(value[3])
-    if code is op.BRANCH:
-        return _branch([_sets(each) for each in value[1]])
-    if code is op.MAX_REPEAT:
-        least, most, item = value
-        exact, required = _sets(item)
-        if exact is not None and (least, most) == (0, 1):
-            return exact | _EMPTY, None
-        if least == most == 1:
-            return exact, required
-        return None, required or exact if least else None
-    return None, None
+    match code:
+        case op.LITERAL:
+            found: tuple[Any, Any] = frozenset({chr(value)}), None
+        case op.AT | op.ASSERT | op.ASSERT_NOT:  # of no width
+            found = _EMPTY, None
+        case op.IN:
+            found = _characters(value), None
+        case op.SUBPATTERN:
+            found = _sets(value[3])
+        case op.BRANCH:
+            found = _branch([_sets(each) for each in value[1]])
+        case op.MAX_REPEAT:
+            found = _repeated(*value)
+        case _:
+            found = None, None
+    return found
+
+
+def _repeated(
+    least: int, most: int, item: Iterable[Any]
+) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    exact, required = _sets(item)
+    if exact is not None and (least, most) == (0, 1):
+        return exact | _EMPTY, None
+    if least == most == 1:
+        return exact, required
+    return None, required or exact if least else None
 
 
 def _characters(items: Sequence[tuple[Any, Any]]) -> frozenset[str] | None:
@@ -104,9 +112,7 @@ def _branch(
     return exact, required
 
 
-def _better(
-    exact: frozenset[str] | None, required: frozenset[str] | None
-) -> frozenset[str] | None:
+def _better(exact: frozenset[str] | None, required: frozenset[str] | None) -> frozenset[str] | None:
     both = [each for each in (exact, required) if each is not None and _worth(each) > 0]
     return max(both, key=_worth, default=None)
 

@@ -36,6 +36,8 @@ _DIGITS_DECIDE: Final = re.compile(
 )
 """Lines whose numbers decide about their class."""
 _BY_DIGITS: Final = (-1,)
+_CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1b\x08\x07")
+"""Bytes that logs do not have."""
 
 _CALM: Final = re.compile(
     r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
@@ -47,9 +49,12 @@ _LOUD: Final = re.compile(
 )
 """Lines that say an error, whatever else they say. NCCL logs its errors as WARN."""
 _SURVIVED: Final = re.compile(
-    r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
-    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)|[Ss]kip(?:ping)? (?:batch|step|sample)"
-    r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal|expected behaviou?r"
+    r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
+    r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
+    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)"
+    r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
+    r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
+    r"|expected behaviou?r"
     r"|deprecated|can be (?:safely )?ignored|0 errors|no errors?|without errors?"
     r"|errors?[=:] ?0\b|if you (?:see|get|encounter|run into)|to avoid|may (?:lead to|cause|result)"
     r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
@@ -73,7 +78,8 @@ _RANK: Final = re.compile(
 _NODE: Final = re.compile(
     r"^\S{3} +\d+ \d\d:\d\d:\d\d (\S+) kernel:|srun: error: (\S+): tasks?"
     r"|\bSTEP \S+ ON (\S+) CANCELLED|\bhost *: ([\w.-]+)|^([\w.-]+):\d+:\d+ \[\d+\] NCCL"
-    r"|\bJOB \S+ ON (\S+) CANCELLED|\bnode[ =:/]+\"?([\w.-]*\d[\w.-]*)|\b[Nn]odes? ([a-z][\w.-]*\d+)\b"
+    r"|\bJOB \S+ ON (\S+) CANCELLED|\bnode[ =:/]+\"?([\w.-]*\d[\w.-]*)"
+    r"|\b[Nn]odes? ([a-z][\w.-]*\d+)\b"
 )
 _ISO: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _SYSLOG: Final = re.compile(rb"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d:\d\d:\d\d)\b")
@@ -83,7 +89,7 @@ _WORK: Final = re.compile(
 )
 _SAMPLES: Final = re.compile(
     r"(?:sample|batch|data|token)s?[ _-]?(?:ids?|indices|idxs?|hash|checksum|digest|fingerprint)"
-    r"\W{1,4}(\[[^\]]*\]|\w+)"
+    r"[\"']?\s*[:=]\s*(\[[^\]]*\]|\w+)"
 )
 _STEP: Final = re.compile(r"\b(?:step|iter(?:ation)?|batch)\b\W{0,3}(\d+)", re.IGNORECASE)
 _NOTES: Final = (
@@ -208,9 +214,10 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
     rest = b""
     while True:
         read = stream.read(CHUNK_BYTES)
-        if scanned.num_bytes == 0 and read[:4096].count(0) > 16:
+        if scanned.num_bytes == 0:
             read = _of_utf16(read, stream) or read
-            scanned.binary = b"\0" in read[:4096]
+            head = read[:4096]
+            scanned.binary = len(head.translate(None, _CONTROLS)) < 0.95 * len(head)
         end = len(read) if not read else read.rfind(b"\n") + 1
         block = rest + read[:end] if end or not read else b""
         rest = read[end:] if block or not rest else rest + read
@@ -244,7 +251,7 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         right = block.find(b"\n", begin)
         line_end = right = len(block) if right < 0 else right
         raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
-        if not search.owners[word]:
+        if not search.owners[word] or b"WorkNCCL(SeqNum" in raw:
             _note(raw.decode("utf-8", errors="replace"), state.scanned)
         hits = _hits(raw, state)
         if not hits or all(counts[each] >= _MOST for each in hits):
@@ -289,9 +296,7 @@ def _is_generic(signature: Signature) -> bool:
     return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
-def _add(
-    hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State
-) -> None:
+def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
     text = raw.decode("utf-8", errors="replace")
     calm = _CALM.search(text) is not None and _LOUD.search(text) is None
     for each in hits:
@@ -316,7 +321,10 @@ def _add(
 
 def _is_raised(text: str) -> bool:
     """Whether a line is an exception's own, at the end of a traceback."""
-    return re.match(r"^(?:\[rank\d+\]: ?|\d+: )?(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ", text) is not None
+    return (
+        re.match(r"^(?:\[rank\d+\]: ?|\d+: )?(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ", text)
+        is not None
+    )
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
