@@ -70,7 +70,7 @@ HEALTHY = [
     "node-a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 8 - Init COMPLETE\n",
     "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0\n",
     "WARNING: Connection reset by peer, retrying in 1 s [Retry 1/5]\n",
-    "[W socket.cpp:601] [c10d] The client socket has failed to connect to [::]:29500 (errno: 97).\n",
+    "[W socket.cpp:601] [c10d] The client socket has failed to connect to [::]:9 (errno: 97).\n",
     "UserWarning: CUDA initialization: the NVIDIA driver is old; this may lead to slow kernels\n",
     "INFO validation error rate: 0.03, errors: 0\n",
     "OSError: [Errno 116] Stale file handle\nopened again\n",
