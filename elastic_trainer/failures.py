@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from elastic_trainer.signatures import Rank, Remedy, Signature, in_line
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 """The agent's own fault."""
@@ -72,104 +74,18 @@ class Failure:
 DETAIL_CHARS = 300
 """Longest `Failure.detail`."""
 
-_EVICTING_XIDS = (
-    "38|46|48|54|61|62|64|74|79|95|109|110|119|120|136|140|14[2-9]|15[01578]|161|16[789]|17[12]"
+_BY_TEXT: Final = (
+    Kind.NODE_FAULT,
+    Kind.CORRUPTION,
+    Kind.USER_ERROR,
+    Kind.OUT_OF_MEMORY,
+    Kind.COLLATERAL,
+    Kind.INFRASTRUCTURE,
+    Kind.SERVICE,
+    Kind.FAULT,
 )
-"""XIDs after which the GPU needs a reset, a drain or a hand (NVIDIA's XID catalogue); the others
-are the application's fault, contained, or no failure at all."""
-
-_KERNEL_FAULT = re.compile(
-    rf"NVRM: Xid \([^)]*\): ({_EVICTING_XIDS}),"
-    r"|fallen off the bus|SXid \([^)]*\): \d+, Fatal|NVSwitch fatal error"
-    r"|nvidia-fabricmanager\S* failed|Remounting filesystem read-only",
-    re.IGNORECASE,
-)
-"""The machine is bad: in the words of the kernel or a daemon, which no program uses."""
-
-_NODE_FAULT = re.compile(
-    r"uncorrectable (ECC|NVLink) error|cudaErrorECCUncorrectable"
-    r"|unspecified launch failure|GPU is lost|device lost"
-    r"|802\W+system not yet initialized|Got async event : local catastrophic error"
-    r"|Unable to determine the device handle for GPU|CUDA driver initialization failed"
-    r"|no CUDA-capable device is detected|Driver/library version mismatch"
-    r"|Transport endpoint is not connected|Stale file handle",
-    re.IGNORECASE,
-)
-"""The node is bad: hardware, driver, or a file system that is gone. Not EROFS: containers whose
-root is read-only say that to a program that writes where it may not."""
-
-_DEVICE_FAULT = re.compile(
-    r"CUDA error: (unknown error|hardware stack error"
-    r"|(all )?CUDA-capable device\S* (is/)?are busy)",
-    re.IGNORECASE,
-)
-"""The device or its driver gave up, and does not say for what."""
-
-_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|OOM[- ]?Kill|oom[-_]kill|^MemoryError|Cannot allocate memory"
-    r"|DefaultCPUAllocator: can't allocate|insufficient shared memory|out-of-memory handler",
-    re.IGNORECASE | re.MULTILINE,
-)
-
-_COLLATERAL = re.compile(
-    # gloo
-    r"Connection closed by peer|Connection reset by peer|Application timeout caused pair closure"
-    r"|Timed out waiting \d+ms for (recv|send|connect|synch)|gloo\S* (connect|read|write) error"
-    r"|connectFullMesh failed|Broken pipe"
-    # NCCL
-    r"|ncclRemoteError|remote process exited|collective operation timeout"
-    r"|Connection closed by remote|NET/IB : Got completion from peer"
-    r"|NCCL communicator was aborted|ncclCommAbort"
-    # TCPStore
-    r"|DistStoreError|DistNetworkError|wait timeout after \d+ms|recvValueWithTimeout failed"
-    r"|client socket has (timed out|failed)|RendezvousConnectionError|Socket Timeout",
-    re.IGNORECASE,
-)
-"""What a worker says when a peer, or the store on a peer, went away."""
-
-_OWN_NETWORK_FAULT = re.compile(r"Address already in use|EADDRINUSE", re.IGNORECASE)
-"""DistNetworkError that is no peer's doing."""
-
-_INFRASTRUCTURE = re.compile(
-    # storage and network, as the kernel says it: EIO, ENETDOWN, ENETUNREACH, EHOSTDOWN,
-    # EHOSTUNREACH, ESHUTDOWN (Lustre), EREMOTEIO
-    r"Input/output error|Remote I/O error|Network is (unreachable|down)|No route to host"
-    r"|Host is down"
-    r"|Software caused connection abort|Cannot send after transport endpoint shutdown"
-    # NCCL, but for ncclInvalidUsage and ncclInvalidArgument, which are the program's
-    r"|nccl(System|Internal|UnhandledCuda)Error|NCCL (WARN|error)\b(?!.*invalid (usage|argument))",
-    re.IGNORECASE,
-)
-"""What a worker says when something all nodes share, or its way there, has failed."""
-
-_SERVICE = re.compile(
-    r"Temporary failure in name resolution|Name or service not known"
-    r"|Max retries exceeded|Read timed out|ReadTimeout|ConnectTimeout|Service Unavailable"
-    r"|Bad Gateway|Gateway Time-?out|Too Many Requests"
-    r"|Connection refused|Connect(ion|\(\)) timed out"
-    # Python's own words for it, whatever the message
-    r"|^(?:\w+\.)*(TimeoutError|ConnectionError|ConnectionRefusedError|ConnectTimeout)\b",
-    re.IGNORECASE | re.MULTILINE,
-)
-"""What a worker says when a service that the program asks does not answer. Often one rank asks
-for all, so that it is always the same node's worker that says so."""
-
-_USER_EXCEPTION = re.compile(
-    r"^(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError)\b"
-    r"|\bHF\d{3}\b|error: unrecognized arguments|error: the following arguments are required"
-)
-"""Errors that would come back in every epoch, on every node."""
-
-_USER_EXCEPTION_AT_START = re.compile(
-    r"^(FileNotFoundError|NotADirectoryError|IsADirectoryError|PermissionError)\b"
-)
-"""The user's before the first step; later a file that was there is gone: an ordinary crash."""
-
-_CORRUPTION = re.compile(r"^(?:\w+\.)*(SilentCorruptionError|ReplicaMismatchError): ")
-"""Of `training/replicas.py`: a majority names this rank; or there is none: nobody can be named."""
-
-_AWAY = re.compile(r"^(?:\w+\.)*BoardAwayError: ")
-"""Of checkpoint/restore.py. Whatever storage or API server said in it: it is what all share."""
+"""What a text can say of a worker's end, the first that it says counts: a bad node makes any
+error look like another. Of other kinds of the table a worker that says so has crashed."""
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Warning)\b(?::.*)?$")
 
@@ -257,51 +173,40 @@ def names_an_error(detail: str) -> bool:
 
 
 def _by_text(message: str, text: str, *, at_start: bool) -> Failure | None:
-    # Where an exception is known it decides alone: warnings before it are common.
-    said = message or text
-    if known := _board_is_away(message) or _by_hardware(message, text):
-        return known
-    tail = _last_line(text)
-    users = _USER_EXCEPTION.search(message) or _USER_EXCEPTION.search(tail)
-    if users or (at_start and _USER_EXCEPTION_AT_START.search(message)):
-        detail = one_line(message or tail)
-        return Failure(kind=Kind.USER_ERROR, action=Action.STOP, detail=detail)
-    if found := _MEMORY.search(text):
-        # A crowded device or host may have room next time; the restart budget ends the rest.
-        detail = one_line(_line_around(text, found.start()))
-        return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
-    if (found := _COLLATERAL.search(text)) and not _OWN_NETWORK_FAULT.search(text):
-        detail = one_line(_line_around(text, found.start()))
-        return Failure(kind=Kind.COLLATERAL, action=Action.RESTART, detail=detail)
-    for kind, pattern in (
-        (Kind.INFRASTRUCTURE, _INFRASTRUCTURE),
-        (Kind.SERVICE, _SERVICE),
-        (Kind.FAULT, _DEVICE_FAULT),
-    ):
-        if found := pattern.search(said):
-            detail = one_line(_line_around(said, found.start()))
-            return Failure(kind=kind, action=Action.RESTART, detail=detail)
+    # What follows an exception's line is of it; before it there may be warnings, and only what no
+    # program says counts.
+    before, said = text, ""
+    if not message:
+        before, said = "", text
+    elif (position := text.rfind(message)) >= 0:
+        before, said = text[:position], text[position:]
+    lines = said.splitlines()
+    found = [(each, line) for line in before.splitlines() for each in in_line(line)]
+    found = [item for item in found if item[0].rank is Rank.MACHINE]
+    found += [(each, line) for line in lines for each in in_line(line)]
+    if any(each.of.name == "port_conflict" for each, _ in found):
+        found = [item for item in found if item[0].kind != Kind.COLLATERAL]  # no peer's doing
+    last = message or _last_line(text)
+    told = [
+        (Kind(each.kind), each, line)
+        for each, line in found
+        if each.kind != Kind.USER_ERROR
+        or (line.strip() in last and (at_start or not each.at_start))
+    ]
+    if (away := [item for item in told if item[1].whole]) and message:
+        told = away  # whatever else the message quotes
+    for kind in _BY_TEXT:
+        if mine := next((item for item in told if item[0] is kind), None):
+            _, signature_, line = mine
+            return Failure(kind=kind, action=_action(kind, signature_), detail=one_line(line))
     return None
 
 
-def _board_is_away(message: str) -> Failure | None:
-    if _AWAY.match(message) is None:
-        return None
-    detail = one_line(message)
-    return Failure(kind=Kind.INFRASTRUCTURE, action=Action.RESTART, detail=detail)
-
-
-def _by_hardware(message: str, text: str) -> Failure | None:
-    # What follows an exception's line is of it; before it there may be warnings.
-    said = text[text.rfind(message) :] if message else text
-    for pattern, where in ((_KERNEL_FAULT, text), (_NODE_FAULT, said)):
-        if found := pattern.search(where):
-            detail = one_line(_line_around(where, found.start()))
-            return Failure(kind=Kind.NODE_FAULT, action=Action.EVICT, detail=detail)
-    if found := _CORRUPTION.match(message):
-        action = Action.EVICT if found[1] == "SilentCorruptionError" else Action.RESTART
-        return Failure(kind=Kind.CORRUPTION, action=action, detail=one_line(message))
-    return None
+def _action(kind: Kind, found: Signature) -> Action:
+    if kind is Kind.USER_ERROR:
+        return Action.STOP
+    named = kind is Kind.CORRUPTION and found.action is Remedy.RESTART_ELSEWHERE
+    return Action.EVICT if named or kind is Kind.NODE_FAULT else Action.RESTART
 
 
 def _signal_name(signal: int) -> str:
@@ -328,9 +233,9 @@ def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
     if signal == signals.SIGBUS:
         detail = f"{name}: shared memory or a mapped file ran out"
         return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
-    if signal == signals.SIGKILL and (found := _MEMORY.search(text)):
+    if signal == signals.SIGKILL and (line := _of_memory(text)):
         # The program's: it wants as much on every node, and its own cgroup is what was full.
-        detail = one_line(f"{name}: {_line_around(text, found.start())}")
+        detail = one_line(f"{name}: {line}")
         return Failure(kind=Kind.OUT_OF_MEMORY, action=Action.RESTART, detail=detail)
     kind = _KIND_OF.get(signal, Kind.KILLED)
     return Failure(kind=kind, action=Action.RESTART, detail=name)
@@ -353,7 +258,10 @@ def _last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _line_around(text: str, position: int) -> str:
-    start = text.rfind("\n", 0, position) + 1
-    end = text.find("\n", position)
-    return text[start : end if end >= 0 else len(text)]
+def _of_memory(text: str) -> str:
+    """Return the first line that says that memory ran out; empty: none does."""
+    lines = text.splitlines()
+    of_memory = (
+        line for line in lines if any(each.kind == Kind.OUT_OF_MEMORY for each in in_line(line))
+    )
+    return next(of_memory, "")

@@ -21,6 +21,7 @@ from elastic_trainer.regular_file import open_regular
 from launcher import stop_request
 from launcher.backends.base import JobState
 from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
+from launcher.ops.watching.doctor import run_failures
 from launcher.ops.watching.findings import Finding
 from launcher.ops.watching.run_status import RunStatus, headline, platform_text
 from launcher.ops.watching.texts import when
@@ -47,6 +48,7 @@ _HOW_TO_FIX: Final = {
 """Exit code of a job -> what to do; codes of other programs are as EXIT_LOST."""
 _TAIL_LINES: Final = 12
 _MOST_LOST: Final = 4
+_MOST_FAILURES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,8 @@ class Why:
     more: list[str] = field(default_factory=list)
     failure: dict[str, Any] | None = None
     """The first failing worker: kind, node, rank, epoch, detail."""
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    """Every failure of the run, those it survived too, with class, action and runbook."""
     findings: list[Finding] = field(default_factory=list)
     """What is wrong with a run that runs, the gravest first."""
     log: Path | None = None
@@ -71,6 +75,7 @@ class Why:
             "why": self.short,
             "more": self.more,
             "failure": self.failure,
+            "failures": self.failures,
             "findings": [each.to_json() for each in self.findings],
             "evidence": None
             if self.log is None
@@ -81,6 +86,10 @@ class Why:
     def lines(self) -> list[str]:
         """Return what people read."""
         found = [self.short, *self.more]
+        if self.failures:
+            survived = sum(each["survived"] for each in self.failures)
+            found.append(f"failures: {len(self.failures)}, survived: {survived}")
+            found += map(_failure_line, self.failures[-_MOST_FAILURES:])
         if self.log is not None:
             found += [f"evidence: {self.log}", *(f"  | {line}" for line in self.log_lines)]
         return [*found, *([self.how_to_fix] if self.how_to_fix else [])]
@@ -94,6 +103,10 @@ def explain(status: RunStatus, output: Sequence[Path], *, now_unix: float) -> Wh
         output: files with the platform's own output of the job, the newest last.
         now_unix: the time.
     """
+    return replace(_explain(status, output, now_unix), failures=run_failures(status.run.path))
+
+
+def _explain(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
     state = status.state
     if state is JobState.PENDING:
         return _pending(status, now_unix)
@@ -243,6 +256,17 @@ def _who(failed: Event, training: TrainingStatus) -> str:
     who = where if rank is None else f"rank {rank} on {where}"
     detail = one_line(str(failed.fields.get("detail") or "no detail"))
     return f"{who}, epoch {failed.epoch}: {failed.fields.get('kind')}: {detail}"
+
+
+def _failure_line(failure: dict[str, Any]) -> str:
+    where = failure["node"] or "no node"
+    who = where if failure["rank"] is None else f"rank {failure['rank']} on {where}"
+    seconds = failure["recovered_s"]
+    after = "not recovered" if seconds is None else f"recovered in {seconds:.1f} s"
+    return (
+        f"  step {failure['step']}: {failure['class']}, {who}: "
+        f"{one_line(failure['detail']) or failure['kind']}; {after}; {failure['runbook']}"
+    )
 
 
 def _failure(failed: Event | None) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ PURE = {
     "ladder",
     "config",
     "failures",
+    "signatures",
     "events",
     "ledger_audit",
     "hf_config",

@@ -1,0 +1,172 @@
+"""The table of signatures: what a line of a log says went wrong. Pure.
+
+`signatures.toml` is the one place that classifies. The agent's attribution (`failures.py`),
+`holdfast doctor` and the runbooks read it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Final
+
+
+class Rank(enum.IntEnum):
+    """How much a signature tells about the root cause; the least is the nearest to it."""
+
+    MACHINE = 0
+    """Said by the kernel or a daemon: no program uses these words."""
+    CAUSE = 1
+    """Names what broke."""
+    ERROR = 2
+    """An exception of the program, known by its type alone."""
+    SIGN = 3
+    """Something stands still, is slow, or was recorded."""
+    CONSEQUENCE = 4
+    """Follows from a failure elsewhere."""
+    SUMMARY = 5
+    """Only says that something ended."""
+
+
+class Remedy(enum.StrEnum):
+    """What to do about a failure."""
+
+    RESTART_IN_PLACE = "restart_in_place"
+    """Start again on the same nodes."""
+    RESTART_ELSEWHERE = "restart_elsewhere"
+    """Start again without the node."""
+    REQUEUE = "requeue"
+    """Give the job back to the scheduler; no node is at fault."""
+    FIX_USER = "fix_user"
+    """It would fail again: the program or its configuration must change."""
+    FIX_INFRA = "fix_infra"
+    """It would fail again: storage, network or cluster must be repaired."""
+    ROLLBACK = "rollback"
+    """Start from an older checkpoint."""
+    NONE = "none"
+    """Nothing has failed here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureClass:
+    """One class of failures, as its runbook has it."""
+
+    name: str
+    title: str
+    summary: str
+    """What it looks like."""
+    why: str
+    action: Remedy
+    fix: str
+    source: str
+
+    @property
+    def runbook(self) -> str:
+        """Return the path of its page in the repository."""
+        return f"docs/runbooks/{self.name}.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """One pattern, searched within a line, and what it means."""
+
+    of: FailureClass
+    pattern: re.Pattern[str]
+    why: str
+    action: Remedy
+    source: str
+    rank: Rank
+    kind: str
+    """Value of `failures.Kind`: what it is to the agent."""
+    quiet: bool
+    """It counts on lines logged as information or warning too."""
+    at_start: bool
+    """`kind` holds for a worker that has not completed a step; later it has crashed."""
+    whole: bool
+    """Our own exception, which quotes others: its kind is that of the whole message."""
+
+
+_OF_A_SIGNATURE: Final = {
+    "pattern",
+    "why",
+    "action",
+    "source",
+    "rank",
+    "kind",
+    "quiet",
+    "at_start",
+    "whole",
+}
+
+
+@functools.cache
+def classes() -> Mapping[str, FailureClass]:
+    """Return class name -> class."""
+    names = ("title", "summary", "why", "fix", "source")
+    return {
+        name: FailureClass(
+            name=name,
+            action=Remedy(raw["action"]),
+            **{each: raw[each] for each in names},
+        )
+        for name, raw in _table().items()
+    }
+
+
+@functools.cache
+def signatures() -> Sequence[Signature]:
+    """Return all signatures, in the order of the table."""
+    found = []
+    for name, raw in _table().items():
+        for own in raw.get("of", ()):
+            assert set(own) <= _OF_A_SIGNATURE, f"{name}: {sorted(set(own) - _OF_A_SIGNATURE)}"
+            has = {**raw, **own}
+            found.append(
+                Signature(
+                    of=classes()[name],
+                    pattern=re.compile(has["pattern"]),
+                    why=has["why"],
+                    action=Remedy(has["action"]),
+                    source=has["source"],
+                    rank=Rank[has["rank"].upper()],
+                    kind=has["kind"],
+                    quiet=has.get("quiet", False),
+                    at_start=has.get("at_start", False),
+                    whole=has.get("whole", False),
+                )
+            )
+    return found
+
+
+@functools.cache
+def _table() -> Mapping[str, Any]:
+    path = resources.files("elastic_trainer") / "signatures.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def in_line(line: str) -> list[Signature]:
+    """Return the signatures that `line` has."""
+    return [each for each in signatures() if each.pattern.search(line)]
+
+
+def class_of(kind: str, detail: str) -> tuple[FailureClass, Remedy]:
+    """Return class and remedy of a failure that the agents recorded.
+
+    Args:
+        kind: value of `failures.Kind`.
+        detail: what the worker or the agent said.
+    """
+    found = [each for line in detail.splitlines() for each in in_line(line)]
+    if found:
+        nearest = min(found, key=lambda each: each.rank)
+        return nearest.of, nearest.action
+    of = next(
+        (classes()[name] for name, raw in _table().items() if kind in raw.get("stands_for", ())),
+        classes()["child_failed"],
+    )
+    return of, of.action

@@ -1,0 +1,1 @@
+"""Diagnosis: logs -> findings -> what failed first and what to do. Pure but for the bytes read."""

@@ -1,0 +1,396 @@
+"""Search of one log for signatures, chunk by chunk. Pure but for the reading.
+
+One search for the literals of all patterns goes over the bytes (`literals.py`); only lines that
+have one are looked at with the patterns. Memory does not grow with the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+from elastic_trainer.signatures import Rank, Signature, signatures
+from launcher.diagnosis.literals import compiled
+
+if TYPE_CHECKING:
+    from ahocorasick_rs import BytesAhoCorasick
+
+CHUNK_BYTES: Final = 2 << 20
+_LINE_BYTES: Final = 4096
+"""What is looked at of a line, around the literal."""
+_MOST: Final = 50
+"""Findings of one signature in one log; the earliest matter."""
+_TAIL_BYTES: Final = 256 << 10
+"""End of the log in which progress after a failure is looked for."""
+_MOST_NOTES: Final = 20_000
+_FLOOD: Final = 2000
+"""Matches in one chunk from which it pays to search no longer for what was found often."""
+_ENOUGH: Final = 10
+_DIGITS_DECIDE: Final = re.compile(
+    rb"Xid|[Ee]rrno|[Ee]xit|[Ss]ignal|\b(?:40\d|429|50\d|80\d)\b|status|code|state_dict|HF\d|TIMEOUT"
+)
+"""Lines whose numbers decide about their class."""
+_BY_DIGITS: Final = (-1,)
+_CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1b\x08\x07")
+"""Bytes that logs do not have."""
+
+_CALM: Final = re.compile(
+    r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
+    r"|\b[A-Z]\w*Warning\b|^\s*#|warnings\.warn"
+)
+"""Lines logged below an error."""
+_LOUD: Final = re.compile(
+    r"NCCL WARN|\b(?:ERROR|CRITICAL|FATAL|Traceback)\b|\b[A-Z]\w*(?:Error|Exception): "
+)
+"""Lines that say an error, whatever else they say. NCCL logs its errors as WARN."""
+_SURVIVED: Final = re.compile(
+    r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
+    r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
+    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)"
+    r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
+    r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
+    r"|expected behaviou?r"
+    r"|deprecated|can be (?:safely )?ignored|0 errors|no errors?|without errors?"
+    r"|errors?[=:] ?0\b|if you (?:see|get|encounter|run into)|to avoid|may (?:lead to|cause|result)"
+    r"|might (?:cause|lead|result)|could (?:cause|lead|result)|in case of|unless|passed|tests? ok"
+    r"|enabled|set to|timeout[=:])\b"
+)
+"""Words of a failure that was got over, or of none at all."""
+_PROGRESS: Final = re.compile(
+    r"\b(?:[Ss]tep|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
+    r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
+    r"|[Ll]oss\W{1,4}\d"
+)
+_NOT_A_NUMBER: Final = re.compile(r"\b(?:nan|NaN|inf|Inf)\b")
+_DONE: Final = re.compile(
+    r"[Tt]raining (?:is )?(?:complete|completed|finished|done)\b|[Ff]inished training"
+    r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"
+    r"|[Jj]ob (?:completed|finished) successfully|completed successfully"
+)
+_RANK: Final = re.compile(
+    r"\[(?:rank|default|Rank )(\d+)\]|\b[Rr]ank[ =:_]{1,3}(\d+)\b|^ ?(\d+): |\| ?rank ?(\d+)"
+)
+_NODE: Final = re.compile(
+    r"^\S{3} +\d+ \d\d:\d\d:\d\d (\S+) kernel:|srun: error: (\S+): tasks?"
+    r"|\bSTEP \S+ ON (\S+) CANCELLED|\bhost *: ([\w.-]+)|^([\w.-]+):\d+:\d+ \[\d+\] NCCL"
+    r"|\bJOB \S+ ON (\S+) CANCELLED|\bnode[ =:/]+\"?([\w.-]*\d[\w.-]*)"
+    r"|\b[Nn]odes? ([a-z][\w.-]*\d+)\b"
+)
+_ISO: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+_SYSLOG: Final = re.compile(rb"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d:\d\d:\d\d)\b")
+_WORK: Final = re.compile(
+    r"(?:PG GUID (\S+?)[ (].*?)?[Rr]ank (\d+)\].*?WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
+    r"(?:, NumelIn=(\d+))?(?:.*?last enqueued work: (\d+))?"
+)
+_SAMPLES: Final = re.compile(
+    r"(?:sample|batch|data|token)s?[ _-]?(?:ids?|indices|idxs?|hash|checksum|digest|fingerprint)"
+    r"[\"']?\s*[:=]\s*(\[[^\]]*\]|\w+)"
+)
+_STEP: Final = re.compile(r"\b(?:step|iter(?:ation)?|batch)\b\W{0,3}(\d+)", re.IGNORECASE)
+_NOTES: Final = (
+    "WorkNCCL(SeqNum",
+    *(f"{a}{s}{b}" for a in ("sample", "batch", "data") for s in ("_", " ", "-")
+      for b in ("id", "indices", "idx", "hash", "checksum", "digest", "fingerprint")),
+    "Traceback (most recent call last)",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One line that has a signature."""
+
+    signature: Signature
+    file: str
+    line: int
+    text: str
+    order: tuple[int, int]
+    """Of the log among the logs, of the line in its log."""
+    t_unix: float | None
+    """Of the line, else of the nearest line with a time before it."""
+    rank: int | None
+    node: str | None
+    warned: bool = False
+    """Logged as a warning: a failure only if something else failed too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A collective that ran out of time on a rank."""
+
+    group: str
+    rank: int
+    number: int
+    operation: str
+    elements: int | None
+    enqueued: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Scanned:
+    """What one log said."""
+
+    file: str
+    num_bytes: int = 0
+    num_lines: int = 0
+    found: list[Found] = field(default_factory=list)
+    progress_after: int = 0
+    """Lines of progress after the last finding."""
+    progress: int = 0
+    done: bool = False
+    """The last word is of success."""
+    works: list[Work] = field(default_factory=list)
+    samples: dict[tuple[int, int], str] = field(default_factory=dict)
+    """(rank, step) -> the samples that the rank says it read."""
+    binary: bool = False
+
+
+@dataclass(slots=True)
+class _State:
+    scanned: Scanned
+    number: int
+    rank: int | None
+    node: str | None
+    counts: Counter[int] = field(default_factory=Counter)
+    without: frozenset[int] = frozenset()
+    """Signatures found often enough: no longer searched for."""
+    known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    """Line without its digits -> its signatures."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """One search for the literals of some of the signatures."""
+
+    automaton: BytesAhoCorasick
+    owners: list[frozenset[int]]
+    """Number of a literal -> the signatures that need it; empty: of a note."""
+
+
+@functools.lru_cache(maxsize=4)
+def _search(without: frozenset[int] = frozenset()) -> _Search:
+    from ahocorasick_rs import BytesAhoCorasick, Implementation
+
+    index = compiled(each.pattern for each in signatures())
+    owners = {word: frozenset(needed) - without for word, needed in index.items()}
+    owners = {word: needed for word, needed in owners.items() if needed}
+    owners |= {word: owners.get(word, frozenset()) for word in _NOTES}
+    automaton = BytesAhoCorasick(
+        [each.encode() for each in owners], implementation=Implementation.DFA
+    )
+    return _Search(automaton, list(owners.values()))
+
+
+def scan(
+    stream: BinaryIO, file: str, number: int, *, rank: int | None = None, node: str | None = None
+) -> Scanned:
+    """Return what a log says.
+
+    Args:
+        stream: its bytes.
+        file: its name in findings.
+        number: of the log among those looked at.
+        rank: of the worker that wrote all of it.
+        node: that it is from.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    state = _State(Scanned(file=file), number, rank, node)
+    tail = b""
+    for start, block in _blocks(stream, state.scanned):
+        _scan_block(block, start, state)
+        tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
+    _progress(tail, state)
+    return state.scanned
+
+
+def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
+    """Yield whole lines: number of lines before, bytes. Lines beyond a chunk are cut."""
+    rest = b""
+    while True:
+        read = stream.read(CHUNK_BYTES)
+        if scanned.num_bytes == 0:
+            read = _of_utf16(read, stream) or read
+            head = read[:4096]
+            scanned.binary = len(head.translate(None, _CONTROLS)) < 0.95 * len(head)
+        end = len(read) if not read else read.rfind(b"\n") + 1
+        block = rest + read[:end] if end or not read else b""
+        rest = read[end:] if block or not rest else rest + read
+        if len(rest) > CHUNK_BYTES:
+            block, rest = block + rest, b""
+        if block:
+            before = scanned.num_lines
+            scanned.num_bytes += len(block)
+            scanned.num_lines += block.count(b"\n") + (not block.endswith(b"\n"))
+            yield before, block
+        if not read:
+            return
+
+
+def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
+    """Return all of a UTF-16 log, as PowerShell writes them, as UTF-8; None: it is none."""
+    if head[:2] not in (b"\xff\xfe", b"\xfe\xff"):
+        return None
+    rest = stream.read(64 << 20)
+    return (head + rest).decode("utf-16", errors="replace").encode()
+
+
+def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
+    search, counts = _search(state.without), state.counts
+    line_end, counted_to, lines = -1, 0, lines_before
+    matches = search.automaton.find_matches_as_indexes(block)
+    for word, begin, _ in matches:
+        if begin < line_end:
+            continue
+        left = block.rfind(b"\n", 0, begin) + 1
+        right = block.find(b"\n", begin)
+        line_end = right = len(block) if right < 0 else right
+        raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
+        if not search.owners[word] or b"WorkNCCL(SeqNum" in raw:
+            _note(raw.decode("utf-8", errors="replace"), state.scanned)
+        hits = _hits(raw, state)
+        if not hits or all(counts[each] >= _MOST for each in hits):
+            continue
+        lines += block.count(b"\n", counted_to, left)
+        counted_to = left
+        _add(hits, raw, lines + 1, _time(block, left, right), state)
+    if len(matches) > _FLOOD:
+        state.without = frozenset(each for each, count in counts.items() if count >= _MOST)
+
+
+def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
+    """Return the signatures of a line that count."""
+    key = raw.translate(None, b"0123456789")
+    found = state.known.get(key)
+    if found is _BY_DIGITS:
+        key = raw
+        found = state.known.get(raw)
+    if found is None:
+        if key is not raw and _DIGITS_DECIDE.search(raw):
+            state.known[key] = _BY_DIGITS
+            key = raw
+        search = _search()
+        near = {
+            each
+            for word, _, _ in search.automaton.find_matches_as_indexes(raw, overlapping=True)
+            for each in search.owners[word]
+        }
+        text = raw.decode("utf-8", errors="replace")
+        known = signatures()
+        found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
+        if len(found) > 1:  # an exception that no other rule knows
+            found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
+        if found and _SURVIVED.search(text) is not None and not _is_raised(text):
+            found = tuple(each for each in found if known[each].rank is Rank.MACHINE)
+        if len(state.known) < _MOST_NOTES:
+            state.known[key] = found
+    return found
+
+
+def _is_generic(signature: Signature) -> bool:
+    return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
+
+
+def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
+    text = raw.decode("utf-8", errors="replace")
+    calm = _CALM.search(text) is not None and _LOUD.search(text) is None
+    for each in hits:
+        state.counts[each] += 1
+        if state.counts[each] > _MOST:
+            continue
+        signature = signatures()[each]
+        state.scanned.found.append(
+            Found(
+                signature=signature,
+                file=state.scanned.file,
+                line=line,
+                text=" ".join(text.split())[:400],
+                order=(state.number, line),
+                t_unix=t_unix,
+                rank=state.rank if state.rank is not None else _rank_in(text),
+                node=_first(_NODE, text) or state.node,
+                warned=calm and not signature.quiet and signature.rank is not Rank.MACHINE,
+            )
+        )
+
+
+def _is_raised(text: str) -> bool:
+    """Whether a line is an exception's own, at the end of a traceback."""
+    return (
+        re.match(r"^(?:\[rank\d+\]: ?|\d+: )?(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ", text)
+        is not None
+    )
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return next((each for each in match.groups() if each is not None), None) if match else None
+
+
+def _rank_in(text: str) -> int | None:
+    found = _first(_RANK, text)
+    return None if found is None else int(found)
+
+
+def _time(block: bytes, left: int, right: int) -> float | None:
+    """Return the time of a line, or of the last line before it that has one."""
+    near = block[max(0, left - 2048) : min(right, left + 200)]
+    stamps = list(_ISO.finditer(near))
+    if stamps:
+        day, clock, part = stamps[-1].groups()
+        try:
+            at = datetime.fromisoformat(f"{day.decode()}T{clock.decode()}").replace(tzinfo=UTC)
+        except ValueError:
+            return None
+        return at.timestamp() + float(b"0." + (part or b"0"))
+    logged = list(_SYSLOG.finditer(near))
+    if not logged:
+        return None
+    month, day, clock = (each.decode() for each in logged[-1].groups())
+    try:  # syslog has no year; only differences are used
+        at = datetime.strptime(f"2000 {month} {day} {clock} +0000", "%Y %b %d %H:%M:%S %z")
+    except ValueError:
+        return None
+    return at.timestamp()
+
+
+def _note(text: str, scanned: Scanned) -> None:
+    """Keep what only several ranks together tell."""
+    if "WorkNCCL(SeqNum" in text and len(scanned.works) < _MOST_NOTES:
+        if match := _WORK.search(text):
+            group, rank, number, operation, elements, enqueued = match.groups()
+            scanned.works.append(
+                Work(
+                    group or "",
+                    int(rank),
+                    int(number),
+                    operation,
+                    None if elements is None else int(elements),
+                    None if enqueued is None else int(enqueued),
+                )
+            )
+    elif len(scanned.samples) < _MOST_NOTES and (match := _SAMPLES.search(text)):
+        rank, step = _rank_in(text), _first(_STEP, text)
+        if rank is not None and step is not None:
+            scanned.samples.setdefault((rank, int(step)), match[1])
+
+
+def _progress(tail: bytes, state: _State) -> None:
+    """Count the lines of progress at the end of a log, and those after its last finding."""
+    scanned, after = state.scanned, True
+    for raw in reversed(tail.splitlines()):
+        line = raw[:_LINE_BYTES]
+        after = after and not _hits(line, state)
+        text = line.decode("utf-8", errors="replace")
+        if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
+            scanned.progress += 1
+            scanned.progress_after += after
+        if after and _DONE.search(text):
+            scanned.done = True
+        if scanned.progress_after > _ENOUGH:
+            return

@@ -1,0 +1,186 @@
+"""What the doctor reads: run directories, folders, logs, error files, flight recorders' dumps."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from elastic_trainer.regular_file import open_regular
+from elastic_trainer.signatures import class_of
+from launcher.diagnosis.flight import MOST_BYTES, works_of
+from launcher.diagnosis.judge import Diagnosis, judge
+from launcher.diagnosis.scan import Scanned, scan
+from launcher.errors import UserError
+from launcher.ops.runs import find_run
+from launcher.record.failures import Failure, failures
+from launcher.record.files import RunRecord
+from launcher.record.timeline import epochs
+from launcher.run_files import ATTEMPT, attempt_order
+from launcher.secret_forms import masked
+
+STDIN: Final = "-"
+_OF_A_RUN: Final = ("logs", "events", "job.json")
+_RANK_OF_FILE: Final = re.compile(r"(?:^|rank[_-]?|[_.-])(\d+)(?:\.(?:log|out|err|txt|json))?$")
+_ERROR_BYTES: Final = 8 << 20
+
+
+def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
+    """Return what the logs named say went wrong first.
+
+    Args:
+        names: runs, files, folders, or "-".
+        folder: where runs lie.
+        stdin: what "-" means.
+
+    Raises:
+        UserError: HF201 nothing has this name; HF651 several runs have.
+    """
+    logs: list[Scanned] = []
+    unread: list[str] = []
+    for name in names:
+        if name == STDIN:
+            logs.append(scan(stdin, "stdin", len(logs)))
+            continue
+        root = _path_of(name, folder)
+        for path in _files_of(root):
+            try:
+                log = _read(path, root, len(logs))
+            except (OSError, ValueError) as error:
+                unread.append(f"{path}: {error}")
+                continue
+            if log.binary:
+                unread.append(f"{path}: binary, not a log")
+            logs.append(log)
+        if _is_run(root):
+            logs.append(_recorded(root, len(logs), unread))
+    found = judge(logs, unread)
+    evidence = tuple(replace(each, text=masked(each.text)) for each in found.evidence)
+    return replace(found, evidence=evidence)
+
+
+def run_failures(run_dir: Path) -> list[dict[str, Any]]:
+    """Return every failure of the run, those it survived too, with class and action.
+
+    Raises:
+        UserError: HF613 the record cannot be read.
+    """
+    found = []
+    for failure in _failures(run_dir):
+        of, action = class_of(failure.kind, failure.detail)
+        found.append(
+            {
+                "class": of.name,
+                "action": str(action),
+                "runbook": of.runbook,
+                "kind": failure.kind,
+                "node": failure.node,
+                "rank": failure.rank,
+                "step": failure.step,
+                "epoch": failure.epoch,
+                "detail": masked(failure.detail),
+                "t_unix": failure.t,
+                "survived": failure.recovered_s is not None,
+                "recovered_s": failure.recovered_s,
+            }
+        )
+    return found
+
+
+def _failures(run_dir: Path) -> list[Failure]:
+    record = RunRecord(run_dir)
+    record.poll()
+    return failures(record.events, epochs(record.events))
+
+
+def _path_of(name: str, folder: Path) -> Path:
+    for path in (Path(name), folder / name):
+        if path.exists():
+            return path
+    try:
+        return find_run(name, folder).path
+    except UserError as error:
+        if any(problem.code == "HF651" for problem in error.problems):
+            raise
+        raise UserError(
+            "HF201", f"{name}: no such file, folder or run; name a log, a run, or - for stdin"
+        ) from error
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / each).exists() for each in _OF_A_RUN)
+
+
+def _files_of(root: Path) -> Iterator[Path]:
+    """Yield the files to read: of a run its own output and its newest attempt's logs."""
+    if not root.is_dir():
+        yield root
+        return
+    if not _is_run(root):
+        yield from sorted(path for path in root.rglob("*") if path.is_file())
+        return
+    yield from sorted(path for path in root.glob("*") if path.suffix in (".out", ".err", ".log"))
+    logs = root / "logs"
+    attempts = [path for path in logs.glob("*") if ATTEMPT.fullmatch(path.name)]
+    newest = max(attempts, key=lambda path: attempt_order(path.name), default=logs)
+    yield from sorted(path for path in newest.rglob("*") if path.is_file())
+
+
+def _read(path: Path, root: Path, number: int) -> Scanned:
+    inside = path.relative_to(root).parts if path != root else (path.name,)
+    match = _RANK_OF_FILE.search(path.name)
+    rank = int(match[1]) if match is not None else None
+    node = inside[-2] if len(inside) > 1 and not inside[-2].isdigit() else None
+    with open_regular(path) as file:
+        head = file.read(4096)
+        file.seek(0)
+        if head[:1] == b"\x80" or (head[:1] == b"{" and b'"entries"' in head):
+            works = works_of(file.read(MOST_BYTES), rank or 0)
+            return Scanned(file=str(path), num_bytes=len(head), works=works)
+        if head[:1] == b"{" and path.suffix == ".json":
+            text, rank = _error_file(file.read(_ERROR_BYTES)), _rank_of_error(path, rank)
+            if text:
+                return scan(io.BytesIO(text), str(path), number, rank=rank)
+            file.seek(0)
+        return scan(file, str(path), number, rank=rank, node=node)
+
+
+def _rank_of_error(path: Path, rank: int | None) -> int | None:
+    """Return the rank of torchelastic's .../attempt_0/RANK/error.json."""
+    return int(path.parent.name) if path.parent.name.isdigit() else rank
+
+
+def _error_file(content: bytes) -> bytes:
+    """Return the text of an error file of torchelastic; empty: it is none."""
+    try:
+        message = json.loads(content)["message"]
+        if isinstance(message, str):
+            return message.encode()
+        extra = message.get("extraInfo") or {}
+        at = datetime.fromtimestamp(float(extra.get("timestamp") or 0), tz=UTC)
+        text = f"{at:%Y-%m-%dT%H:%M:%S} {message.get('message')}\n{extra.get('py_callstack') or ''}"
+        return text.encode()
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
+        return b""
+
+
+def _recorded(run_dir: Path, number: int, unread: list[str]) -> Scanned:
+    """Return the failure that ended the run, or that it is in, as the agents recorded it."""
+    file = str(run_dir / "events")
+    try:
+        found = _failures(run_dir)
+    except UserError as error:
+        unread.append(f"{file}: {error}")
+        return Scanned(file=file)
+    lines = [
+        f"{datetime.fromtimestamp(each.t, tz=UTC):%Y-%m-%dT%H:%M:%S} node={each.node} "
+        f"rank={'?' if each.rank is None else each.rank}: {' '.join(each.detail.split())}"
+        for each in found
+        if each.recovered_s is None
+    ]
+    return scan(io.BytesIO("\n".join(lines).encode()), file, number)

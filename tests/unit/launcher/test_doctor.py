@@ -1,0 +1,161 @@
+"""`holdfast doctor`: the root cause among many lines, healthy logs, bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.failures import Kind
+from elastic_trainer.signatures import classes, signatures
+from launcher.diagnosis.flight import works_of
+from launcher.diagnosis.judge import Diagnosis, judge
+from launcher.diagnosis.literals import literals_of
+from launcher.diagnosis.scan import scan
+from launcher.errors import UserError
+from launcher.ops.watching.doctor import diagnose
+
+STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))
+
+
+def found_in(*logs: str) -> Diagnosis:
+    return judge([scan(io.BytesIO(text.encode()), f"{n}.log", n) for n, text in enumerate(logs)])
+
+
+def test_every_signature_can_be_searched_for_and_is_of_a_kind() -> None:
+    for each in signatures():
+        assert min(map(len, literals_of(each.pattern.pattern))) >= 2
+        assert Kind(each.kind)
+        assert each.why
+    assert all(each.title and each.fix and each.source for each in classes().values())
+
+
+PEER = "[rank{}]: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:35\n"
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "action"),
+    [
+        ("[rank3]: AssertionError: the batch is empty", "py_error", "fix_user"),
+        (
+            "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried 2",
+            "cuda_oom",
+            "fix_user",
+        ),
+        ("[rank3]: OSError: [Errno 28] No space left on device", "disk_full", "fix_infra"),
+        ("[rank3]: ModuleNotFoundError: No module named 'x'", "py_error", "fix_user"),
+    ],
+)
+def test_the_root_is_found_among_thousands_of_consequences(
+    root: str, name: str, action: str
+) -> None:
+    peers = "".join(PEER.format(rank) for rank in range(4, 4004))
+    found = found_in(peers, f"Traceback (most recent call last):\n{root}\n")
+    assert (found.name, found.action, found.rank) == (name, action, 3)
+    assert (found.evidence[0].file, found.evidence[0].line) == ("1.log", 2)
+    assert "peer_died" in found.also
+
+
+def test_the_kernels_word_comes_before_the_programs() -> None:
+    kernel = "Nov 24 02:39:30 node7 kernel: NVRM: Xid (PCI:0000:0a:00): 79, pid=1, GPU lost\n"
+    found = found_in("RuntimeError: CUDA error: an illegal memory access\n", kernel)
+    assert (found.name, found.action, found.node) == ("gpu_xid", "restart_elsewhere", "node7")
+
+
+HEALTHY = [
+    "node-a:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\n",
+    "node-a:1:2 [0] NCCL INFO comm 0x1 rank 0 nranks 8 - Init COMPLETE\n",
+    "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0\n",
+    "WARNING: Connection reset by peer, retrying in 1 s [Retry 1/5]\n",
+    "[W socket.cpp:601] [c10d] The client socket has failed to connect to [::]:9 (errno: 97).\n",
+    "UserWarning: CUDA initialization: the NVIDIA driver is old; this may lead to slow kernels\n",
+    "INFO validation error rate: 0.03, errors: 0\n",
+    "OSError: [Errno 116] Stale file handle\nopened again\n",
+    "requests.exceptions.ReadTimeout: hub; attempt 2/5\n",
+    "ConnectionError: wandb did not answer\n",
+    "DEBUG no progress bar: not a terminal\n",
+]
+
+
+@pytest.mark.parametrize("noise", HEALTHY)
+def test_what_training_went_on_after_is_not_blamed(noise: str) -> None:
+    found = found_in(STEPS + noise + STEPS)
+    assert (found.name, found.action) == ("healthy", "none")
+
+
+def test_the_end_of_a_log_counts_though_the_same_was_survived_often_before() -> None:
+    often = "OSError: [Errno 5] Input/output error\n" * 100 + STEPS
+    assert found_in(often).name == "healthy"
+    assert found_in(often + "OSError: [Errno 5] Input/output error\n").name == "storage_io"
+
+
+def test_ranks_that_read_the_same_data_are_told() -> None:
+    def log(same: bool) -> str:
+        return "".join(
+            f"[rank{rank}] step {step} sample_ids=[{step}, {0 if same else rank}]\n"
+            for step in range(3)
+            for rank in range(4)
+        )
+
+    assert (found_in(log(same=True)).name, found_in(log(same=False)).name) == (
+        "same_data",
+        "healthy",
+    )
+
+
+WATCHDOG = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank {}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum={}, OpType={}, NumelIn=4, Timeout(ms)=600000) ran for 600010 milliseconds\n"
+)
+
+
+def test_a_time_out_in_different_collectives_is_the_programs() -> None:
+    lines = "".join(WATCHDOG.format(rank, 7, "ALLREDUCE") for rank in (1, 2, 3))
+    found = found_in(lines + WATCHDOG.format(0, 7, "BROADCAST"))
+    assert (found.name, found.action, found.rank) == ("nccl_timeout", "fix_user", 0)
+    found = found_in(lines)
+    assert (found.action, found.rank) == ("restart_in_place", 0)
+
+
+def test_a_flight_recorders_dump_runs_no_code() -> None:
+    entry = {
+        "is_p2p": False,
+        "process_group": ["0", "default"],
+        "collective_seq_id": 3,
+        "state": "started",
+        "retired": False,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[2, 3]],
+    }
+    [work] = works_of(pickle.dumps({"entries": [entry]}), 5)
+    assert (work.rank, work.number, work.operation, work.elements) == (5, 3, "all_reduce", 6)
+    with pytest.raises(ValueError, match="not a flight recorder"):
+        works_of(pickle.dumps({"entries": [Path("x")]}), 5)
+
+
+def test_bad_input_is_said_in_words(tmp_path: Path) -> None:
+    (tmp_path / "binary.log").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "empty.log").touch()
+    found = diagnose([str(tmp_path)], tmp_path, io.BytesIO())
+    assert (found.name, len(found.unread)) == ("unknown", 1)
+    (tmp_path / "utf16.log").write_text("MemoryError: x\n", encoding="utf-16")
+    assert diagnose([str(tmp_path)], tmp_path, io.BytesIO()).name == "host_oom"
+    with pytest.raises(UserError, match="HF201"):
+        diagnose([str(tmp_path / "missing")], tmp_path, io.BytesIO())
+
+
+def test_a_run_directory_that_is_half_written_is_read(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs" / "1" / "n2"
+    logs.mkdir(parents=True)
+    (tmp_path / "run" / "job.json").write_text("{")
+    (logs / "5.log").write_text("ValueError: 3 labels for 4 rows")
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.rank, found.node) == ("py_error", 5, "n2")
+    error = logs / "5" / "error.json"
+    error.parent.mkdir()
+    message = {"message": "MemoryError: x", "extraInfo": {"timestamp": "1700000000"}}
+    error.write_text(json.dumps({"message": message}))
+    assert diagnose([str(error)], tmp_path, io.BytesIO()).name == "host_oom"
