@@ -48,7 +48,8 @@ def operators_of_backward(recompute):
 def test_recompute_repeats_what_it_says(recompute, products, attention, activation):
     """Seven projections: two products each in backward, one more where forward runs again.
 
-    Selective keeps those of queries and of the gate. The last one's result is no input of anything, so it is never computed again.
+    Selective keeps those of queries and of the gate. The last one's result is no input of
+    anything, so it is never computed again.
     """
     seen = operators_of_backward(recompute)
     assert seen["mm"] == products
