@@ -92,8 +92,8 @@ class Stack:
     flash: bool = True
     """Attention's scores are never written."""
     selective: Literal["matmuls", "alternate", "attention"] = "matmuls"
-    """What selective recompute keeps: every matmul's product (Holdfast), every other one
-    (torchtitan), all but attention's scores (Megatron)."""
+    """What selective recompute keeps: every other matmul's product but those narrower than their
+    input (Holdfast), every other one (torchtitan), all but attention's scores (Megatron)."""
     logit_bytes: float = 14
     """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
     chunked_loss: bool = False
@@ -222,6 +222,8 @@ class _Rank:
         self.mixture, self.chosen = shape.num_experts > 1, shape.experts_per_token
         self.part = shape.dim / (tp if stack.sequence_parallel else 1)
         """Width of what is split along the sequence instead, as if it were split here."""
+        self.reduced = 2 * self.part if tp > 1 else 0.0
+        """Width of what reduce-scatters of a layer's two branches leave; selective keeps them."""
         ends = end_weight(shape) if stack.balanced else 0.0
         layers = _layers_of_stages(shape.num_layers, layout.pp * work.interleave, ends)
         mine = stages_of_rank(pp_rank, layout.pp, work.interleave)
@@ -346,9 +348,8 @@ class _Rank:
         if recompute == "none":
             return gradients
         shared = self.kept(recompute)
-        if recompute == "selective" and self.stack.selective == "matmuls":
-            # The products of wo and w2 are no one's input.
-            shared -= (1 + self.chosen) * one * self.width
+        if recompute == "selective" and self.stack.selective != "attention":
+            shared -= one * self.reduced  # no one's input
         return gradients + max(0.0, self.kept("none") - shared)
 
     def last_expert(self) -> float:
@@ -373,10 +374,12 @@ class _Rank:
             return one * self.part
         log_sums = 4 * self.tokens * self.heads
         if recompute == "selective" and stack.selective != "attention":
-            products = self.q + self.kv + self.chosen * self.ffn + self.width
-            if stack.selective == "matmuls":
-                products += self.kv + self.chosen * (self.ffn + self.width)
-            return one * (self.part + products + self.q) + log_sums
+            products = self.q + self.chosen * self.ffn
+            if stack.selective == "alternate":
+                products += self.kv + self.width
+            elif self.work.shape.num_kv_heads * self.work.shape.head_size == self.width:
+                products += self.kv  # of values, where they are as wide as their input
+            return one * (self.part + products + self.q + self.reduced) + log_sums
         branch = self.part if stack.gathers_again else self.width
         values = 2 * self.part + 2 * branch + self.q + 2 * self.kv * self.layout.cp
         values += stack.attention_copies * self.q + self.chosen * stack.mlp_values * self.ffn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -11,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
@@ -20,15 +25,16 @@ from elastic_trainer.parallel.experts import SplitExperts, split_experts
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _SAVED_OPS = {
-    torch.ops.aten.mm.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
     torch.ops.aten._flash_attention_forward.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
 }
-"""Kept under selective recompute: what is expensive to compute again."""
+"""Kept under selective recompute, with every second matmul: what is expensive to compute again."""
 
 
 def parallelize(
@@ -121,14 +127,31 @@ def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
     if recompute == "full":
         return checkpoint_wrapper(block, preserve_rng_state=False)
 
-    def policy(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return checkpoint_wrapper(block, context_fn=_keep_some, preserve_rng_state=False)
 
-    return checkpoint_wrapper(
-        block,
-        context_fn=partial(create_selective_checkpoint_contexts, policy),
-        preserve_rng_state=False,
-    )
+
+def _keep_some() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of one forward of a block and of its recomputation.
+
+    Kept are `_SAVED_OPS` and, as torchtitan does (distributed/activation_checkpoint.py), every
+    second matmul, but none that is narrower than its input: the feed-forward's last product is read
+    by no backward. Of Llama's block that leaves queries and one half of SwiGLU.
+    """
+    num_products = {False: 0, True: 0}
+
+    def policy(
+        ctx: SelectiveCheckpointContext, op: object, *args: Tensor, **_kwargs: object
+    ) -> CheckpointPolicy:
+        kept = op in _SAVED_OPS
+        if op in _PRODUCTS:
+            num_products[ctx.is_recompute] += 1
+            num_inputs, num_outputs = args[-1].shape
+            kept = num_products[ctx.is_recompute] % 2 == 1 and num_outputs >= num_inputs
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def initialise(model: Decoder, seed: int) -> None:

@@ -81,10 +81,10 @@ def test_the_famous_405b_line_is_half_of_the_gpus(mistakes):
 def test_what_an_offer_would_lack_in_memory_is_offered_with_it(mistakes):
     (line,) = mistakes(
         "model=llama3-405b", "layout={tp: 8, cp: 16, pp: 16, dp: 4}", "cluster.nodes=2048",
-        "train.seq_len=131072", "train.global_batch=128", "train.recompute=selective",
+        "train.seq_len=131072", "train.global_batch=128", "train.recompute=none",
     )  # fmt: skip
     assert "HF101" in line
-    assert "train.recompute: full with" in line
+    assert "train.recompute: selective with" in line
 
 
 def test_tp_across_nodes_is_a_warning_once_allowed(make_spec):
