@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 from collections.abc import Mapping
-from typing import Any, Final, Never
+from typing import Any, Final
 
 from launcher.diagnosis.scan import Work
 
 MOST_BYTES: Final = 256 << 20
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, texts, lists and mappings; anything that names code is refused."""
-
-    def find_class(self, module: str, name: str) -> Never:
-        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder's dump")
-
-
 def works_of(dump: bytes, rank: int) -> list[Work]:
     """Return the oldest collective of each process group that has not completed.
 
     Args:
-        dump: as JSON or as torch's pickle, in the format of FlightRecorder.hpp.
+        dump: JSON in the format of FlightRecorder.hpp; torch's pickles are not read.
         rank: that wrote it.
 
     Raises:
         ValueError: it is none.
     """
     try:
-        if dump[:1] == b"\x80":
-            parsed: Any = _PlainUnpickler(io.BytesIO(dump)).load()
-        else:
-            parsed = json.loads(dump)
-        entries = parsed["entries"]
+        entries = json.loads(dump)["entries"]
         waiting: dict[str, Mapping[str, Any]] = {}
         newest: dict[str, int] = {}
         for entry in entries:
@@ -56,7 +43,7 @@ def works_of(dump: bytes, rank: int) -> list[Work]:
             )
             for group, entry in waiting.items()
         ]
-    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a flight recorder's dump: {error}") from error
 
 

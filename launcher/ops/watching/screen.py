@@ -193,9 +193,9 @@ def _grid(nodes: Mapping[str, NodeState], width: int, room: int) -> list[Text]:
         return [Text("no node has joined yet", "dim")]
     states = list(nodes.values())
     order = list(NodeState)
-    columns = width // 2 if len(states) * 2 <= width * room else width
+    columns = max(1, width // 2 if len(states) * 2 <= width * room else width)
     gap = " " if columns < width else ""
-    each = -(-len(states) // (max(1, columns) * room))
+    each = -(-len(states) // (columns * room))
     cells = [
         max(islice(states, start, start + each), key=order.index)
         for start in range(0, len(states), each)
