@@ -67,8 +67,8 @@ class FailureClass:
 
     @property
     def runbook(self) -> str:
-        """Return the path of its page in the repository."""
-        return f"docs/runbooks/{self.name}.md"
+        """Return where it is described in the repository."""
+        return f"docs/runbooks.md#{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
