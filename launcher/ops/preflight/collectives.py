@@ -33,7 +33,8 @@ CHECK: Final = "collectives"
 _POLL_S: Final = 0.05
 _BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}
 """Of a tensor: large enough that the links' rate counts."""
-_REPEATS: Final = 7
+_REPEATS: Final = 20
+"""The mean of so many counts: a node that is stopped now and then has many fast ones."""
 _IDLE_S: Final = 120.0
 """A server whose driver has died ends after so long without a round."""
 _GRACE_S: Final = 3.0
@@ -85,7 +86,7 @@ def _reduce(
     backend: str,
     deadline_s: float,
 ) -> None:
-    """All-reduce within `group`, and write the median of the seconds that it took."""
+    """All-reduce within `group`, and write the mean of the seconds that it took."""
     import torch
     from torch import distributed as dist
 
@@ -114,7 +115,7 @@ def _reduce(
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         tensor[-1].item()  # waits for the device
         took.append(time.monotonic() - begin)
-    _write(place / f"answer-{number}-{node}.json", {"seconds": statistics.median(took[1:])})
+    _write(place / f"answer-{number}-{node}.json", {"seconds": statistics.fmean(took[1:])})
     dist.barrier()  # the store's process ends last
     if rank == 0:
         time.sleep(_POLL_S)
@@ -147,7 +148,12 @@ class Collectives:
         """Run all rounds; the servers are told to stop, however that ends."""
         self.bisection = Bisection(nodes=self.nodes)
         try:
-            here = polled(self._started, lambda x: len(x) == len(self.nodes), for_s=self.start_s)
+            here = polled(
+                self._started,
+                lambda found: len(found) == len(self.nodes),
+                for_s=self.start_s,
+                every_s=_POLL_S,
+            )
             self.bisection.missing |= set(self.nodes) - here
             while groups := self.bisection.next_round():
                 self.rounds += 1

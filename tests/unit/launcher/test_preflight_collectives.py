@@ -17,7 +17,7 @@ NODES = [f"n{i}" for i in range(8)]
 
 @contextlib.contextmanager
 def stuttering(process):
-    """Let the process and its children run for a fiftieth of the time."""
+    """Let the process and its children run for a sixteenth of the time."""
     stop = threading.Event()
 
     def descendants():
@@ -33,9 +33,9 @@ def stuttering(process):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             while not stop.is_set():
                 send(signal.SIGSTOP)
-                stop.wait(0.2)
+                stop.wait(0.3)
                 send(signal.SIGCONT)
-                stop.wait(0.004)
+                stop.wait(0.02)
 
     thread = threading.Thread(target=stutter)
     thread.start()
@@ -48,6 +48,7 @@ def stuttering(process):
             send(signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_slow_and_a_broken_node_among_eight_are_found(tmp_path, death):
