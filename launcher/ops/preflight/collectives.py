@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -33,8 +32,9 @@ CHECK: Final = "collectives"
 _POLL_S: Final = 0.05
 _BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}
 """Of a tensor: large enough that the links' rate counts."""
-_REPEATS: Final = 20
-"""The mean of so many counts: a node that is stopped now and then has many fast ones."""
+_WARM_UP: Final = 5
+_MEASURE_S: Final = 1.0
+"""A group repeats its collective for so long: a node that is stopped now and then shows."""
 _IDLE_S: Final = 120.0
 """A server whose driver has died ends after so long without a round."""
 _GRACE_S: Final = 3.0
@@ -44,11 +44,20 @@ _GRACE_S: Final = 3.0
 # -- on the node -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    place: Path
+    node: str
+    host: str
+    backend: str
+
+
 def serve(folder: str, node: str, host: str, backend: str) -> None:
     """Take part in rounds as `node` until the driver says stop, or nothing for long."""
     import torch.distributed  # noqa: F401  once, before the forks
 
     place = Path(folder)
+    server = _Server(place=place, node=node, host=host, backend=backend)
     _write(place / f"hello-{node}.json", {"pid": os.getpid()})
     number, heard = 1, time.monotonic()
     while not (place / "stop").exists() and time.monotonic() - heard < _IDLE_S:
@@ -56,19 +65,17 @@ def serve(folder: str, node: str, host: str, backend: str) -> None:
         if asked is None:
             time.sleep(_POLL_S)
             continue
-        _take_part(place, number, asked, node, host, backend)
+        _take_part(server, number, asked)
         number, heard = number + 1, time.monotonic()
 
 
-def _take_part(
-    place: Path, number: int, asked: dict[str, Any], node: str, host: str, backend: str
-) -> None:
-    group = next((one for one in asked["groups"] if node in one), None)
+def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
+    group = next((one for one in asked["groups"] if server.node in one), None)
     if group is None:
         return
     deadline_s = float(asked["deadline_s"])
     child = multiprocessing.get_context("fork").Process(
-        target=_reduce, args=(place, number, group, node, host, backend, deadline_s), daemon=True
+        target=_reduce, args=(server, number, group, deadline_s), daemon=True
     )
     child.start()
     child.join(deadline_s)
@@ -77,27 +84,19 @@ def _take_part(
         child.join()
 
 
-def _reduce(
-    place: Path,
-    number: int,
-    group: Sequence[str],
-    node: str,
-    host: str,
-    backend: str,
-    deadline_s: float,
-) -> None:
+def _reduce(server: _Server, number: int, group: Sequence[str], deadline_s: float) -> None:
     """All-reduce within `group`, and write the mean of the seconds that it took."""
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1)
-    rank, limit = group.index(node), timedelta(seconds=deadline_s)
-    meeting = place / f"store-{number}-{group[0]}.json"
+    rank, limit = group.index(server.node), timedelta(seconds=deadline_s)
+    meeting = server.place / f"store-{number}-{group[0]}.json"
     if rank == 0:
         store = dist.TCPStore(
-            host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
+            server.host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
         )
-        _write(meeting, {"host": host, "port": store.port})
+        _write(meeting, {"host": server.host, "port": store.port})
     else:
         found = polled(
             lambda: _read(meeting), lambda x: x is not None, for_s=deadline_s, every_s=_POLL_S
@@ -105,17 +104,26 @@ def _reduce(
         if found is None:
             return  # no answer is the answer
         store = dist.TCPStore(found["host"], found["port"], len(group), timeout=limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=len(group), timeout=limit)
-    device = "cuda" if backend == "nccl" else "cpu"
-    tensor = torch.ones(_BYTES[backend] // 4, device=device)
-    took = []
-    for _ in range(_REPEATS + 1):
+    dist.init_process_group(
+        server.backend, store=store, rank=rank, world_size=len(group), timeout=limit
+    )
+    device = "cuda" if server.backend == "nccl" else "cpu"
+    tensor = torch.ones(_BYTES[server.backend] // 4, device=device)
+
+    def seconds(repeats: int) -> float:
+        """Return the mean seconds of an all-reduce; the slowest member's, for all the same."""
         dist.barrier()
         begin = time.monotonic()
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        tensor[-1].item()  # waits for the device
-        took.append(time.monotonic() - begin)
-    _write(place / f"answer-{number}-{node}.json", {"seconds": statistics.fmean(took[1:])})
+        for _ in range(repeats):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            tensor[-1].item()  # waits for the device
+        mean = torch.tensor([(time.monotonic() - begin) / repeats], device=device)
+        dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+        return float(mean.item())
+
+    once = seconds(_WARM_UP)
+    mean = seconds(max(_WARM_UP, round(_MEASURE_S / once)))
+    _write(server.place / f"answer-{number}-{server.node}.json", {"seconds": mean})
     dist.barrier()  # the store's process ends last
     if rank == 0:
         time.sleep(_POLL_S)
@@ -225,7 +233,9 @@ def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, Finding]:
 
 def _finding(verdicts: Verdicts, node: str) -> Finding:
     if node in verdicts.broken:
-        text = "does not end a collective with any node; take it out, look at NIC, GPUs and firewall"
+        text = (
+            "does not end a collective with any node; take it out, look at NIC, GPUs and firewall"
+        )
         return Finding(check=CHECK, level="fail", text=text)
     if node in verdicts.slow:
         text = "slow with every node; look at clocks, PCIe width, link rate and other processes"

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -21,8 +22,8 @@ def stuttering(process):
     stop = threading.Event()
 
     def descendants():
-        with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
-            return [process.pid, *map(int, file.read().split())]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        return [process.pid, *map(int, children.split())]
 
     def send(number):
         for pid in descendants():
@@ -53,6 +54,7 @@ def stuttering(process):
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_slow_and_a_broken_node_among_eight_are_found(tmp_path, death):
     with local_servers(NODES, tmp_path) as running, contextlib.ExitStack() as stack:
+
         def plant(text):
             if "round 1" in text:
                 os.killpg(running[5].pid, death)
