@@ -1,140 +1,39 @@
 """All-reduces within groups of nodes, in the rounds of bisection.py, with a deadline each.
 
-One process on every node serves all rounds; it imports torch once and forks a child for each, so
-that a collective that never ends takes only that child with it. Processes and driver meet in a
-folder that all nodes share, which only this user can write: JSON, no pickles. A group's first
-node opens the store.
+One process on every node serves all rounds (elastic_trainer/collective_check.py). Processes and
+driver meet in a folder that all nodes share, which only this user can write: JSON, no pickles.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.atomic_file import write_atomic
 from elastic_trainer.quantities import counted
 from launcher.ops.preflight.bisection import Bisection, Group, Verdicts
 from launcher.ops.preflight.checks import Finding
 from launcher.retries import polled
 
 CHECK: Final = "collectives"
+SERVER: Final = "elastic_trainer.collective_check"
+"""Run on the nodes; the launcher itself does without torch."""
 _POLL_S: Final = 0.05
-_BYTES: Final = {"gloo": 4 << 20, "nccl": 256 << 20}
-"""Of a tensor: large enough that the links' rate counts."""
-_WARM_UP: Final = 5
-_MEASURE_S: Final = 1.0
-"""A group repeats its collective for so long: a node that is stopped now and then shows."""
-_IDLE_S: Final = 120.0
-"""A server whose driver has died ends after so long without a round."""
 _GRACE_S: Final = 3.0
 """From a round's deadline until a server's answer must be seen."""
 
 
-# -- on the node -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    place: Path
-    node: str
-    host: str
-    backend: str
-
-
-def serve(folder: str, node: str, host: str, backend: str) -> None:
-    """Take part in rounds as `node` until the driver says stop, or nothing for long."""
-    import torch.distributed  # noqa: F401  once, before the forks
-
-    place = Path(folder)
-    server = _Server(place=place, node=node, host=host, backend=backend)
-    _write(place / f"hello-{node}.json", {"pid": os.getpid()})
-    number, heard = 1, time.monotonic()
-    while not (place / "stop").exists() and time.monotonic() - heard < _IDLE_S:
-        asked = _read(place / f"round-{number}.json")
-        if asked is None:
-            time.sleep(_POLL_S)
-            continue
-        _take_part(server, number, asked)
-        number, heard = number + 1, time.monotonic()
-
-
-def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
-    group = next((one for one in asked["groups"] if server.node in one), None)
-    if group is None:
-        return
-    deadline_s = float(asked["deadline_s"])
-    child = multiprocessing.get_context("fork").Process(
-        target=_reduce, args=(server, number, group, deadline_s), daemon=True
-    )
-    child.start()
-    child.join(deadline_s)
-    if child.is_alive():
-        child.kill()
-        child.join()
-
-
-def _reduce(server: _Server, number: int, group: Sequence[str], deadline_s: float) -> None:
-    """All-reduce within `group`, and write the mean of the seconds that it took."""
-    import torch
-    from torch import distributed as dist
-
-    torch.set_num_threads(1)
-    rank, limit = group.index(server.node), timedelta(seconds=deadline_s)
-    meeting = server.place / f"store-{number}-{group[0]}.json"
-    if rank == 0:
-        store = dist.TCPStore(
-            server.host, 0, len(group), is_master=True, timeout=limit, wait_for_workers=False
-        )
-        _write(meeting, {"host": server.host, "port": store.port})
-    else:
-        found = polled(
-            lambda: _read(meeting), lambda x: x is not None, for_s=deadline_s, every_s=_POLL_S
-        )
-        if found is None:
-            return  # no answer is the answer
-        store = dist.TCPStore(found["host"], found["port"], len(group), timeout=limit)
-    dist.init_process_group(
-        server.backend, store=store, rank=rank, world_size=len(group), timeout=limit
-    )
-    device = "cuda" if server.backend == "nccl" else "cpu"
-    tensor = torch.ones(_BYTES[server.backend] // 4, device=device)
-
-    def seconds(repeats: int) -> float:
-        """Return the mean seconds of an all-reduce; the slowest member's, for all the same."""
-        dist.barrier()
-        begin = time.monotonic()
-        for _ in range(repeats):
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-            tensor[-1].item()  # waits for the device
-        mean = torch.tensor([(time.monotonic() - begin) / repeats], device=device)
-        dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-        return float(mean.item())
-
-    once = seconds(_WARM_UP)
-    mean = seconds(max(_WARM_UP, round(_MEASURE_S / once)))
-    _write(server.place / f"answer-{number}-{server.node}.json", {"seconds": mean})
-    dist.barrier()  # the store's process ends last
-    if rank == 0:
-        time.sleep(_POLL_S)
-
-
-# -- the driver --------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True)
 class Collectives:
-    """Rounds over `nodes`, whose processes run `serve` with the same folder.
+    """Rounds over `nodes`, whose processes run SERVER with the same folder.
 
     Args:
         nodes: by the names that they serve as.
@@ -179,7 +78,7 @@ class Collectives:
     def _round(self, groups: Sequence[Group]) -> dict[Group, float | None]:
         number = self.rounds
         asked = {"groups": groups, "deadline_s": self.deadline_s}
-        _write(self.folder / f"round-{number}.json", asked)
+        write_atomic(self.folder / f"round-{number}.json", json.dumps(asked))
         answers: dict[str, float] = {}
 
         def look() -> int:
@@ -203,7 +102,7 @@ class Collectives:
 @contextlib.contextmanager
 def local_servers(names: Iterable[str], folder: Path, backend: str = "gloo") -> Any:
     """Run a server for each name on this machine, a session each; kill what is left at the end."""
-    argv = [sys.executable, "-m", "launcher.ops.preflight.collectives", str(folder)]
+    argv = [sys.executable, "-P", "-m", SERVER, str(folder)]
     running: list[subprocess.Popen[bytes]] = []
     try:
         for name in names:
@@ -249,19 +148,9 @@ def _finding(verdicts: Verdicts, node: str) -> Finding:
     return Finding(check=CHECK, text="works in pairs and with all others")
 
 
-def _write(path: Path, value: object) -> None:
-    part = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
-    part.write_text(json.dumps(value), encoding="utf-8")
-    part.replace(path)
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return found
-
-
-if __name__ == "__main__":
-    serve(*sys.argv[1:5])
