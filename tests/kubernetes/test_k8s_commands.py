@@ -153,7 +153,12 @@ def test_a_quota_that_does_not_let_pods_be_made(user, cluster, kind):
     pod = {"containers": [sleeps], "terminationGracePeriodSeconds": 0}
     cluster.create({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "other"}, "spec": pod})
     cluster.create(quota_of("small", {"hard": {"requests.cpu": "300m"}}))
-    cluster.wait("the quota", lambda: "used" in cluster.read("resourcequotas", "small")["status"])
+    # The first count may be of before the pod.
+    cluster.wait(
+        "the quota",
+        lambda: cluster.read("resourcequotas", "small")["status"].get("used", {}).get("requests.cpu")
+        == "200m",
+    )
     _, err = user.submit("kubernetes.cpus=250m", to=kind, more=RUN)
     assert "HF181" in err
     exceeded = "exceeded quota: small, requested: requests.cpu=250m"
