@@ -156,8 +156,10 @@ def test_a_quota_that_does_not_let_pods_be_made(user, cluster, kind):
     # The first count may be of before the pod.
     cluster.wait(
         "the quota",
-        lambda: cluster.read("resourcequotas", "small")["status"].get("used", {}).get("requests.cpu")
-        == "200m",
+        lambda: (
+            cluster.read("resourcequotas", "small")["status"].get("used", {}).get("requests.cpu")
+            == "200m"
+        ),
     )
     _, err = user.submit("kubernetes.cpus=250m", to=kind, more=RUN)
     assert "HF181" in err
