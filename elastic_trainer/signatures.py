@@ -102,6 +102,7 @@ _OF_A_SIGNATURE: Final = {
     "at_start",
     "whole",
 }
+_NEVER: Final = re.compile(r"(?!)")
 
 
 @functools.cache
@@ -154,19 +155,31 @@ def in_line(line: str) -> list[Signature]:
     return [each for each in signatures() if each.pattern.search(line)]
 
 
-def class_of(kind: str, detail: str) -> tuple[FailureClass, Remedy]:
-    """Return class and remedy of a failure that the agents recorded.
+def signature_of(kind: str, detail: str) -> Signature:
+    """Return what a failure that the agents recorded is: of its words, else of its kind.
 
     Args:
         kind: value of `failures.Kind`.
         detail: what the worker or the agent said.
     """
     found = [each for line in detail.splitlines() for each in in_line(line)]
-    if found:
-        nearest = min(found, key=lambda each: each.rank)
-        return nearest.of, nearest.action
-    of = next(
-        (classes()[name] for name, raw in _table().items() if kind in raw.get("stands_for", ())),
-        classes()["child_failed"],
+    return min([*found, _of_kind(kind)], key=lambda each: each.rank)
+
+
+@functools.cache
+def _of_kind(kind: str) -> Signature:
+    named = (name for name, raw in _table().items() if kind in raw.get("stands_for", ()))
+    name = next(named, "child_failed")
+    raw, of = _table()[name], classes()[name]
+    return Signature(
+        of=of,
+        pattern=_NEVER,
+        why=of.why,
+        action=of.action,
+        source=of.source,
+        rank=Rank[raw["rank"].upper()],
+        kind=kind,
+        quiet=False,
+        at_start=False,
+        whole=False,
     )
-    return of, of.action
