@@ -165,7 +165,8 @@ def test_a_run_directory_that_is_half_written_is_read(tmp_path: Path) -> None:
 
 def write_run(run_dir: Path, events: Sequence[Mapping[str, Any]], logs: Mapping[str, str]) -> None:
     (run_dir / "events").mkdir(parents=True)
-    lines = [json.dumps({"t_unix": 1.7e9 + n, **event}) for n, event in enumerate(events)]
+    plain = {"v": 1, "epoch": None, "step": None, "node": None, "rank": None, "t_mono": 0.0}
+    lines = [json.dumps({**plain, "t_unix": 1.7e9 + n, **each}) for n, each in enumerate(events)]
     (run_dir / "events" / "job.jsonl").write_text("".join(f"{line}\n" for line in lines))
     for name, text in logs.items():
         path = run_dir / "logs" / "1" / name
@@ -189,7 +190,7 @@ PEER_LOGS = {"n1/0.log": PEER.format(0), "n3/2.log": PEER.format(2)}
 @pytest.mark.parametrize("code", [None, 0, 91])
 def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | None) -> None:
     events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
-    events += [] if code is None else [{"event": "run.ended", "node": None, "code": code}]
+    events += [] if code is None else [{"event": "run.ended", "code": code}]
     write_run(tmp_path / "run", events, PEER_LOGS)
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.node, found.survived) == ("slurm_node_fail", "n2", True)
@@ -198,14 +199,19 @@ def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | No
 
 
 def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
-    fields = {"worker": rank, "rank": rank, "kind": kind, "action": "restart", "detail": detail}
+    fields = {"worker_rank": rank, "kind": kind, "action": "restart", "detail": detail}
     return {"event": "worker.exit", "node": node, "epoch": 1, "code": 1, **fields}
 
 
 @pytest.mark.parametrize(
     ("detail", "log", "name", "action"),
     [
-        ("exit code 1", "torch.OutOfMemoryError: CUDA out of memory. 2 GiB", "cuda_oom", "fix_user"),
+        (
+            "exit code 1",
+            "torch.OutOfMemoryError: CUDA out of memory. 2 GiB",
+            "cuda_oom",
+            "fix_user",
+        ),
         ("exit code 1", "no words", "child_failed", "fix_user"),
         ("SIGKILL", "no words", "child_failed", "restart_in_place"),
         ("ValueError: 3 labels", "ValueError: 3 labels", "py_error", "fix_user"),
@@ -215,7 +221,7 @@ def test_the_failing_ranks_own_log_says_more_than_a_bare_exit(
     tmp_path: Path, detail: str, log: str, name: str, action: str
 ) -> None:
     events = [formed(1, "n1", "n2", "n3"), exited("n2", 1, Kind.CRASH, detail)]
-    events += [{"event": "run.ended", "node": None, "code": 94}]
+    events += [{"event": "run.ended", "code": 94}]
     write_run(tmp_path / "run", events, {**PEER_LOGS, "n2/1.log": f"{log}\n"})
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.action, found.rank, found.node) == (name, action, 1, "n2")
@@ -226,7 +232,9 @@ def test_the_failing_ranks_own_log_says_more_than_a_bare_exit(
 def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) -> None:
     events = [formed(1, "n1", "n2", "n3"), LOST]
     write_run(tmp_path / "run", events, PEER_LOGS)
-    kernel = "Nov 14 22:13:19 {} kernel: NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus\n"
+    kernel = (
+        "Nov 14 22:13:19 {} kernel: NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus\n"
+    )
     (tmp_path / "kern.log").write_text(kernel.format("n2"))
     (tmp_path / "other.log").write_text(kernel.format("n9"))
     names = ["run", str(tmp_path / "kern.log")]
@@ -237,7 +245,7 @@ def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) ->
 
 
 def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None:
-    events = [formed(1, "n1"), step(1, 1), {"event": "run.ended", "node": None, "code": 0}]
+    events = [formed(1, "n1"), step(1, 1), {"event": "run.ended", "code": 0}]
     write_run(tmp_path / "run", events, {"n1/0.log": STEPS + "step 21 loss: nan\n"})
     assert diagnose(["run"], tmp_path, io.BytesIO()).name == "nan_loss"
     write_run(tmp_path / "well", events, {"n1/0.log": STEPS + PEER.format(0)})
@@ -245,7 +253,7 @@ def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None
 
 
 def test_a_slow_worker_of_a_run_is_told(tmp_path: Path) -> None:
-    slow = {"event": "worker.slow", "node": "n1", "epoch": 1, "member": "n2", "rank": 1}
+    slow = {"event": "worker.slow", "node": "n1", "epoch": 1, "worker_rank": 1, "member": "n2"}
     write_run(tmp_path / "run", [formed(1, "n1", "n2"), step(1, 1), slow, step(1, 2)], {})
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.action, found.node) == ("straggler", "none", "n2")
