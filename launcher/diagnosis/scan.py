@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elastic_trainer.signatures import Rank, Signature, signatures
-from launcher.diagnosis.literals import compiled
+from launcher.diagnosis.literals import compiled, names_numbers
 
 if TYPE_CHECKING:
     from ahocorasick_rs import BytesAhoCorasick
@@ -31,10 +31,7 @@ _MOST_NOTES: Final = 20_000
 _FLOOD: Final = 2000
 """Matches in one chunk from which it pays to search no longer for what was found often."""
 _ENOUGH: Final = 10
-_DIGITS_DECIDE: Final = re.compile(
-    rb"Xid|[Ee]rrno|[Ee]xit|[Ss]ignal|\b(?:40\d|429|50\d|80\d)\b|status|code|state_dict|HF\d|TIMEOUT"
-)
-"""Lines whose numbers decide about their class."""
+_DIGITS: Final = b"0123456789"
 _BY_DIGITS: Final = (-1,)
 _CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1b\x08\x07")
 """Bytes that logs do not have."""
@@ -81,7 +78,7 @@ _NODE: Final = re.compile(
     r"|\bJOB \S+ ON (\S+) CANCELLED|\bnode[ =:/]+\"?([\w.-]*\d[\w.-]*)"
     r"|\b[Nn]odes? ([a-z][\w.-]*\d+)\b"
 )
-_ISO: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+_ISO: Final = re.compile(rb"(20\d\d-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _SYSLOG: Final = re.compile(rb"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d:\d\d:\d\d)\b")
 _WORK: Final = re.compile(
     r"(?:PG GUID (\S+?)[ (].*?)?[Rr]ank (\d+)\].*?WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -171,12 +168,26 @@ class _Search:
     """Number of a literal -> the signatures that need it; empty: of a note."""
 
 
+@functools.cache
+def _index() -> dict[str, frozenset[int]]:
+    index = compiled(each.pattern for each in signatures())
+    return {word: frozenset(needed) for word, needed in index.items()}
+
+
+@functools.cache
+def _by_digits() -> frozenset[int]:
+    """Return the signatures that lines which differ in their digits may differ in."""
+    named = (
+        number for number, each in enumerate(signatures()) if names_numbers(each.pattern.pattern)
+    )
+    return frozenset(named)
+
+
 @functools.lru_cache(maxsize=4)
 def _search(without: frozenset[int] = frozenset()) -> _Search:
     from ahocorasick_rs import BytesAhoCorasick, Implementation
 
-    index = compiled(each.pattern for each in signatures())
-    owners = {word: frozenset(needed) - without for word, needed in index.items()}
+    owners = {word: needed - without for word, needed in _index().items()}
     owners = {word: needed for word, needed in owners.items() if needed}
     owners |= {word: owners.get(word, frozenset()) for word in _NOTES}
     automaton = BytesAhoCorasick(
@@ -205,6 +216,8 @@ def scan(
     for start, block in _blocks(stream, state.scanned):
         _scan_block(block, start, state)
         tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
+    state.without = frozenset()
+    state.known.clear()
     _progress(tail, state)
     return state.scanned
 
@@ -241,19 +254,25 @@ def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
 
 
 def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
-    search, counts = _search(state.without), state.counts
+    search, counts, known = _search(state.without), state.counts, state.known
+    owners, size = search.owners, len(block)
     line_end, counted_to, lines = -1, 0, lines_before
     matches = search.automaton.find_matches_as_indexes(block)
     for word, begin, _ in matches:
         if begin < line_end:
             continue
         left = block.rfind(b"\n", 0, begin) + 1
-        right = block.find(b"\n", begin)
-        line_end = right = len(block) if right < 0 else right
-        raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
-        if not search.owners[word] or b"WorkNCCL(SeqNum" in raw:
+        line_end = right = block.find(b"\n", begin)
+        if right < 0:
+            line_end = right = size
+        raw = block[left:right]
+        if right - left > _LINE_BYTES:
+            raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
+        if not owners[word] or b"WorkNCCL(SeqNum" in raw:
             _note(raw.decode("utf-8", errors="replace"), state.scanned)
-        hits = _hits(raw, state)
+        hits = known.get(raw.translate(None, _DIGITS))
+        if hits is None or hits is _BY_DIGITS:
+            hits = _hits(raw, state)
         if not hits or all(counts[each] >= _MOST for each in hits):
             continue
         lines += block.count(b"\n", counted_to, left)
@@ -265,23 +284,22 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
     """Return the signatures of a line that count."""
-    key = raw.translate(None, b"0123456789")
+    key = raw.translate(None, _DIGITS)
     found = state.known.get(key)
     if found is _BY_DIGITS:
         key = raw
         found = state.known.get(raw)
     if found is None:
-        if key is not raw and _DIGITS_DECIDE.search(raw):
-            state.known[key] = _BY_DIGITS
-            key = raw
-        search = _search()
+        search, known = _search(), signatures()
         near = {
             each
             for word, _, _ in search.automaton.find_matches_as_indexes(raw, overlapping=True)
             for each in search.owners[word]
-        }
-        text = raw.decode("utf-8", errors="replace")
-        known = signatures()
+        } - state.without
+        if key is not raw and not near.isdisjoint(_by_digits()):
+            state.known[key] = _BY_DIGITS
+            key = raw
+        text = raw.decode("utf-8", errors="replace") if near else ""
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
         if len(found) > 1:  # an exception that no other rule knows
             found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
@@ -339,10 +357,13 @@ def _rank_in(text: str) -> int | None:
 
 def _time(block: bytes, left: int, right: int) -> float | None:
     """Return the time of a line, or of the last line before it that has one."""
-    near = block[max(0, left - 2048) : min(right, left + 200)]
-    stamps = list(_ISO.finditer(near))
+    near = block[left : min(right, left + 200)]
+    stamps = _ISO.findall(near)
+    if not stamps:
+        near = block[max(0, left - 2048) : min(right, left + 200)]
+        stamps = _ISO.findall(near)
     if stamps:
-        day, clock, part = stamps[-1].groups()
+        day, clock, part = stamps[-1]
         try:
             at = datetime.fromisoformat(f"{day.decode()}T{clock.decode()}").replace(tzinfo=UTC)
         except ValueError:
