@@ -93,7 +93,6 @@ _NOTES: Final = (
     "WorkNCCL(SeqNum",
     *(f"{a}{s}{b}" for a in ("sample", "batch", "data") for s in ("_", " ", "-")
       for b in ("id", "indices", "idx", "hash", "checksum", "digest", "fingerprint")),
-    "Traceback (most recent call last)",
 )  # fmt: skip
 
 
@@ -153,8 +152,10 @@ class _State:
     rank: int | None
     node: str | None
     counts: Counter[int] = field(default_factory=Counter)
+    spent: set[int] = field(default_factory=set)
+    """Signatures found often enough."""
     without: frozenset[int] = frozenset()
-    """Signatures found often enough: no longer searched for."""
+    """Those of them that are no longer searched for."""
     known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Line without its digits -> its signatures."""
 
@@ -254,7 +255,7 @@ def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
 
 
 def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
-    search, counts, known = _search(state.without), state.counts, state.known
+    search, known, spent = _search(state.without), state.known, state.spent
     owners, size = search.owners, len(block)
     line_end, counted_to, lines = -1, 0, lines_before
     matches = search.automaton.find_matches_as_indexes(block)
@@ -273,13 +274,13 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         hits = known.get(raw.translate(None, _DIGITS))
         if hits is None or hits is _BY_DIGITS:
             hits = _hits(raw, state)
-        if not hits or all(counts[each] >= _MOST for each in hits):
+        if spent.issuperset(hits):
             continue
         lines += block.count(b"\n", counted_to, left)
         counted_to = left
         _add(hits, raw, lines + 1, _time(block, left, right), state)
     if len(matches) > _FLOOD:
-        state.without = frozenset(each for each, count in counts.items() if count >= _MOST)
+        state.without = frozenset(spent)
 
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
@@ -319,6 +320,8 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
     calm = _CALM.search(text) is not None and _LOUD.search(text) is None
     for each in hits:
         state.counts[each] += 1
+        if state.counts[each] >= _MOST:
+            state.spent.add(each)
         if state.counts[each] > _MOST:
             continue
         signature = signatures()[each]
