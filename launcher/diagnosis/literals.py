@@ -16,9 +16,9 @@ _MOST: Final = 256
 """Strings that one part of a pattern may stand for before it counts as open."""
 
 _COMMON: Final = re.compile(
-    r" *(error|fail(ed|ure)?( to)?|unable to|hangs?|stuck|checkpoint|connect(ion)?|closed|loss( scale)?"
-    r"|norm|grads?|loaded|timed? ?out|mismatch|missing|peer|rank|step|node|wait|read|write|data|memory"
-    r"|time|slow)s? *"
+    r" *(error|fail(ed|ure)?( to)?|unable to|hangs?|stuck|checkpoint|connect(ion)?|closed"
+    r"|loss( scale)?|norm|grads?|loaded|timed? ?out|mismatch|missing|peer|rank|step|node|wait"
+    r"|read|write|data|memory|time|slow)s? *"
 )
 """In so many lines of healthy logs that a search for them sorts out nothing."""
 
