@@ -85,6 +85,8 @@ class Signature:
     """Value of `failures.Kind`: what it is to the agent."""
     quiet: bool
     """It counts on lines logged as information or warning too."""
+    lasting: bool
+    """It counts though training goes on after it."""
     at_start: bool
     """`kind` holds for a worker that has not completed a step; later it has crashed."""
     whole: bool
@@ -99,6 +101,7 @@ _OF_A_SIGNATURE: Final = {
     "rank",
     "kind",
     "quiet",
+    "lasting",
     "at_start",
     "whole",
 }
@@ -137,6 +140,7 @@ def signatures() -> Sequence[Signature]:
                     rank=Rank[has["rank"].upper()],
                     kind=has["kind"],
                     quiet=has.get("quiet", False),
+                    lasting=has.get("lasting", has["rank"] == "machine"),
                     at_start=has.get("at_start", False),
                     whole=has.get("whole", False),
                 )
@@ -180,6 +184,7 @@ def _of_kind(kind: str) -> Signature:
         rank=Rank[raw["rank"].upper()],
         kind=kind,
         quiet=False,
+        lasting=False,
         at_start=False,
         whole=False,
     )

@@ -247,10 +247,9 @@ def _sorted_out(logs: Iterable[Scanned], *, went_on: bool) -> _Seen:
     for log in logs:
         progressed = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
-            lasting = each.signature.rank is Rank.MACHINE or each.signature.quiet
-            survived = progressed and not lasting
+            survived = progressed and not each.signature.lasting
             if went_on:  # of a run that reached its end only wrong numbers count
-                survived = each.signature.action is not Remedy.ROLLBACK
+                survived = progressed or each.signature.action is not Remedy.ROLLBACK
             (seen.survived if survived else seen.found).append(each)
     return seen
 

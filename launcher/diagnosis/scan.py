@@ -48,7 +48,7 @@ _LOUD: Final = re.compile(
 _SURVIVED: Final = re.compile(
     r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
-    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)"
+    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
     r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
     r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
     r"|expected behaviou?r"
@@ -274,13 +274,23 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         hits = known.get(raw.translate(None, _DIGITS))
         if hits is None or hits is _BY_DIGITS:
             hits = _hits(raw, state)
-        if spent.issuperset(hits):
+        if spent.issuperset(hits) or _is_ignored(block, left):
             continue
         lines += block.count(b"\n", counted_to, left)
         counted_to = left
         _add(hits, raw, lines + 1, _time(block, left, right), state)
     if len(matches) > _FLOOD:
         state.without = frozenset(spent)
+
+
+def _is_ignored(block: bytes, left: int) -> bool:
+    """Whether a line is of an exception in a finalizer, which Python reports and goes on after."""
+    said = block.rfind(b"Exception ignored in", max(0, left - 2048), left)
+    return (
+        said >= 0
+        and block.count(b"Traceback (most", said, left) <= 1
+        and _is_raised(block[left : left + 200].decode("utf-8", errors="replace"))
+    )
 
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
