@@ -256,8 +256,9 @@ def _sorted_out(logs: Iterable[Scanned], *, went_on: bool) -> _Seen:
 
 def _order(each: Found) -> tuple[Any, ...]:
     rank = each.signature.rank + (0.5 if each.warned else 0.0)
-    # Lines without a time sort among themselves, by log and line.
-    return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, each.signature.of.name)
+    # Lines without a time sort among themselves, by log and line; one line's as the table has them.
+    place = list(classes()).index(each.signature.of.name)
+    return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, place)
 
 
 def _near_in_time(failed: Sequence[Found]) -> list[Found]:

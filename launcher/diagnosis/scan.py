@@ -353,7 +353,10 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
 def _is_raised(text: str) -> bool:
     """Whether a line is an exception's own, at the end of a traceback."""
     return (
-        re.match(r"^(?:\[rank\d+\]: ?|\d+: )?(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ", text)
+        re.match(
+            r"^(?:\[rank\d+\]: ?|\d+: )?(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|(?:\w+\.)+[A-Z]\w+): ",
+            text,
+        )
         is not None
     )
 
