@@ -104,7 +104,7 @@ def _repeated(
 
 
 def _characters(items: Sequence[tuple[Any, Any]]) -> frozenset[str] | None:
-    if len(items) > 8 or any(code is not op.LITERAL for code, _ in items):
+    if len(items) > 10 or any(code is not op.LITERAL for code, _ in items):
         return None
     return frozenset(chr(value) for _, value in items)
 
