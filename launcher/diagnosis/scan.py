@@ -7,6 +7,7 @@ have one are looked at with the patterns. Memory does not grow with the log.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,16 @@ _DONE: Final = re.compile(
     r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"
     r"|[Jj]ob (?:completed|finished) successfully|completed successfully"
 )
+_ANSI: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""Colours and movements of a terminal."""
+_MESSAGES: Final = ("log", "message", "msg", "textPayload", "MESSAGE")
+_LEVELS: Final = ("level", "levelname", "severity")
+"""Keys of lines of JSON: Docker's, Python loggers', Cloud Logging's, journald's."""
+_PREFIX: Final = re.compile(
+    r"(?:\[(?:rank|default|Rank )?\d+(?:,\d+)?\](?:<std(?:err|out)>)?: ?| ?\d+: |\[pod/[^\]]+\] "
+    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d) (?:std(?:err|out) [FP] )?)+"
+)
+"""What launchers and log collectors put before a line."""
 _RANK: Final = re.compile(
     r"\[(?:rank|default|Rank )(\d+)\]|\b[Rr]ank[ =:_]{1,3}(\d+)\b|^ ?(\d+): |\| ?rank ?(\d+)"
 )
@@ -214,7 +225,8 @@ def scan(
     """
     state = _State(Scanned(file=file), number, rank, node)
     tail = b""
-    for start, block in _blocks(stream, state.scanned):
+    for start, raw in _blocks(stream, state.scanned):
+        block = _ANSI.sub(b"", raw) if b"\x1b" in raw else raw
         _scan_block(block, start, state)
         tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
     state.without = frozenset()
@@ -229,7 +241,7 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
     while True:
         read = stream.read(CHUNK_BYTES)
         if scanned.num_bytes == 0:
-            read = _of_utf16(read, stream) or read
+            read = _of_utf16(read, stream) or read.removeprefix(b"\xef\xbb\xbf")
             head = read[:4096]
             scanned.binary = len(head.translate(None, _CONTROLS)) < 0.95 * len(head)
         end = len(read) if not read else read.rfind(b"\n") + 1
@@ -256,7 +268,7 @@ def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
 
 def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
     search, known, spent = _search(state.without), state.known, state.spent
-    owners, size = search.owners, len(block)
+    owners, size, redrawn = search.owners, len(block), b"\r" in block
     line_end, counted_to, lines = -1, 0, lines_before
     matches = search.automaton.find_matches_as_indexes(block)
     for word, begin, _ in matches:
@@ -267,6 +279,11 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
         if right < 0:
             line_end = right = size
         raw = block[left:right]
+        if redrawn:  # what was written over, as by progress bars, is a line of its own
+            left = max(left, block.rfind(b"\r", left, begin) + 1)
+            end = block.find(b"\r", begin, right)
+            line_end = right = right if end < 0 else end
+            raw = block[left:right]
         if right - left > _LINE_BYTES:
             raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
         if not owners[word] or b"WorkNCCL(SeqNum" in raw:
@@ -310,7 +327,7 @@ def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
         if key is not raw and not near.isdisjoint(_by_digits()):
             state.known[key] = _BY_DIGITS
             key = raw
-        text = raw.decode("utf-8", errors="replace") if near else ""
+        text = _text(raw) if near else ""
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
         if len(found) > 1:  # an exception that no other rule knows
             found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
@@ -325,9 +342,32 @@ def _is_generic(signature: Signature) -> bool:
     return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
-def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
+def _text(raw: bytes) -> str:
+    """Return what a program wrote, without what was put around it."""
     text = raw.decode("utf-8", errors="replace")
-    calm = _CALM.search(text) is not None and _LOUD.search(text) is None
+    if text.startswith("{"):
+        text = _of_json(text)
+    prefix = _PREFIX.match(text)
+    return text[prefix.end() :].rstrip("\r\0") if prefix else text.rstrip("\r\0")
+
+
+def _of_json(line: str) -> str:
+    """Return level and message of a line of JSON, as log collectors write it; else the line."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    message = next((entry[key] for key in _MESSAGES if isinstance(entry.get(key), str)), None)
+    if message is None:
+        return line
+    level = next((entry[key] for key in _LEVELS if isinstance(entry.get(key), str)), "")
+    return f"{level.upper()} {message}".strip()
+
+
+def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
+    text = raw.decode("utf-8", errors="replace").strip("\r\0")
+    said = _text(raw)
+    calm = _CALM.search(said) is not None and _LOUD.search(said) is None
     for each in hits:
         state.counts[each] += 1
         if state.counts[each] >= _MOST:
