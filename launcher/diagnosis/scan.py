@@ -72,6 +72,7 @@ _DONE: Final = re.compile(
 )
 _ANSI: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Colours and movements of a terminal."""
+_RAISED: Final = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |(?:\w+\.)+[A-Z]\w+: ")
 _MESSAGES: Final = ("log", "message", "msg", "textPayload", "MESSAGE")
 _LEVELS: Final = ("level", "levelname", "severity")
 """Keys of lines of JSON: Docker's, Python loggers', Cloud Logging's, journald's."""
@@ -243,7 +244,9 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
         if scanned.num_bytes == 0:
             read = _of_utf16(read, stream) or read.removeprefix(b"\xef\xbb\xbf")
             head = read[:4096]
-            scanned.binary = len(head.translate(None, _CONTROLS)) < 0.95 * len(head)
+            said = head.translate(None, b"\0")  # a machine that crashed leaves zeros behind
+            scanned.binary = len(said.translate(None, _CONTROLS)) < 0.95 * len(said)
+            scanned.binary |= bool(head) and not said
         end = len(read) if not read else read.rfind(b"\n") + 1
         block = rest + read[:end] if end or not read else b""
         rest = read[end:] if block or not rest else rest + read
@@ -303,11 +306,9 @@ def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
 def _is_ignored(block: bytes, left: int) -> bool:
     """Whether a line is of an exception in a finalizer, which Python reports and goes on after."""
     said = block.rfind(b"Exception ignored in", max(0, left - 2048), left)
-    return (
-        said >= 0
-        and block.count(b"Traceback (most", said, left) <= 1
-        and _is_raised(block[left : left + 200].decode("utf-8", errors="replace"))
-    )
+    if said < 0 or block.count(b"Traceback (most", said, left) > 1:
+        return False
+    return _is_raised(_text(block[left : left + 200]))
 
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
@@ -348,7 +349,7 @@ def _text(raw: bytes) -> str:
     if text.startswith("{"):
         text = _of_json(text)
     prefix = _PREFIX.match(text)
-    return text[prefix.end() :].rstrip("\r\0") if prefix else text.rstrip("\r\0")
+    return text[prefix.end() :].rstrip("\r\n\0") if prefix else text.rstrip("\r\n\0")
 
 
 def _of_json(line: str) -> str:
@@ -392,13 +393,7 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
 
 def _is_raised(text: str) -> bool:
     """Whether a line is an exception's own, at the end of a traceback."""
-    return (
-        re.match(
-            r"^(?:\[rank\d+\]: ?|\d+: )?(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|(?:\w+\.)+[A-Z]\w+): ",
-            text,
-        )
-        is not None
-    )
+    return _RAISED.match(text) is not None
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
