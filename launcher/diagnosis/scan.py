@@ -60,7 +60,7 @@ _SURVIVED: Final = re.compile(
 )
 """Words of a failure that was got over, or of none at all."""
 _PROGRESS: Final = re.compile(
-    r"\b(?:[Ss]tep|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
+    r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
     r"|[Ll]oss\W{1,4}\d"
 )
@@ -458,7 +458,7 @@ def _progress(tail: bytes, state: _State) -> None:
     for raw in reversed(tail.splitlines()):
         line = raw[:_LINE_BYTES]
         after = after and not _hits(line, state)
-        text = line.decode("utf-8", errors="replace")
+        text = _text(line)
         if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
             scanned.progress += 1
             scanned.progress_after += after
