@@ -39,7 +39,7 @@ _CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1
 
 _CALM: Final = re.compile(
     r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
-    r"|\b[A-Z]\w*Warning\b|^\s*#|warnings\.warn"
+    r"|\b[A-Z]\w*Warning\b|^\s*#|^\++ |warnings\.warn"
 )
 """Lines logged below an error."""
 _LOUD: Final = re.compile(
