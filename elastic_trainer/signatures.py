@@ -133,7 +133,7 @@ def signatures() -> Sequence[Signature]:
             found.append(
                 Signature(
                     of=classes()[name],
-                    pattern=re.compile(has["pattern"]),
+                    pattern=re.compile(has["pattern"], re.MULTILINE),
                     why=has["why"],
                     action=Remedy(has["action"]),
                     source=has["source"],

@@ -47,7 +47,7 @@ _LOUD: Final = re.compile(
 )
 """Lines that say an error, whatever else they say. NCCL logs its errors as WARN."""
 _SURVIVED: Final = re.compile(
-    r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
+    r"\b(?:retry(?! count)|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
     r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
     r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
@@ -72,7 +72,9 @@ _DONE: Final = re.compile(
 )
 _ANSI: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 """Colours and movements of a terminal."""
-_RAISED: Final = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception): |(?:\w+\.)+[A-Z]\w+: ")
+_RAISED: Final = re.compile(
+    r"^(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|(?:\w+\.)+[A-Z]\w+): ", re.MULTILINE
+)
 _MESSAGES: Final = ("log", "message", "msg", "textPayload", "MESSAGE")
 _LEVELS: Final = ("level", "levelname", "severity")
 """Keys of lines of JSON: Docker's, Python loggers', Cloud Logging's, journald's."""
@@ -362,7 +364,9 @@ def _of_json(line: str) -> str:
     if message is None:
         return line
     level = next((entry[key] for key in _LEVELS if isinstance(entry.get(key), str)), "")
-    return f"{level.upper()} {message}".strip()
+    plain = _ANSI.sub(b"", message.encode(errors="replace")).decode()
+    lines = plain.replace("\r", "\n").strip()  # a whole traceback may be one message
+    return f"{level.upper()}\n{lines}" if level else lines
 
 
 def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
@@ -393,7 +397,7 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
 
 def _is_raised(text: str) -> bool:
     """Whether a line is an exception's own, at the end of a traceback."""
-    return _RAISED.match(text) is not None
+    return _RAISED.search(text) is not None
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:

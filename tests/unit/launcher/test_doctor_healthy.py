@@ -32,6 +32,8 @@ FAILED = {
     "disk_full": STEPS + "OSError: [Errno 28] No space left on device: '/ckpt/step_10'",
     "gpu_xid": "Jan  5 10:00:05 gpu01 kernel: NVRM: Xid (PCI:0000:1a:00): 79, pid=7, GPU lost",
     "child_failed": STEPS + "SIGKILL",
+    "shape_mismatch": STEPS
+    + "RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
     "nan_loss": STEPS + "step 20 loss: nan lr 1e-4\nstep 21 loss: nan lr 1e-4",
     "slurm_time_limit": "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 1 DUE TO TIME LIMIT ***",
     "k8s_image_pull": "  Warning  Failed  2m  kubelet  Error: ErrImagePull",
