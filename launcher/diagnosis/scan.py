@@ -79,8 +79,9 @@ _MESSAGES: Final = ("log", "message", "msg", "textPayload", "MESSAGE")
 _LEVELS: Final = ("level", "levelname", "severity")
 """Keys of lines of JSON: Docker's, Python loggers', Cloud Logging's, journald's."""
 _PREFIX: Final = re.compile(
-    r"(?:\[(?:rank|default|Rank )?\d+(?:,\d+)?\](?:<std(?:err|out)>)?: ?| ?\d+: |\[pod/[^\]]+\] "
-    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d) (?:std(?:err|out) [FP] )?)+"
+    r"^(?:\[(?:rank|default|Rank )?\d+(?:,\d+)?\](?:<std(?:err|out)>)?: ?| ?\d+: |\[pod/[^\]]+\] "
+    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d) (?:std(?:err|out) [FP] )?)+",
+    re.MULTILINE,
 )
 """What launchers and log collectors put before a line."""
 _RANK: Final = re.compile(
@@ -350,8 +351,7 @@ def _text(raw: bytes) -> str:
     text = raw.decode("utf-8", errors="replace")
     if text.startswith("{"):
         text = _of_json(text)
-    prefix = _PREFIX.match(text)
-    return text[prefix.end() :].rstrip("\r\n\0") if prefix else text.rstrip("\r\n\0")
+    return _PREFIX.sub("", text).rstrip("\r\n\0")
 
 
 def _of_json(line: str) -> str:
