@@ -125,20 +125,27 @@ def judge(
 ) -> Diagnosis:
     """Return the root cause of what `logs`, and the record of the run they are of, tell."""
     record, unread = record or Record(), tuple(unread)
-    seen = _sorted_out(logs, went_on=record.went_on)
+    seen = _sorted_out(logs, record)
     failed = [each for each in seen.found if not each.warned]
     if failed and any(each.signature.action is not Remedy.NONE for each in failed):
         failed += [each for each in seen.found if each.warned]
     failed = _near_in_time(failed)
+    told = [each.found for each in record.failures]
     if record.open:
         first = min(record.open, key=lambda each: _order(each.found))
-        return _of_record(first, logs, seen.found, seen, unread, survived=False)
+        others = [*seen.found, *seen.survived, *told]
+        return _of_record(first, logs, seen.found, others, unread, survived=False)
     if record.went_on:
-        failed = [each for each in failed if each.signature.action is not Remedy.NONE]
-        if record.failures and not failed:
-            last = record.failures[-1]
+        last = record.failures[-1] if record.failures else None
+        failed = [
+            each
+            for each in failed
+            if each.signature.action is not Remedy.NONE
+            and (last is None or not _may_explain(each, last))
+        ]
+        if last is not None and not failed:
             lines = [*seen.found, *seen.survived]
-            return _of_record(last, logs, lines, seen, unread, survived=True)
+            return _of_record(last, logs, lines, [*lines, *told], unread, survived=True)
     if not failed:
         return _same_samples(logs) or _healthy(logs, seen, unread)
     root = min(failed, key=_order)
@@ -150,7 +157,7 @@ def _of_record(
     recorded: Recorded,
     logs: Sequence[Scanned],
     lines: Sequence[Found],
-    seen: _Seen,
+    others: Sequence[Found],
     unread: tuple[str, ...],
     *,
     survived: bool,
@@ -170,7 +177,7 @@ def _of_record(
         and (each is root or _in_place(each, recorded))
     ]  # fmt: skip
     alike = [root, *sorted((each for each in same if each is not root), key=_order)]
-    found = _diagnosis(root, alike, logs, [*lines, *seen.survived], unread)
+    found = _diagnosis(root, alike, logs, others, unread)
     node = own.node if root is own or root.node is None else root.node
     rank = own.rank if root is own or root.rank is None else root.rank
     shown = found.evidence if own in found.evidence else (*found.evidence[: _EVIDENCE - 1], own)
@@ -242,13 +249,14 @@ def _diagnosis(
     )
 
 
-def _sorted_out(logs: Iterable[Scanned], *, went_on: bool) -> _Seen:
+def _sorted_out(logs: Iterable[Scanned], record: Record) -> _Seen:
     seen = _Seen()
     for log in logs:
         progressed = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
             survived = progressed and not each.signature.lasting
-            if went_on:  # of a run that reached its end only wrong numbers count
+            if record.went_on and (record.code is not None or not each.signature.lasting):
+                # Of a run that reached its end only wrong numbers count.
                 survived = progressed or each.signature.action is not Remedy.ROLLBACK
             (seen.survived if survived else seen.found).append(each)
     return seen

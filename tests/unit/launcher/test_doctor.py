@@ -244,6 +244,29 @@ def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) ->
     assert (found.name, found.node) == ("slurm_node_fail", "n2")
 
 
+def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    kernel = (
+        "Nov 14 23:59:19 n3 kernel: NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus\n"
+    )
+    (tmp_path / "kern.log").write_text(kernel)
+    found = diagnose(["run", str(tmp_path / "kern.log")], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("gpu_xid", "n3", False)
+    (tmp_path / "kern.log").write_text(kernel.replace("n3", "n2").replace("23:59", "22:13"))
+    found = diagnose(["run", str(tmp_path / "kern.log")], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("gpu_xid", "n2", True)
+
+
+def test_every_class_of_a_run_is_told(tmp_path: Path) -> None:
+    killed = exited("n1", 0, Kind.KILLED, "SIGKILL")
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), killed, formed(2, "n1", "n2", "n3")]
+    events += [step(2, 2), {**LOST, "epoch": 2}, formed(3, "n1", "n3"), step(3, 3)]
+    write_run(tmp_path / "run", events, {})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.also) == ("slurm_node_fail", ("child_failed",))
+
+
 def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None:
     events = [formed(1, "n1"), step(1, 1), {"event": "run.ended", "code": 0}]
     write_run(tmp_path / "run", events, {"n1/0.log": STEPS + "step 21 loss: nan\n"})
