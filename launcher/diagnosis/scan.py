@@ -199,6 +199,15 @@ def _by_digits() -> frozenset[int]:
     return frozenset(named)
 
 
+@functools.cache
+def _before_numbers() -> BytesAhoCorasick:
+    """Return a search for literals that have a number, without it."""
+    from ahocorasick_rs import BytesAhoCorasick
+
+    numbered = {each.encode() for each in _index() if names_numbers(each)}
+    return BytesAhoCorasick(sorted({each.translate(None, _DIGITS) for each in numbered}))
+
+
 @functools.lru_cache(maxsize=4)
 def _search(without: frozenset[int] = frozenset()) -> _Search:
     from ahocorasick_rs import BytesAhoCorasick, Implementation
@@ -328,7 +337,8 @@ def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
             for word, _, _ in search.automaton.find_matches_as_indexes(raw, overlapping=True)
             for each in search.owners[word]
         } - state.without
-        if key is not raw and not near.isdisjoint(_by_digits()):
+        by_digits = not near.isdisjoint(_by_digits())
+        if key is not raw and (by_digits or _before_numbers().find_matches_as_indexes(key)):
             state.known[key] = _BY_DIGITS
             key = raw
         text = _text(raw) if near else ""

@@ -280,3 +280,20 @@ def test_a_slow_worker_of_a_run_is_told(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [formed(1, "n1", "n2"), step(1, 1), slow, step(1, 2)], {})
     found = diagnose(["run"], tmp_path, io.BytesIO())
     assert (found.name, found.action, found.node) == ("straggler", "none", "n2")
+
+
+@pytest.mark.parametrize(
+    ("line", "first", "then", "name"),
+    [
+        ("kernel: NVRM: Xid (PCI:0000:0a:00): {}, pid=1", 63, 79, "gpu_xid"),
+        ("slurmstepd: error: task ended, exit code {}", 1, 137, "host_oom"),
+        ("iteration 7 | number of nan iterations: {:3d} |", 0, 3, "nan_loss"),
+        ("OSError: [Errno {}] it failed", 11, 28, "disk_full"),
+    ],
+)
+def test_lines_that_differ_in_a_number_only_are_told_apart(
+    line: str, first: int, then: int, name: str
+) -> None:
+    text = f"{line.format(first)}\n" * 3
+    assert found_in(text).name != name
+    assert found_in(text + line.format(then)).name == name
