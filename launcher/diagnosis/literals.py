@@ -18,7 +18,7 @@ _MOST: Final = 256
 _COMMON: Final = re.compile(
     r" *(error|fail(ed|ure)?( to)?|unable to|hangs?|stuck|checkpoint|connect(ion)?|closed"
     r"|loss( scale)?|norm|grads?|loaded|timed? ?out|mismatch|missing|peer|rank|step|node|wait"
-    r"|read|write|data|memory|time|slow)s? *"
+    r"|read|write|data|memory|time|slow|[Ff]ault|lost|Failure)s? *"
 )
 """In so many lines of healthy logs that a search for them sorts out nothing."""
 
