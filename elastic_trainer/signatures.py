@@ -68,7 +68,7 @@ class FailureClass:
     @property
     def runbook(self) -> str:
         """Return where it is described in the repository."""
-        return f"docs/runbooks.md#{self.name}"
+        return f"docs/runbooks/{self.name}.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

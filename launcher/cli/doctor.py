@@ -52,7 +52,7 @@ def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
     lines += [f"fix: {found.fix}"] if found.fix else []
     lines += [f"  {each.file}:{each.line}: {each.text}" for each in found.evidence]
     lines += [f"also seen: {', '.join(found.also)}"] if found.also else []
-    lines += [f"runbook: {found.runbook}"] if found.runbook else []
+    lines += [f"runbook: holdfast runbook {found.name}"] if found.runbook else []
     lines += [f"not read: {each}" for each in found.unread]
     click.echo("\n".join(lines))
     return EXIT_DONE

@@ -19,6 +19,7 @@ from launcher.diagnosis.literals import literals_of
 from launcher.diagnosis.scan import scan
 from launcher.errors import UserError
 from launcher.ops.watching.doctor import diagnose, run_failures
+from launcher.ops.watching.runbook import runbook_of
 
 STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))
 
@@ -196,6 +197,11 @@ def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | No
     assert (found.name, found.node, found.survived) == ("slurm_node_fail", "n2", True)
     [told] = run_failures(tmp_path / "run")
     assert (told["class"], told["action"], told["node"]) == (found.name, found.action, "n2")
+    (tmp_path / "run" / "job.json").write_text("{}")
+    name, text = runbook_of(str(tmp_path / "run"), tmp_path, None)
+    assert name == "slurm_node_fail"
+    assert f"holdfast why {tmp_path}/run\n" in text
+    assert "scontrol show node n2\n" in text
 
 
 def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
