@@ -109,6 +109,7 @@ EVENTS: Final[dict[str, str]] = {
         "What the workers run in. digest, python, distributions, image, image_digest"
     ),
     "environment.changed": "It is not what was recorded. was, digest, changes, more",
+    "operator.acted": "Somebody had it submitted, cancelled or restarted. action, by, job, saves",
     "run.started": "The launcher started agents. attempt, nodes",
     "step.lost": (
         "A step of Slurm's ended without its agents' word, as when its node reboots; they are "

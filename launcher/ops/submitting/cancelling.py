@@ -13,6 +13,7 @@ from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobSt
 from launcher.backends.exit_codes import state_of
 from launcher.errors import writing
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.acts import note_act
 from launcher.ops.fetching import fetched
 from launcher.ops.runs import Run, current_job, jobs_of
 from launcher.record.status import TrainingStatus
@@ -84,6 +85,8 @@ class Canceller:
         status = self.backend.status([job])[job]
         if status.state.is_final:
             return self._outcome(job, status, was_over=True)
+        with writing(str(self.run.path)):
+            note_act(self.run.path, "cancel", wall=self.wall, job=job.id, saves=save)
         self._ask_to_stay_stopped()
         if save and status.state is not JobState.PENDING:
             status = self.saved(job, began=status.started)

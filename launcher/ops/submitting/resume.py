@@ -16,11 +16,12 @@ from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.atomic_file import write_atomic
 from launcher.backends.base import Backend, JobRef, JobState
-from launcher.errors import Problem, UserError
+from launcher.errors import Problem, UserError, writing
 from launcher.fleet import Fleet, folder_of
 from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.acts import note_act
 from launcher.ops.fetching import fetched
 from launcher.ops.runs import Run, Submission, current_job, jobs_of
 from launcher.ops.submitting.asking import Answer, ask_with_ledger
@@ -476,6 +477,8 @@ def restart(run: Run, backend: Backend, *, say: Callable[[str], None]) -> Restar
             f"{run.path} was started by `holdfast run`, which ends with its terminal: press Ctrl-C "
             f"there, it saves; then resume it with: holdfast run --resume {run.shown}",
         )
+    with writing(str(run.path)):
+        note_act(run.path, "restart", job=job.id)
     began = status.started
     canceller = Canceller(
         run=run,

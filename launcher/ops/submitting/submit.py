@@ -22,6 +22,7 @@ from launcher.jobspec.spec import JobSpec
 from launcher.live import live_problems
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.acts import note_act
 from launcher.ops.checkpoints.commits import refuse_foreign
 from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
 from launcher.ops.submitting.asking import ask_with_ledger
@@ -416,6 +417,7 @@ def note_submitted(run_dir: Path, target: str, job: JobRef, *, without: Sequence
     )
     with writing(f"{target} job {job.id} is submitted, but {run_dir}"):
         write_submitted(run_dir, submission)
+        note_act(run_dir, "submit", job=job.id)
     return Run(path=run_dir, submission=submission, shown=str(run_dir))
 
 

@@ -11,6 +11,7 @@ from launcher.atomic_file import read_json
 from launcher.backends.base import Backend
 from launcher.errors import PlatformError, UserError
 from launcher.ops import run_dir as run_dirs
+from launcher.ops.acts import ACTED
 from launcher.ops.runs import Run
 from launcher.ops.submitting.freeze import load_frozen
 from launcher.ops.watching.run_status import (
@@ -20,6 +21,7 @@ from launcher.ops.watching.run_status import (
     run_statuses,
     target_of,
 )
+from launcher.record.files import events_named
 
 Sections = dict[str, dict[str, Any] | list[str]]
 
@@ -38,6 +40,7 @@ def describe_run(run: Run, *, now_unix: float) -> Sections:
         "submission": _submission(run),
         "code": _code(run.path),
         "attempts": _attempts(run.path),
+        "operators": _operators(run.path),
         **_platform(status, backend),
     }
     return {title: rows for title, rows in sections.items() if rows}
@@ -98,6 +101,18 @@ def _attempts(run_dir: Path) -> list[str]:
             line += f", ended with {end['code']}: {end.get('reason') or 'no reason given'}"
         found.append((t_unix, line))
     return [line for _, line in sorted(found)]
+
+
+def _operators(run_dir: Path) -> list[str]:
+    """Return a line for each thing that somebody has had done to the run."""
+    lines = []
+    for act in events_named(run_dir, [ACTED]):
+        saves = ", saved first" if act.fields.get("saves") else ""
+        lines.append(
+            f"{_local(act.t_unix)}  {act.fields.get('action', '?')} by {act.fields.get('by', '?')}"
+            f" (job {act.fields.get('job', '?')}{saves})"
+        )
+    return lines
 
 
 def _platform(status: RunStatus, backend: Backend) -> Sections:

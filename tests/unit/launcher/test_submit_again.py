@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from slurm_bench import fresh, submit
 from launcher import stop_request
 from launcher.cli.main import run_cli
 from launcher.jobspec.reading import load_spec
-from launcher.record.files import LauncherLog
+from launcher.record.files import LauncherLog, events_named
 
 __all__ = ["fresh"]  # the fixture
 
@@ -29,6 +30,29 @@ def test_a_run_is_submitted_again_when_its_job_has_ended(fresh, capsys):
     assert not stop_request.asked(Path("runs/one"))
     said = json.loads(Path("runs/one/submitted.json").read_text())
     assert (said["job_id"], [each["job_id"] for each in said["former"]]) == ("18", ["17"])
+
+
+def test_who_had_what_done_is_in_the_record(fresh, capsys, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    submit("--run-dir", "runs/one")
+    monkeypatch.setattr("getpass.getuser", lambda: "bob")
+    found = events_named(Path("runs/one"), ["operator.acted"])
+    host = socket.gethostname()
+    assert [(e.fields["action"], e.fields["by"], e.fields["job"]) for e in found] == [
+        ("submit", f"ann@{host}", "17")
+    ]
+    fresh.is_now("FAILED", ExitCode="91:0")
+    fresh.accepts("18")
+    assert run_cli(["submit", "--resume", "one"]) == 0
+    found = events_named(Path("runs/one"), ["operator.acted"])
+    assert [(e.fields["by"], e.fields["job"]) for e in found][1:] == [(f"bob@{host}", "18")]
+    capsys.readouterr()
+    assert run_cli(["describe", "one", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["operators"]
+    assert [line.split("  ")[1] for line in told] == [
+        f"submit by ann@{host} (job 17)",
+        f"submit by bob@{host} (job 18)",
+    ]
 
 
 def exclude(run, node, t):
