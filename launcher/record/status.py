@@ -16,7 +16,7 @@ from launcher.record.timeline import STEPS, StepDone, step_done
 
 _RATE_STEPS: Final = 20
 """tokens/s is taken over this many steps."""
-_OF_SUBMIT: Final = ("code", "environment")
+_OF_SUBMIT: Final = ("code", "environment", "operator")
 """Events of these families come before the first attempt, or between two: of a run that waits."""
 _SHOWS_LIFE: Final = ("run.started", "epoch.formed", "step.completed", "agent.started")
 """An attempt has not ended, or another one has begun."""

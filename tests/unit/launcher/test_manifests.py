@@ -5,17 +5,26 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from kubectl import install, kubectl, minor_version, why_not
+from prometheus_client import generate_latest
 
+from launcher.ops.reports.metrics import RunsCollector
 from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
 
 CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"
 FOLDERS = ("base", "queue", "monitoring")
+
+
+def served(folder):
+    """Return the names of all series that `holdfast metrics` serves."""
+    text = generate_latest(RunsCollector(folder).registry()).decode()
+    return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
 
 
 def documents(path):
@@ -164,23 +173,39 @@ def test_rdma_is_base_with_a_policy_in_the_place_of_baseline():
 
 def test_alerts_say_what_to_do():
     (rules,) = documents(ROOT / "monitoring" / "rules.yaml")
-    (group,) = rules["spec"]["groups"]
-    alerts = [rule for rule in group["rules"] if "alert" in rule]
-    assert len(alerts) >= 5
-    for rule in group["rules"]:
+    every = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+    alerts = [rule for rule in every if "alert" in rule]
+    assert len(alerts) >= 15
+    for rule in every:
         assert rule["expr"].count("(") == rule["expr"].count(")")
         assert not rule["expr"].endswith("\n")
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
-        assert "holdfast" in alert["annotations"]["description"]
+        about = alert["annotations"]
+        assert (
+            "holdfast" in about.get("description", "")
+            or (ROOT.parent / about["runbook_url"]).is_file()
+        )
 
 
-def test_the_dashboard_asks_for_what_is_recorded():
+def test_every_series_is_in_the_documentation_and_the_reverse(tmp_path):
+    text = (ROOT.parent / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| (`holdfast_.*?`) \|", text, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == served(tmp_path)
+    (rules,) = documents(ROOT / "monitoring" / "rules.yaml")
+    alerts = {rule["alert"] for rule in rules["spec"]["groups"][1]["rules"]}
+    assert set(re.findall(r"Holdfast[A-Z]\w+", text)) == alerts
+
+
+def test_the_dashboard_asks_for_what_is_recorded(tmp_path):
+    known = served(tmp_path)
+    known |= {f"holdfast_step_duration_seconds_{part}" for part in ("sum", "count")}
     board = json.loads((ROOT / "monitoring" / "dashboard.json").read_text())
     (rules,) = documents(ROOT / "monitoring" / "rules.yaml")
-    recorded = {rule.get("record") for rule in rules["spec"]["groups"][0]["rules"]}
+    recorded = {rule["record"] for rule in rules["spec"]["groups"][0]["rules"] if "record" in rule}
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
     for panel in board["panels"]:
         for target in panel["targets"]:
-            assert any(name in target["expr"] for name in recorded if name)
+            assert set(re.findall(r"holdfast[_:]\w+", target["expr"])) <= recorded | known
+            assert "holdfast" in target["expr"]
