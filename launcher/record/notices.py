@@ -1,0 +1,92 @@
+"""Which events of a run somebody wants to be told of, and in what words. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from elastic_trainer.events import Event
+from launcher.record.event import counts, node_names, parked_text, whole
+
+_MARKS: Final = {
+    "failure": ":warning:",
+    "recovery": ":white_check_mark:",
+    "parked": ":rotating_light:",
+    "stopped": ":octagonal_sign:",
+    "completed": ":checkered_flag:",
+}
+KINDS: Final = tuple(_MARKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """One thing to tell."""
+
+    run: str
+    kind: str
+    """One of KINDS."""
+    text: str
+    step: int | None
+    """Newest completed step."""
+    t_unix: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of a webhook."""
+        return asdict(self)
+
+    def to_slack(self) -> dict[str, Any]:
+        """Return the body of a Slack webhook."""
+        step = "" if self.step is None else f" (step {self.step})"
+        return {"text": f"{_MARKS[self.kind]} {self.run}: {self.text}{step}"}
+
+
+class Notices:
+    """Turns one run's events into notices; one for each failure, however many ranks tell of it.
+
+    Args:
+        run: its name.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._step: int | None = None
+        self._failed_unix: float | None = None
+        """Of the failure that has not been recovered from."""
+        self._parked = False
+
+    def add(self, event: Event) -> Notice | None:
+        """Take one event; return what it is to be told of."""
+        fields = event.fields
+        match event.event:
+            case "step.completed":
+                self._step = event.step
+                return self._recovered(event)
+            case "epoch.aborted":
+                if self._failed_unix is None:
+                    self._failed_unix = event.t_unix
+                    who = ", ".join(node_names(fields.get("victims")))
+                    text = f"epoch {event.epoch} ended: {fields.get('reason', '?')}"
+                    return self._notice("failure", event, f"{text} [{who}]" if who else text)
+            case "membership.parked":
+                if not self._parked:
+                    self._parked = True
+                    text = f"{parked_text(*counts(event))}; it waits for nodes"
+                    return self._notice("parked", event, text)
+            case "run.ended":
+                self._failed_unix, self._parked = None, False
+                if (code := whole(event, "code")) == 0:
+                    return self._notice("completed", event, "it has done its last step")
+                text = f"it ended with exit code {code}: see holdfast why {self._run}"
+                return self._notice("stopped", event, text)
+        return None
+
+    def _recovered(self, event: Event) -> Notice | None:
+        failed, was_parked = self._failed_unix, self._parked
+        self._failed_unix, self._parked = None, False
+        if failed is None and not was_parked:
+            return None
+        after = "" if failed is None else f" {event.t_unix - failed:.1f} s after the failure"
+        return self._notice("recovery", event, f"it trains again{after}")
+
+    def _notice(self, kind: str, event: Event, text: str) -> Notice:
+        return Notice(run=self._run, kind=kind, text=text, step=self._step, t_unix=event.t_unix)
