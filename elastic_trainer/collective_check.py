@@ -65,7 +65,10 @@ def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
         target=_reduce, args=(server, number, group, deadline_s), daemon=True
     )
     child.start()
-    child.join(deadline_s)
+    end = time.monotonic() + deadline_s
+    later = (server.place / f"round-{number + 1}.json", server.place / "stop")
+    while child.is_alive() and time.monotonic() < end and not any(path.exists() for path in later):
+        child.join(_POLL_S)
     if child.is_alive():
         child.kill()
         child.join()

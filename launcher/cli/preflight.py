@@ -33,7 +33,8 @@ Examples:
   holdfast preflight job.yaml
   holdfast preflight --partition train --gpus 8 --dir /lustre/ckpt
   holdfast preflight --nodes node[07,19-21] --check storage --check clock
-  holdfast preflight --to local
+  holdfast preflight --partition train --collectives
+  holdfast preflight --to local --nodes 8 --collectives --check versions
 """
 
 
@@ -41,7 +42,9 @@ Examples:
 @click.argument("job", required=False)
 @click.option("--to", "target", type=click.Choice(["slurm", "local"]), default="slurm")
 @click.option("--partition", metavar="NAME", help="All nodes of it  [default: the job's]")
-@click.option("--nodes", metavar="LIST", help="Slurm's node list, as n[1-4,7].")
+@click.option(
+    "--nodes", metavar="LIST", help="Slurm's node list, as n[1-4,7]; locally how many to emulate."
+)
 @click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs of a node.")
 @click.option("--dir", "directory", metavar="DIR", help="Shared folder that is written to.")
 @click.option("--free-gib", type=float, default=1.0, show_default=True, help="Free in DIR.")
@@ -50,6 +53,9 @@ Examples:
     "--check", "names", multiple=True, metavar="NAME", help="Only this check; repeatable."
 )
 @click.option("--skip", multiple=True, metavar="NAME", help="Not this check; repeatable.")
+@click.option(
+    "--collectives", is_flag=True, help="Then find slow and broken nodes by all-reduces of groups."
+)
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds for all nodes.")
 @click.option(
     "--folder",
@@ -71,6 +77,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     shm_gib: float,
     names: Sequence[str],
     skip: Sequence[str],
+    collectives: bool,
     timeout: float,
     folder: Path | None,
     fleet: Path,
@@ -106,6 +113,8 @@ def preflight(  # noqa: PLR0917  click passes options by name
         say = (lambda _: None) if as_json else lambda text: click.echo(text, err=True)
         round_ = Preflight(where=where, folder=place, say=say)
         reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
+        if collectives:
+            reports = round_.collectives(reports)
         out = note_failed(Fleet(fleet), reports, time.time()) if target == "slurm" else []
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)

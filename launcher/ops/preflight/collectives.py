@@ -6,12 +6,11 @@ driver meet in a folder that all nodes share, which only this user can write: JS
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +28,9 @@ SERVER: Final = "elastic_trainer.collective_check"
 _POLL_S: Final = 0.05
 _GRACE_S: Final = 3.0
 """From a round's deadline until a server's answer must be seen."""
+_PATIENCE: Final = 5.0
+_LEAST_S: Final = 15.0
+"""A round is over once it has lasted so many times as long as its faster half, and so long."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Collectives:
     start_s: float = 120.0
     deadline_s: float = 60.0
     say: Callable[[str], None] = lambda _: None
+    mono: Callable[[], float] = time.monotonic
     rounds: int = 0
     missing: frozenset[str] = frozenset()
     """Nodes that never started: broken without a round."""
@@ -94,38 +97,37 @@ class Collectives:
                     answers[node] = float(found["seconds"])
             return waiting
 
-        wait_s = self.deadline_s + _GRACE_S
-        polled(look, lambda left: left == 0, for_s=wait_s, every_s=_POLL_S)
+        begun, half_s = self.mono(), None
+
+        def is_over(left: int) -> bool:
+            nonlocal half_s
+            lasted = self.mono() - begun
+            if half_s is None and len(answers) >= left:
+                half_s = lasted
+            late = half_s is not None and lasted > max(_LEAST_S, _PATIENCE * half_s)
+            return left == 0 or late
+
+        polled(look, is_over, for_s=self.deadline_s + _GRACE_S, every_s=_POLL_S)
         return {
             group: max(answers[node] for node in group) if set(group) <= answers.keys() else None
             for group in groups
         }
 
 
-@contextlib.contextmanager
-def local_servers(names: Iterable[str], folder: Path, backend: str = "gloo") -> Any:
-    """Run a server for each name on this machine, a session each; kill what is left at the end."""
-    argv = [sys.executable, "-P", "-m", SERVER, str(folder)]
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for name in names:
-            log = (folder / f"log-{name}").open("wb")
-            with log:
-                running.append(
-                    subprocess.Popen(
-                        [*argv, name, "127.0.0.1", backend],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        yield running
-    finally:
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def serve_here(folder: str, node: str, backend: str, address: str | None) -> None:
+    """Serve rounds as `node` on this machine until the driver says stop; for submitit.
+
+    Args:
+        folder: shared with the driver.
+        node: its name.
+        backend: gloo or nccl.
+        address: where others reach it; None: that of its host name.
+    """
+    here = address or socket.gethostbyname(socket.gethostname())
+    log = Path(folder) / f"log-{node}"
+    with log.open("wb") as out:
+        argv = [sys.executable, "-P", "-m", SERVER, folder, node, here, backend]
+        subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False)
 
 
 def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, Finding]:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from launcher.ops.preflight.checks import (
     evaluate,
     run_checks,
 )
+from launcher.ops.preflight.collectives import Collectives, findings, serve_here
 from launcher.retries import polled
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,@-]*")
@@ -40,6 +41,7 @@ _UNUSABLE: Final = ("down", "drain", "fail", "unknown", "no_respond", "power", "
 SUBMITTERS: Final = 8
 """So many calls of sbatch at a time: it waits for the controller more than it works."""
 _COMMAND_S: Final = 60.0
+_MOST_HERE: Final = 64
 _POLL_S: Final = 0.2
 _LOG_CHARS: Final = 300
 
@@ -52,7 +54,7 @@ class Where:
     """slurm, or local: this machine alone."""
     partition: str | None = None
     nodes: str | None = None
-    """Slurm's node list, as n[1-4,7]; None: all of the partition."""
+    """Slurm's node list, as n[1-4,7]; None: all of the partition. Locally a number to emulate."""
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
@@ -117,7 +119,9 @@ class Preflight:
             if state.startswith(_UNUSABLE) or state.endswith("*")
         ]
         lost = {report.node for report in reports}
-        asked = self._submit([node for node in states if node not in lost], checks, expected)
+        self._make_folder()
+        usable = [node for node in states if node not in lost]
+        asked = self._submit(usable, lambda _: (run_checks, dict(checks), expected))
         try:
             self._collect(asked, timeout_s)
         finally:
@@ -128,6 +132,31 @@ class Preflight:
         order = list(states)
         return evaluate(sorted(reports, key=lambda report: order.index(report.node)), expected)
 
+    def collectives(self, reports: Sequence[NodeReport]) -> list[NodeReport]:
+        """Have groups of the nodes that are fit all-reduce; return all reports, with verdicts.
+
+        A process serves on each node until the last round. Two nodes at least; fewer are left out.
+        """
+        fit = [report.node for report in reports if report.level != "fail"]
+        if len(fit) < 2:
+            self.say("collectives: fewer than two nodes are fit")
+            return list(reports)
+        place = self.folder / "collectives"
+        place.mkdir(mode=0o700)
+        backend = "nccl" if self.where.gres_gpus else "gloo"
+        address = "127.0.0.1" if self.where.cluster == "local" else None
+        servers = self._submit(fit, lambda node: (serve_here, str(place), node, backend, address))
+        try:
+            found = findings(Collectives(nodes=fit, folder=place, say=self.say).run(), fit)
+        finally:
+            self._cancel(servers)
+        return [
+            replace(report, findings=(*report.findings, found[report.node]))
+            if report.node in found
+            else report
+            for report in reports
+        ]
+
     def tidy(self) -> None:
         """Remove the folder with the pickles."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -137,7 +166,15 @@ class Preflight:
     def _nodes(self) -> dict[str, str]:
         """Return the nodes and their states, in order."""
         if self.where.cluster == "local":
-            return {"localhost": "idle"}
+            if self.where.nodes is None:
+                return {"localhost": "idle"}
+            if not self.where.nodes.isdecimal() or not 0 < int(self.where.nodes) <= _MOST_HERE:
+                raise UserError(
+                    "HF661",
+                    f"--nodes {self.where.nodes}: on this machine it is how many nodes are "
+                    f"emulated, 1 to {_MOST_HERE}",
+                )
+            return {f"local{i}": "idle" for i in range(int(self.where.nodes))}
         flags = []
         for flag, value, pattern in (
             ("-p", self.where.partition, _NAME),
@@ -160,14 +197,14 @@ class Preflight:
             raise UserError("HF661", f"{asked}: Slurm knows no such nodes; `sinfo` lists them")
         return found
 
-    def _submit(
-        self, nodes: Sequence[str], checks: Mapping[str, Check], expected: Expected
-    ) -> list[_Asked]:
-        """Submit a job for each node, a few at a time: an array could not name its nodes."""
+    def _submit(self, nodes: Sequence[str], call: Callable[[str], tuple[Any, ...]]) -> list[_Asked]:
+        """Submit a job for each node, a few at a time: an array could not name its nodes.
+
+        `call` returns what runs on a node: a function and its arguments.
+        """
         need("holdfast preflight", "submitit", extra="preflight")
         import submitit
 
-        self._make_folder()
         # submitit writes it into a shell's command line as it is.
         python = None if self.where.python is None else shlex.quote(self.where.python)
 
@@ -181,7 +218,7 @@ class Preflight:
             )
             executor.update_parameters(**self._parameters(node))
             try:
-                return _Asked(node, executor.submit(run_checks, dict(checks), expected))
+                return _Asked(node, executor.submit(*call(node)))
             except submitit.core.utils.FailedJobError as error:
                 return _Asked(node, None, problem=f"sbatch refuses: {_last_line(error)}")
             except submitit.core.utils.FailedSubmissionError as error:

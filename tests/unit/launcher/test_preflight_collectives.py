@@ -6,37 +6,36 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from launcher.ops.preflight.collectives import Collectives, findings, local_servers
+from launcher.ops.preflight.bisection import Verdicts
+from launcher.ops.preflight.collectives import findings
 
-NODES = [f"n{i}" for i in range(8)]
+ROOT = Path(__file__).parents[3]
 
 
 @contextlib.contextmanager
-def stuttering(process):
+def stuttering(pid):
     """Let the process and its children run for a sixteenth of the time."""
     stop = threading.Event()
 
-    def descendants():
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        return [process.pid, *map(int, children.split())]
-
     def send(number):
-        for pid in descendants():
+        for each in (pid, *family_of(pid)):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(each, number)
 
     def stutter():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while not stop.is_set():
-                send(signal.SIGSTOP)
-                stop.wait(0.3)
-                send(signal.SIGCONT)
-                stop.wait(0.02)
+        while not stop.wait(0.02):
+            send(signal.SIGSTOP)
+            stop.wait(0.3)
+            send(signal.SIGCONT)
 
     thread = threading.Thread(target=stutter)
     thread.start()
@@ -45,29 +44,104 @@ def stuttering(process):
     finally:
         stop.set()
         thread.join()
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            send(signal.SIGCONT)
+        send(signal.SIGCONT)
+
+
+def family_of(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def preflight(folder, *words):
+    command = [sys.executable, "-m", "launcher.cli.main", "preflight", "--to", "local"]
+    command += ["--collectives", "--check", "versions", "--folder", str(folder / "files"), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def servers(folder):
+    return {
+        path.stem.removeprefix("hello-"): json.loads(path.read_text())["pid"]
+        for path in (folder / "files" / "collectives").glob("hello-*.json")
+    }
+
+
+def gone(pids):
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_slow_and_a_broken_node_among_eight_are_found(tmp_path, death):
-    with local_servers(NODES, tmp_path) as running, contextlib.ExitStack() as stack:
+    with preflight(tmp_path, "--nodes", "8") as process, contextlib.ExitStack() as stack:
+        rounds = []
+        for line in process.stderr:
+            if "round" in line:
+                rounds.append(line)
+            if "round 1" in line:
+                found = servers(tmp_path)
+                broken = [found["local5"], *family_of(found["local5"])]
+                for pid in broken:
+                    stack.callback(kill, pid)
+                    os.kill(pid, death)
+                stack.enter_context(stuttering(found["local2"]))
+        table = process.stdout.read()
+    rows = [line.split() for line in table.splitlines() if "collectives" in line]
+    assert process.returncode == 1, table
+    assert len(rounds) <= 4, rounds  # log2(8) + 1
+    assert [row[0] for row in rows] == ["ok", "ok", "fail", "ok", "ok", "fail", "ok", "ok"], table
+    assert "6 of 8 nodes fit" in table
+    gone(set(found.values()))
 
-        def plant(text):
-            if "round 1" in text:
-                os.killpg(running[5].pid, death)
-                stack.enter_context(stuttering(running[2]))
 
-        driver = Collectives(nodes=NODES, folder=tmp_path, deadline_s=15, say=plant)
-        verdicts = driver.run()
-        assert (verdicts.broken, verdicts.slow, verdicts.suspects) == ({"n5"}, {"n2"}, set()), (
-            driver.bisection.times
-        )
-        assert driver.rounds <= 4  # log2(8) + 1
-    found = findings(verdicts, NODES)
-    assert [n for n in NODES if found[n].level == "fail"] == ["n2", "n5"]
-    assert json.loads((tmp_path / "round-1.json").read_text())["deadline_s"] == 15
-    for process in running:
-        assert process.returncode is not None
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(100)
+def test_healthy_nodes_are_fit_and_nothing_is_left(tmp_path):
+    with preflight(tmp_path, "--nodes", "3", "--json") as process:
+        out, err = process.communicate(timeout=90)
+    answer = json.loads(out)
+    assert (process.returncode, answer["ok"]) == (0, True), (out, err)
+    checks = [finding["check"] for node in answer["nodes"] for finding in node["findings"]]
+    assert checks == ["versions", "collectives"] * 3
+    assert not (tmp_path / "files").exists()
+
+
+@pytest.mark.timeout(100)
+def test_an_interrupt_leaves_no_process(tmp_path):
+    with preflight(tmp_path, "--nodes", "4") as process:
+        for line in process.stderr:
+            if "round 1" in line:
+                break
+        found = servers(tmp_path)
+        assert len(found) == 4
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    gone(set(found.values()))
+
+
+def test_a_number_of_nodes_that_is_none_is_refused(tmp_path):
+    for nodes in ("0", "n[1-3]", "65"):
+        with preflight(tmp_path, "--nodes", nodes) as process:
+            _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "HF661" in err
+
+
+def test_findings_name_what_to_look_at():
+    verdicts = Verdicts(
+        broken=frozenset({"a"}), slow=frozenset({"b"}), suspects=frozenset({"c", "d"})
+    )
+    found = findings(verdicts, "abcde")
+    assert [found[n].level for n in "abcde"] == ["fail", "fail", "warn", "warn", "ok"]
+    assert "c, d" in found["c"].text
