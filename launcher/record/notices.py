@@ -61,12 +61,12 @@ class Notices:
             case "step.completed":
                 self._step = event.step
                 return self._recovered(event)
-            case "epoch.aborted":
+            case "epoch.aborted" | "member.lost":  # a coordinator that died aborts nothing
                 if self._failed_unix is None:
                     self._failed_unix = event.t_unix
-                    who = ", ".join(node_names(fields.get("victims")))
-                    text = f"epoch {event.epoch} ended: {fields.get('reason', '?')}"
-                    return self._notice("failure", event, f"{text} [{who}]" if who else text)
+                    who = node_names(fields.get("victims") or [fields.get("member")])
+                    text = f"{', '.join(who) or 'the epoch'} failed: {fields.get('reason', '?')}"
+                    return self._notice("failure", event, text)
             case "membership.parked":
                 if not self._parked:
                     self._parked = True

@@ -18,8 +18,6 @@ STEP_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 1
 """Upper bounds of a step's duration."""
 OUTCOMES: Final = ("completed", "redone", "skipped")
 COUNTED: Final = {
-    "epoch.aborted": "restarts",
-    "member.lost": "nodes_lost",
     "member.evicted": "nodes_excluded",
     "worker.hung": "hangs",
     "worker.slow": "slow_ranks",
@@ -31,6 +29,9 @@ COUNTED: Final = {
     "storage.stalled": "storage_stalls",
 }
 """Event -> counter, without `_total`."""
+RESTARTS: Final = "restarts"
+NODES_LOST: Final = "nodes_lost"
+TOTALS: Final = (RESTARTS, NODES_LOST, *COUNTED.values())
 STATES: Final = ("starting", "training", "recovering", "parked", "ended")
 
 
@@ -56,6 +57,8 @@ class RunMetrics:
     """Steps at most so long, seconds; not cumulative."""
     step_s: float = 0.0
     """Sum."""
+    losses: set[tuple[int | None, str]] = field(default_factory=set)
+    """Epoch and member of each."""
     furthest: int = 0
     """Newest step that was ever completed."""
 
@@ -101,9 +104,18 @@ def _checkpoint(run: RunMetrics, event: Event) -> None:
 def _formed(run: RunMetrics, event: Event) -> None:
     run.state, run.exit_code = "recovering" if run.furthest else "starting", None
     run.phases.clear()
+    # A coordinator that died has not said that its epoch is over.
+    run.totals[RESTARTS] += "epoch" in run.values
     run.values["epoch"] = event.epoch or 0
     run.values["nodes"] = len(node_names(event.fields.get("members")))
     run.values["spares"] = len(node_names(event.fields.get("spares")))
+
+
+def _lost(run: RunMetrics, event: Event) -> None:
+    """Count it once: of a coordinator more than one may tell."""
+    loss = (event.epoch, str(event.fields.get("member")))
+    run.totals[NODES_LOST] += loss not in run.losses
+    run.losses.add(loss)
 
 
 def _aborted(run: RunMetrics, _: Event) -> None:
@@ -131,6 +143,7 @@ _TAKES: Final[dict[str, Callable[[RunMetrics, Event], None]]] = {
     "checkpoint.committed": _checkpoint,
     "epoch.formed": _formed,
     "epoch.aborted": _aborted,
+    "member.lost": _lost,
     "membership.parked": _parked,
     "recovery.phase": _phase,
     "run.ended": _ended,

@@ -151,7 +151,8 @@ class Api:
 
 
 @pytest.mark.timeout(170)
-def test_a_killed_nodes_recovery_is_read_back(rules, tmp_path):
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_killed_nodes_recovery_is_read_back(rules, tmp_path, which):
     targets, port = tmp_path / "targets.json", free_port()
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -183,7 +184,7 @@ def test_a_killed_nodes_recovery_is_read_back(rules, tmp_path):
         before = api.until('holdfast_step{run="run"}', lambda value: value > 0)
         assert api.values('holdfast_restarts_total{run="run"}') == [0.0]
         agents = run.agents()
-        signal_all(family(agents[max(agents)]), signal.SIGKILL)
+        signal_all(family(agents[sorted(agents)[which]]), signal.SIGKILL)
         run.until(run.stepped_after(epoch), "the others go on")
         api.until('holdfast_restarts_total{run="run"}', lambda value: value == 1)
         api.until('holdfast_nodes{run="run",state="in"}', lambda value: value == 2)

@@ -19,7 +19,7 @@ from launcher.ops.reports.costs import owner_of
 from launcher.ops.runs import Run, find_users_runs
 from launcher.record.cost import gpu_time_since
 from launcher.record.files import RunRecord
-from launcher.record.run_metrics import COUNTED, OUTCOMES, STATES, STEP_BUCKETS_S, RunMetrics
+from launcher.record.run_metrics import OUTCOMES, STATES, STEP_BUCKETS_S, TOTALS, RunMetrics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -206,8 +206,8 @@ def _totals(runs: list[_Followed]) -> Iterator[Metric]:
             buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
         duration.add_metric([each.name], buckets=buckets, sum_value=each.metrics.step_s)
     yield from (steps, tokens, duration)
-    for event, name in COUNTED.items():
-        total = CounterMetricFamily(f"holdfast_{name}", f"Events {event}.", labels=["run"])
+    for name in TOTALS:
+        total = CounterMetricFamily(f"holdfast_{name}", "See docs/metrics.md.", labels=["run"])
         for each in runs:
             total.add_metric([each.name], each.metrics.totals[name])
         yield total

@@ -42,7 +42,7 @@ def test_each_failure_and_its_recovery_are_told_once():
     again = event("step.completed", 5, t=12.5, epoch=2)
     found = told(event("step.completed", 4), ABORTED, ABORTED, again, again, OVER)
     assert [each.kind for each in found] == ["failure", "recovery", "completed"]
-    assert found[0].text == "epoch 1 ended: n2 is lost [n2]"
+    assert found[0].text == "n2 failed: n2 is lost"
     assert (found[0].step, found[1].step) == (4, 5)
     assert "2.5 s" in found[1].text
 
