@@ -91,15 +91,15 @@ def one_size(mib: int, repeats: int) -> dict[str, float]:
             live = {"model": {f"t{i}": torch.randn(numel) for i in range(NUM_TENSORS)}}
             waited, whole, begun_cpu = [], [], 0.0
             begun = time.perf_counter()
-            tier.take(live, -1)
+            tier.take(live, 0)
             found_s = time.perf_counter() - begun
             tier.wait(60)  # as the steps do that follow the first
             if tier.votes() == (0.0, 0.0, 1.0):
                 assert tier.agreed(1.0, 0.0, 1.0) is None
             else:
-                assert tier.agreed(2.0, 0.0, 0.0) == -1
-            for step in range(repeats + 2):
-                if step == 2:
+                assert tier.agreed(2.0, 0.0, 0.0) == 0
+            for step in range(1, repeats + 3):
+                if step == 3:
                     begun_cpu = time.process_time() + thread_cpu_s(pids[1])
                 begun = time.perf_counter()
                 assert tier.take(live, step)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+
+from launcher.fleet import Fleet
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,3 +62,41 @@ def test_every_node_of_a_partition_is_asked_and_a_drained_one_fails(slurm):
 
     code, answer, _ = preflight(slurm, slurm.dir, "--partition", "nowhere")
     assert (code, answer["problems"][0]["code"]) == (2, "HF661")
+
+
+@pytest.mark.timeout(240)
+def test_groups_of_nodes_all_reduce_and_leave_no_job(slurm):
+    options = ("--partition", "main", "--check", "versions", "--collectives")
+    code, answer, err = preflight(slurm, slurm.dir, *options)
+    assert code == 0, (answer, err)
+    told = {node["node"]: node["findings"][-1] for node in answer["nodes"]}
+    assert list(told) == list(slurm.names)
+    assert {(each["check"], each["level"]) for each in told.values()} == {("collectives", "ok")}
+    slurm.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_node_whose_network_fails_is_found_and_kept_off(slurm):
+    place = slurm.dir / "files" / "collectives"
+
+    def cut_off():
+        deadline = time.monotonic() + 90
+        while len(list(place.glob("hello-*.json"))) < len(slurm.names):
+            assert time.monotonic() < deadline, "the nodes' processes have not started"
+            time.sleep(0.01)
+        slurm.link("n3", up=False)
+
+    cutter = threading.Thread(target=cut_off)
+    cutter.start()
+    try:
+        options = ("--partition", "main", "--check", "versions", "--collectives")
+        ledger = slurm.dir / "fleet"
+        code, answer, err = preflight(slurm, slurm.dir, *options, "--fleet", str(ledger))
+    finally:
+        cutter.join()
+        slurm.link("n3", up=True)
+    levels = {node["node"]: node["findings"][-1]["level"] for node in answer["nodes"]}
+    assert levels == {name: "fail" if name == "n3" else "ok" for name in slurm.names}, err
+    assert code == 1
+    assert [entry.machine for entry in Fleet(ledger).entries()] == ["n3"]
