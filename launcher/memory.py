@@ -300,6 +300,8 @@ class _Rank:
         if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
             larger = head + 4 * self.table + self.value * self.layer
             kept_logits = self.value * self.tokens * self.work.shape.vocab_size / self.layout.tp
+            if self.stack.loss_rows:  # the trainer keeps none
+                kept_logits = 0.0
             yield _Moment(activations, kept_logits, larger, before)
         if self.first:
             others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept

@@ -204,7 +204,11 @@ class _ChunkedLoss(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         parts = (tensor.split(LOSS_ROWS) for tensor in (gradient, logits, *each))
         for out, rows, columns, here, counts, log_sum in zip(*parts, strict=True):
-            chunk = (rows - log_sum).exp_()
-            chunk.scatter_add_(1, columns, -here.float())
-            out.copy_(chunk.mul_(counts * outputs[0]))
+            # Without a name, which would keep one piece while the next is made.
+            out.copy_(
+                (rows - log_sum)
+                .exp_()
+                .scatter_add_(1, columns, -here.float())
+                .mul_(counts * outputs[0])
+            )
         return gradient, None, None
