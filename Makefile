@@ -84,7 +84,7 @@ docs: .venv/ready
 	$(PY) -m launcher.cli.docs errors > docs/errors.md
 	$(PY) -m launcher.cli.docs resume > docs/resume.md
 	$(PY) -m launcher.cli.docs job-file > docs/job-file.md
-	$(PY) -m launcher.cli.docs runbooks > docs/runbooks.md
+	$(PY) -m launcher.cli.docs runbooks docs/runbooks
 
 format: .venv/ready
 	.venv/bin/ruff check --fix .

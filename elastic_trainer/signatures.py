@@ -68,7 +68,7 @@ class FailureClass:
     @property
     def runbook(self) -> str:
         """Return where it is described in the repository."""
-        return f"docs/runbooks.md#{self.name}"
+        return f"docs/runbooks/{self.name}.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class Signature:
     """Value of `failures.Kind`: what it is to the agent."""
     quiet: bool
     """It counts on lines logged as information or warning too."""
+    lasting: bool
+    """It counts though training goes on after it."""
     at_start: bool
     """`kind` holds for a worker that has not completed a step; later it has crashed."""
     whole: bool
@@ -99,9 +101,11 @@ _OF_A_SIGNATURE: Final = {
     "rank",
     "kind",
     "quiet",
+    "lasting",
     "at_start",
     "whole",
 }
+_NEVER: Final = re.compile(r"(?!)")
 
 
 @functools.cache
@@ -129,13 +133,14 @@ def signatures() -> Sequence[Signature]:
             found.append(
                 Signature(
                     of=classes()[name],
-                    pattern=re.compile(has["pattern"]),
+                    pattern=re.compile(has["pattern"], re.MULTILINE),
                     why=has["why"],
                     action=Remedy(has["action"]),
                     source=has["source"],
                     rank=Rank[has["rank"].upper()],
                     kind=has["kind"],
                     quiet=has.get("quiet", False),
+                    lasting=has.get("lasting", has["rank"] == "machine"),
                     at_start=has.get("at_start", False),
                     whole=has.get("whole", False),
                 )
@@ -154,19 +159,32 @@ def in_line(line: str) -> list[Signature]:
     return [each for each in signatures() if each.pattern.search(line)]
 
 
-def class_of(kind: str, detail: str) -> tuple[FailureClass, Remedy]:
-    """Return class and remedy of a failure that the agents recorded.
+def signature_of(kind: str, detail: str) -> Signature:
+    """Return what a failure that the agents recorded is: of its words, else of its kind.
 
     Args:
         kind: value of `failures.Kind`.
         detail: what the worker or the agent said.
     """
     found = [each for line in detail.splitlines() for each in in_line(line)]
-    if found:
-        nearest = min(found, key=lambda each: each.rank)
-        return nearest.of, nearest.action
-    of = next(
-        (classes()[name] for name, raw in _table().items() if kind in raw.get("stands_for", ())),
-        classes()["child_failed"],
+    return min([*found, _of_kind(kind)], key=lambda each: each.rank)
+
+
+@functools.cache
+def _of_kind(kind: str) -> Signature:
+    named = (name for name, raw in _table().items() if kind in raw.get("stands_for", ()))
+    name = next(named, "child_failed")
+    raw, of = _table()[name], classes()[name]
+    return Signature(
+        of=of,
+        pattern=_NEVER,
+        why=of.why,
+        action=of.action,
+        source=of.source,
+        rank=Rank[raw["rank"].upper()],
+        kind=kind,
+        quiet=False,
+        lasting=False,
+        at_start=False,
+        whole=False,
     )
-    return of, of.action

@@ -310,6 +310,7 @@ CODES: Final[dict[str, Code]] = {
         "Repair it, or release it with --force.",
     ),
     "HF693": Code("The platform cannot do this to machines.", "Use what the message names."),
+    "HF694": Code("There is no such runbook.", "See `holdfast runbook --list`."),
     # The batch script's helpers.
     "HF670": Code("The run is live in another job.", "Cancel that job, or wait for its end."),
     "HF671": Code("The job failed too often.", "See `holdfast why`, then `submit --resume`."),

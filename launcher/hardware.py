@@ -25,13 +25,20 @@ class Gpu(NamedTuple):
     """Typical network bandwidth per GPU in Gbit/s."""
     measured_tflops: float | None
     """Best bf16 matmul measured in TFLOP/s; None: not measured."""
+    pcie: int = 5
+    """Generation of its 16 lanes to the host; NVLink-C2C of GB200 and GB300 is faster."""
+
+    @property
+    def host_gbps(self) -> float:
+        """GB/s of copies into pinned host memory: 0.8 of the link's 31.5 (PCIe 4.0) or 63 (5.0)."""
+        return 0.8 * {4: 31.5, 5: 63.0}[self.pcie]
 
 
 GPUS: Final[dict[str, Gpu]] = {
-    "A100-40GB-SXM": Gpu(312, 40, 1.555, 300, 8, 200, 271.2),
-    "A100-80GB-SXM": Gpu(312, 80, 2.0, 300, 8, 200, 271.2),
-    "A100-80GB-PCIe": Gpu(312, 80, 1.94, 300, 2, 200, 252.9),
-    "A800-80GB-SXM": Gpu(312, 80, 2.0, 200, 8, 200, None),
+    "A100-40GB-SXM": Gpu(312, 40, 1.555, 300, 8, 200, 271.2, pcie=4),
+    "A100-80GB-SXM": Gpu(312, 80, 2.0, 300, 8, 200, 271.2, pcie=4),
+    "A100-80GB-PCIe": Gpu(312, 80, 1.94, 300, 2, 200, 252.9, pcie=4),
+    "A800-80GB-SXM": Gpu(312, 80, 2.0, 200, 8, 200, None, pcie=4),
     "H100-80GB-SXM": Gpu(989, 80, 3.35, 450, 8, 400, 794.5),
     "H100-80GB-PCIe": Gpu(756, 80, 2.0, 300, 2, 400, None),
     "H100-96GB-HBM2e-500W": Gpu(None, 96, 2.4, 450, 8, 400, None),
@@ -40,7 +47,7 @@ GPUS: Final[dict[str, Gpu]] = {
     "GB200": Gpu(2500, 186, 8.0, 900, 72, 400, 1822.0),
     "B300": Gpu(2250, 288, 8.0, 900, 8, 800, 1769.0),
     "GB300": Gpu(2500, 288, 8.0, 900, 72, 800, None),
-    "MI250X": Gpu(383, 128, 3.28, 350, 8, 200, None),
+    "MI250X": Gpu(383, 128, 3.28, 350, 8, 200, None, pcie=4),
     "MI300X": Gpu(1307, 192, 5.3, 448, 8, 400, 668.4),
 }
 """Name -> figures. MI250X is the whole package; each of its two dies is a device of half."""

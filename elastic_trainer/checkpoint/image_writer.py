@@ -1,4 +1,4 @@
-"""Copies live tensors into an image of this worker's two: the part of a snapshot that stops it."""
+"""Copies live tensors into an image of this worker's two: what the training may wait for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.checkpoint.fault_in import fault_in
+from elastic_trainer.checkpoint.offload import CopyEnd, Offload
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.snapshots.errors import NoRoomError
 from elastic_trainer.snapshots.image import (
@@ -35,15 +36,25 @@ class ImageWriter:
         rank: of this worker.
         num_ranks: of the epoch.
         shard: which part of the state it holds, of how many.
+        offload: from the device of the tensors.
     """
 
     def __init__(
-        self, directory: Path, *, epoch: int, rank: int, num_ranks: int, shard: tuple[int, int]
+        self,
+        directory: Path,
+        *,
+        epoch: int,
+        rank: int,
+        num_ranks: int,
+        shard: tuple[int, int],
+        offload: Offload,
     ) -> None:
         self._directory, self._epoch, self._rank = directory, epoch, rank
-        self._num_ranks, self._shard = num_ranks, shard
+        self._num_ranks, self._shard, self._offload = num_ranks, shard, offload
         self._parts: tuple[Part, ...] = ()
         self._images: dict[int, Image] = {}
+        self._pinned: list[int] = []
+        """Where images begin that are."""
         self._views: dict[int, list[Tensor]] = {}
         self._index = b""
         self._payload_bytes = 0
@@ -53,11 +64,15 @@ class ImageWriter:
         """Of one image; 0 before the first."""
         return self._header(0).total_bytes if self._index else 0
 
-    def stage(self, live: NamedTensors, step: int, slot: int) -> tuple[Image, Header]:
+    def stage(self, live: NamedTensors, step: int, slot: int) -> tuple[Image, Header, CopyEnd]:
         """Copy `live`, the state after `step`, into the image of `slot`.
 
-        The image is torn until the header that is returned has been sealed, which may be
-        done in a thread: the live tensors are no longer needed.
+        The image is torn until the header that is returned has been sealed, which may be done
+        in a thread once the copy has ended. Until then what is on a device must be kept, and
+        must not be written to; what is on the host has been copied.
+
+        Returns:
+            The image, its header, and the end of the copy.
 
         Raises:
             NoRoomError, OSError: there is no memory for it.
@@ -67,10 +82,7 @@ class ImageWriter:
         image = self._images.get(slot) or self._make(slot)
         image.tear()
         sources = [_local(flat[part.name]) for part in self._parts]
-        with torch.no_grad():
-            # One call for all: a call each costs more than the bytes of a small model.
-            torch._foreach_copy_(self._views[slot], sources)
-        return image, self._header(step)
+        return image, self._header(step), self._offload.copy(self._views[slot], sources)
 
     def plan(self, live: NamedTensors) -> int:
         """Lay out the images of tensors like `live`; return how many bytes one has."""
@@ -98,6 +110,9 @@ class ImageWriter:
     def close(self) -> None:
         """Unmap the images; the files stay, for the next epoch to restore from."""
         self._views.clear()
+        for address in self._pinned:
+            self._offload.unpin(address)
+        self._pinned.clear()
         for image in self._images.values():
             image.close()
         self._images.clear()
@@ -138,6 +153,9 @@ class ImageWriter:
         image = Image(self._directory / name, create_bytes=total_bytes)
         image.map[PAGE : PAGE + len(self._index)] = self._index
         at = self._header(0).payload_at
+        address = torch.frombuffer(image.map, dtype=torch.uint8).data_ptr()
+        if self._offload.pin(address, total_bytes):
+            self._pinned.append(address)
         self._images[slot] = image
         self._views[slot] = [view_of(image, at, part) for part in self._parts]
         return image

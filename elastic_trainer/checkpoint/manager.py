@@ -217,12 +217,19 @@ class CheckpointManager:
     def snapshot(self, step: int) -> None:
         """Copy the state after `step` into memory, when that is due; collective.
 
-        Its copy on another node follows in a thread; `votes` and `agreed` commit it. The first
-        call has the buffers of later checkpoints made: by then the recovery is over.
+        What is on a device is still being copied on return: `before_update` goes before anything
+        that writes to it. Its copy on another node follows in a thread; `votes` and `agreed`
+        commit it. The first call has the buffers of later checkpoints made: by then the recovery
+        is over.
         """
         self._saver.warm(step)
         if self.memory is not None and self.memory.due(step):
             self.memory.take(self._state.live(step, speaks=self.memory.shard[0] == 0), step)
+
+    def before_update(self) -> None:
+        """Have the current stream wait until the last snapshot has been copied from the device."""
+        if self.memory is not None:
+            self.memory.before_update()
 
     def votes(self) -> tuple[float, float, float]:
         """Return what this rank adds to the step's all-reduce about the snapshot under way."""

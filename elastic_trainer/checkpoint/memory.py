@@ -18,6 +18,7 @@ from typing import Final
 from elastic_trainer.agent.wire.secret import authenticate, load_secret
 from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, start_idle
 from elastic_trainer.checkpoint.image_writer import ImageWriter
+from elastic_trainer.checkpoint.offload import HOST, CopyEnd, Offload
 from elastic_trainer.checkpoint.placement import copy_node, kept_apart, on_one_machine, shard_of
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.layout import ParallelLayout
@@ -96,6 +97,9 @@ class _Pending:
     error: str | None = None
     unready: bool = False
     """Nothing is written: this worker only makes its images."""
+    copying: CopyEnd = HOST
+    live: NamedTensors | None = None
+    """Kept until it has been copied."""
 
 
 class MemoryTier:
@@ -112,6 +116,7 @@ class MemoryTier:
         every_steps: snapshot each multiple of it; 0 for none.
         emit: writes an event; of rank 0.
         ready: whether what else must be safe before a step may be gone on from, its ledger, is.
+        offload: from the device of the state.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class MemoryTier:
         every_steps: int,
         emit: Emit,
         ready: Callable[[], bool] = lambda: True,
+        offload: Offload = HOST,
     ) -> None:
         self.place, self._epoch, self._rank = place, epoch, rank
         self._world_size, self._emit, self._every_steps = layout.world_size, emit, every_steps
@@ -135,6 +141,7 @@ class MemoryTier:
             rank=rank,
             num_ranks=layout.world_size,
             shard=self.shard,
+            offload=offload,
         )
         keepers = (*place.members, *place.spares)
         machines = [keeper.machine or keeper.node for keeper in keepers]
@@ -144,6 +151,7 @@ class MemoryTier:
             emit("snapshot.exposed", None, machine=machines[0], nodes=len(machines))
         self._link: PeerLink | None = None
         self._pending: _Pending | None = None
+        self._copying: CopyEnd | None = None
         self._thread: threading.Thread | None = None
         self._committed_slot = NUM_SLOTS - 1
         self.committed_step: int | None = None
@@ -175,6 +183,8 @@ class MemoryTier:
     def take(self, live: NamedTensors, step: int) -> bool:
         """Copy `live`, the state after `step`; digest and copy it to another node in a thread.
 
+        What is on a device is still being copied on return: see `before_update`.
+
         Skipped, on every rank alike, while the one before is not committed: copies take
         longer than steps then, and fewer steps are kept.
 
@@ -204,10 +214,12 @@ class MemoryTier:
             self._thread = start_idle(partial(self._warm, pending), "snapshot-images")
             return False
         try:
-            image, header = self._writer.stage(live, step, pending.slot)
+            image, header, end = self._writer.stage(live, step, pending.slot)
         except (NoRoomError, OSError) as error:
             self._end(pending, str(error))
             return False
+        pending.copying, pending.live = end, live
+        self._copying = end
         self._thread = threading.Thread(
             target=self._finish,
             args=(pending, image, header),
@@ -216,6 +228,15 @@ class MemoryTier:
         )
         self._thread.start()
         return True
+
+    def before_update(self) -> None:
+        """Have the current stream wait until what `take` was last given has been copied.
+
+        Called before anything writes to it. The host does not wait.
+        """
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
 
     def votes(self) -> tuple[float, float, float]:
         """Return what this rank adds to the step's all-reduce.
@@ -272,10 +293,11 @@ class MemoryTier:
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the snapshot under way a moment; then leave what is there to the next epoch."""
         self._stop.set()
-        self.wait(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
         if self._link is not None:
             self._link.close()
-        if self._pending is None or self._pending.done.is_set():
+        if self._thread is None or not self._thread.is_alive():
             self._writer.close()
 
     def _warm(self, pending: _Pending) -> None:
@@ -288,13 +310,15 @@ class MemoryTier:
         self._end(pending, error)
 
     def _finish(self, pending: _Pending, image: Image, header: Header) -> None:
-        """Body of the thread: digest, then copy.
+        """Body of the thread: wait for the copy from the device, digest, copy to the other node.
 
         An image that can be taken says that this rank has completed the step, ledger and all:
         a restore may continue from a step that was not committed yet.
         """
         error: str | None = None
         try:
+            pending.copying.synchronize()
+            pending.live = None
             while not self._ready():
                 if self._stop.wait(READY_POLL_S):
                     self._end(pending, "the ledger of the step could not be written")

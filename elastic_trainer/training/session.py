@@ -22,6 +22,7 @@ from elastic_trainer.board.state import Board
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
+from elastic_trainer.checkpoint.offload import offload_of
 from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.heartbeat import Request
@@ -183,6 +184,7 @@ class Session:
             every_steps=every_steps,
             emit=lambda event, step, **fields: self.emit(event, step=step, **fields),
             ready=ready,
+            offload=offload_of(self.device),
         )
 
     def votes(self, step: int, asked: Request) -> list[float]:
@@ -205,10 +207,22 @@ class Session:
             requests |= flag if vote else Request.NONE
         return Agreed(requests, self.checkpoints.agreed(copied, failed, unready))
 
-    def snapshot(self, step: int) -> None:
-        """Copy the state after `step` into memory where that is due; see how saves ended."""
+    def snapshot(self, step: int, *, overlaps: bool = False) -> None:
+        """Copy the state after `step` into memory where that is due; see how saves ended.
+
+        Args:
+            step: last completed one.
+            overlaps: the device continues meanwhile; the caller calls `before_update` before
+                anything writes to the state. Otherwise the device's next work waits.
+        """
         self.checkpoints.snapshot(step)
+        if not overlaps:
+            self.before_update()
         self._note(self.checkpoints.poll())
+
+    def before_update(self) -> None:
+        """Have the device's next work come after its part in the last snapshot."""
+        self.checkpoints.before_update()
 
     def save(self, step: int, *, wait: bool) -> bool:
         """Save the state after `step` to storage; collective.

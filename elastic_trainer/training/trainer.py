@@ -129,6 +129,8 @@ class Trainer:
         self.model = self.engine.model
         self.engine.allocate()
         self.optimizer = build_optimizer(self.model, self.config.train.optimizer)
+        named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        self.overlaps = named.issuperset(self.model.state_dict())  # a forward may write to buffers
 
     def _restore(self) -> None:
         self.heartbeat.beat(section=Section.RESTORING)
@@ -214,7 +216,7 @@ class Trainer:
             self.heartbeat.mark(Part.REDUCE)
             self._compare_replicas(before_save=bool(requests))
             self.heartbeat.mark(Part.SNAPSHOT)
-            self.session.snapshot(self.step)
+            self.session.snapshot(self.step, overlaps=self.overlaps)
             self.heartbeat.mark(Part.OTHER)
             if self.step == steps:
                 break
@@ -249,6 +251,7 @@ class Trainer:
         if result.decision.applies:
             clip_gradients(self.model, result.grad_norm, train.optimizer.clip_norm)
             set_learning_rate(self.optimizer, lr)
+            self.session.before_update()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return result, lr

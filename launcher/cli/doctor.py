@@ -47,11 +47,12 @@ def doctor(*, sources: tuple[str, ...], runs: Path, as_json: bool) -> int:
     place += [] if found.node is None else [f"node {found.node}"]
     lines = [f"{found.title} ({found.name}), confidence {found.confidence:.0%}"]
     lines += [f"first failed: {', '.join(place)}"] if place else []
-    lines += [f"why: {found.why}", f"action: {found.action}"]
+    handled = " (the run went on: nothing to do now)" if found.survived else ""
+    lines += [f"why: {found.why}", f"action: {found.action}{handled}"]
     lines += [f"fix: {found.fix}"] if found.fix else []
     lines += [f"  {each.file}:{each.line}: {each.text}" for each in found.evidence]
     lines += [f"also seen: {', '.join(found.also)}"] if found.also else []
-    lines += [f"runbook: {found.runbook}"] if found.runbook else []
+    lines += [f"runbook: holdfast runbook {found.name}"] if found.runbook else []
     lines += [f"not read: {each}" for each in found.unread]
     click.echo("\n".join(lines))
     return EXIT_DONE

@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "logs": ("launcher.cli.logs", "Show the logs of a run, over restarts and requeues."),
     "why": ("launcher.cli.why", "Say why a run waits, or what failed first."),
     "doctor": ("launcher.cli.doctor", "Diagnose logs: what failed first, and what to do."),
+    "runbook": ("launcher.cli.runbook", "Print what to do about a failure, or a procedure."),
     "describe": ("launcher.cli.describe", "Show all that is known about a run."),
     "cancel": ("launcher.cli.cancel", "End a run for good; with --save it saves first."),
     "stacks": ("launcher.cli.stacks", "Show what the workers of a running job do now."),

@@ -3,16 +3,18 @@
 The nearest to the cause wins: what the kernel says before what a program raises, that before
 time-outs, those before "connection closed by peer", those before summaries (`signatures.Rank`).
 Among equals the earliest wins. What training went on after is not blamed, nor is a warning
-unless something failed.
+unless something failed. Of a run of ours the agents' record says what failed and where; its logs
+may say why.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.signatures import FailureClass, Rank, Remedy, classes
 from launcher.diagnosis.scan import Found, Scanned, Work
 
@@ -22,6 +24,10 @@ _EVIDENCE: Final = 5
 _BEFORE_S: Final = 600.0
 _AFTER_S: Final = 300.0
 """A fault of the machine explains a failure from 10 min before to 5 min after it (Meta's RSC)."""
+_COMPARABLE_S: Final = 200 * 86400.0
+"""Times further apart are of logs without a year, and say nothing."""
+_RECORDED: Final = 0.9
+"""Confidence in what the agents recorded."""
 _WENT_ON: Final = 2
 """Lines of progress after which training has gone on: one may be of a rank that lags."""
 
@@ -47,6 +53,8 @@ class Diagnosis:
     runbook: str | None = None
     unread: tuple[str, ...] = ()
     """What could not be read, with the reason."""
+    survived: bool = False
+    """The run went on after it, or ended well."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -65,7 +73,45 @@ class Diagnosis:
             "also": list(self.also),
             "runbook": self.runbook,
             "unread": list(self.unread),
+            "survived": self.survived,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A failure of a run, as its agents recorded it."""
+
+    found: Found
+    places: frozenset[str]
+    """Names of its node and machine; empty: not known."""
+    epoch: int
+    recovered_s: float | None
+    """Until the next step was completed; None: none was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What the agents of a run recorded."""
+
+    failures: Sequence[Recorded] = ()
+    """In order of time."""
+    code: int | None = None
+    """Exit code of the attempt; None: it has not ended, or nobody knows."""
+
+    @property
+    def went_on(self) -> bool:
+        """Whether nothing that is recorded keeps the run from its goal."""
+        if self.code is not None:
+            return self.code in (EXIT_DONE, EXIT_SAVED)
+        return bool(self.failures) and not self.open
+
+    @property
+    def open(self) -> list[Recorded]:
+        """The failures of the newest epoch that was not recovered from."""
+        if self.code in (EXIT_DONE, EXIT_SAVED):
+            return []
+        found = [each for each in self.failures if each.recovered_s is None]
+        return [each for each in found if each.epoch == found[-1].epoch]
 
 
 @dataclass(slots=True)
@@ -74,27 +120,115 @@ class _Seen:
     survived: list[Found] = field(default_factory=list)
 
 
-def judge(logs: Sequence[Scanned], unread: Sequence[str] = ()) -> Diagnosis:
-    """Return the root cause of what `logs` tell."""
-    seen = _sorted_out(logs)
+def judge(
+    logs: Sequence[Scanned], unread: Sequence[str] = (), record: Record | None = None
+) -> Diagnosis:
+    """Return the root cause of what `logs`, and the record of the run they are of, tell."""
+    record, unread = record or Record(), tuple(unread)
+    seen = _sorted_out(logs, record)
     failed = [each for each in seen.found if not each.warned]
     if failed and any(each.signature.action is not Remedy.NONE for each in failed):
         failed += [each for each in seen.found if each.warned]
     failed = _near_in_time(failed)
-    unread = tuple(unread)
+    told = [each.found for each in record.failures]
+    if record.open:
+        first = min(record.open, key=lambda each: _order(each.found))
+        others = [*seen.found, *seen.survived, *told]
+        return _of_record(first, logs, seen.found, others, unread, survived=False)
+    if record.went_on:
+        last = record.failures[-1] if record.failures else None
+        failed = [
+            each
+            for each in failed
+            if each.signature.action is not Remedy.NONE
+            and (last is None or not _may_explain(each, last))
+        ]
+        if last is not None and not failed:
+            lines = [*seen.found, *seen.survived]
+            return _of_record(last, logs, lines, [*lines, *told], unread, survived=True)
     if not failed:
-        if same := _same_samples(logs):
-            return same
-        return _healthy(logs, seen, unread)
+        return _same_samples(logs) or _healthy(logs, seen, unread)
     root = min(failed, key=_order)
     alike = sorted((each for each in failed if each.signature.of is root.signature.of), key=_order)
+    return _diagnosis(root, alike, logs, [*failed, *seen.survived], unread)
+
+
+def _of_record(
+    recorded: Recorded,
+    logs: Sequence[Scanned],
+    lines: Sequence[Found],
+    others: Sequence[Found],
+    unread: tuple[str, ...],
+    *,
+    survived: bool,
+) -> Diagnosis:
+    """Return the diagnosis of a recorded failure, with what the logs add about its cause."""
+    own = recorded.found
+    nearer = [
+        each
+        for each in lines
+        if not each.warned
+        and each.signature.rank < own.signature.rank
+        and _may_explain(each, recorded)
+    ]
+    root = min([own, *nearer], key=_order)
+    same = [
+        each for each in lines if each.signature.of is root.signature.of and not each.warned
+        and (each is root or _in_place(each, recorded))
+    ]  # fmt: skip
+    alike = [root, *sorted((each for each in same if each is not root), key=_order)]
+    found = _diagnosis(root, alike, logs, others, unread)
+    node = own.node if root is own or root.node is None else root.node
+    rank = own.rank if root is own or root.rank is None else root.rank
+    shown = found.evidence if own in found.evidence else (*found.evidence[: _EVIDENCE - 1], own)
+    why = found.why
+    if survived:
+        after = recorded.recovered_s
+        why += " The run went on" + (f" {after:.1f} s later." if after else ".")
+    return replace(
+        found,
+        rank=rank if found.rank is None or root is own else found.rank,
+        node=node,
+        why=why,
+        evidence=shown,
+        survived=survived,
+        confidence=max(found.confidence, _RECORDED),
+    )
+
+
+def _in_place(each: Found, recorded: Recorded) -> bool:
+    own = recorded.found
+    if each.node is not None and recorded.places and each.node not in recorded.places:
+        return False
+    return each.rank is None or own.rank is None or each.rank == own.rank
+
+
+def _may_explain(each: Found, recorded: Recorded) -> bool:
+    """Whether a line of the logs may say why what is recorded happened."""
+    own = recorded.found
+    if each.t_unix is not None and own.t_unix is not None:
+        late = each.t_unix - own.t_unix
+        if abs(late) < _COMPARABLE_S and not -_BEFORE_S <= late <= _AFTER_S:
+            return False
+    if _in_place(each, recorded):
+        return True
+    # A bare exit or a stall may have its cause on another rank.
+    return own.signature.rank >= Rank.SIGN and each.signature.rank <= Rank.ERROR
+
+
+def _diagnosis(
+    root: Found,
+    alike: Sequence[Found],
+    logs: Sequence[Scanned],
+    lines: Iterable[Found],
+    unread: tuple[str, ...],
+) -> Diagnosis:
     others = dict.fromkeys(
-        each.signature.of.name for each in [*failed, *seen.survived]
-        if each.signature.of is not root.signature.of
-    )  # fmt: skip
+        each.signature.of.name for each in lines if each.signature.of is not root.signature.of
+    )
     of, why, action = root.signature.of, root.signature.why, root.signature.action
     rank, node = _first_place(root, alike)
-    if of.name == "nccl_timeout":
+    if of.name in ("nccl_timeout", "hang"):
         why, action, rank = _explained(logs, why, action, rank)
     same = _same_samples(logs)
     if same is not None and root.signature.rank >= Rank.SIGN:
@@ -115,21 +249,24 @@ def judge(logs: Sequence[Scanned], unread: Sequence[str] = ()) -> Diagnosis:
     )
 
 
-def _sorted_out(logs: Iterable[Scanned]) -> _Seen:
+def _sorted_out(logs: Iterable[Scanned], record: Record) -> _Seen:
     seen = _Seen()
     for log in logs:
-        went_on = log.done or log.progress_after >= _WENT_ON
+        progressed = log.done or log.progress_after >= _WENT_ON
         for each in log.found:
-            lasting = each.signature.rank is Rank.MACHINE or each.signature.quiet
-            survived = went_on and not lasting
+            survived = progressed and not each.signature.lasting
+            if record.went_on and (record.code is not None or not each.signature.lasting):
+                # Of a run that reached its end only wrong numbers count.
+                survived = progressed or each.signature.action is not Remedy.ROLLBACK
             (seen.survived if survived else seen.found).append(each)
     return seen
 
 
 def _order(each: Found) -> tuple[Any, ...]:
     rank = each.signature.rank + (0.5 if each.warned else 0.0)
-    # Lines without a time sort among themselves, by log and line.
-    return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, each.signature.of.name)
+    # Lines without a time sort among themselves, by log and line; one line's as the table has them.
+    place = list(classes()).index(each.signature.of.name)
+    return (rank, each.t_unix is None, each.t_unix or 0.0, each.order, place)
 
 
 def _near_in_time(failed: Sequence[Found]) -> list[Found]:
@@ -143,7 +280,7 @@ def _near_in_time(failed: Sequence[Found]) -> list[Found]:
         for each in failed
         if each.signature.rank is not Rank.MACHINE
         or each.t_unix is None
-        or abs(each.t_unix - first) > 200 * 86400  # without a year: not comparable
+        or abs(each.t_unix - first) > _COMPARABLE_S
         or -_BEFORE_S <= each.t_unix - first <= _AFTER_S + max(own) - first
     ]
 

@@ -16,11 +16,15 @@ _MOST: Final = 256
 """Strings that one part of a pattern may stand for before it counts as open."""
 
 _COMMON: Final = re.compile(
-    r" *(error|fail(ed|ure)?|hangs?|stuck|checkpoint|connect(ion)?|closed|loss|norm|grads?|loaded"
-    r"|timed? ?out|mismatch|missing|rank|node|step|wait|read|write|data|memory|time|slow)s? *"
+    r" *(error|fail(ed|ure)?( to)?|unable to|hangs?|stuck|checkpoint|connect(ion)?|closed"
+    r"|loss( scale)?|norm|grads?|loaded|timed? ?out|mismatch|missing|peer|rank|step|node|wait"
+    r"|read|write|data|memory|time|slow|[Ff]ault|lost|Failure)s? *"
 )
 """In so many lines of healthy logs that a search for them sorts out nothing."""
 
+_COUNT: Final = re.compile(r"\{\d*,?\d*\}|\[0-9[^\]]*\]")
+_NUMBER: Final = re.compile(r"(?<![A-Za-z_\\0-9])\d+(?![A-Za-z_0-9])")
+"""In a pattern: not a part of a name, as in c10d."""
 _EMPTY: Final = frozenset({""})
 
 
@@ -39,6 +43,11 @@ def literals_of(pattern: str) -> frozenset[str]:
     return frozenset(
         each for each in shortest if not any(o != each and o in each for o in shortest)
     )
+
+
+def names_numbers(pattern: str) -> bool:
+    """Return whether `pattern` tells one number from another."""
+    return _NUMBER.search(_COUNT.sub("", pattern)) is not None
 
 
 def _sets(items: Iterable[Any]) -> tuple[frozenset[str] | None, frozenset[str] | None]:
@@ -95,7 +104,7 @@ def _repeated(
 
 
 def _characters(items: Sequence[tuple[Any, Any]]) -> frozenset[str] | None:
-    if len(items) > 8 or any(code is not op.LITERAL for code, _ in items):
+    if len(items) > 10 or any(code is not op.LITERAL for code, _ in items):
         return None
     return frozenset(chr(value) for _, value in items)
 

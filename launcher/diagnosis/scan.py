@@ -7,6 +7,7 @@ have one are looked at with the patterns. Memory does not grow with the log.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from elastic_trainer.signatures import Rank, Signature, signatures
-from launcher.diagnosis.literals import compiled
+from launcher.diagnosis.literals import compiled, names_numbers
 
 if TYPE_CHECKING:
     from ahocorasick_rs import BytesAhoCorasick
@@ -31,17 +32,14 @@ _MOST_NOTES: Final = 20_000
 _FLOOD: Final = 2000
 """Matches in one chunk from which it pays to search no longer for what was found often."""
 _ENOUGH: Final = 10
-_DIGITS_DECIDE: Final = re.compile(
-    rb"Xid|[Ee]rrno|[Ee]xit|[Ss]ignal|\b(?:40\d|429|50\d|80\d)\b|status|code|state_dict|HF\d|TIMEOUT"
-)
-"""Lines whose numbers decide about their class."""
+_DIGITS: Final = b"0123456789"
 _BY_DIGITS: Final = (-1,)
 _CONTROLS: Final = bytes(each for each in range(32) if each not in b"\t\n\r\f\x1b\x08\x07")
 """Bytes that logs do not have."""
 
 _CALM: Final = re.compile(
     r"\b(?:INFO|DEBUG|TRACE|WARN|WARNING|NOTICE|Warning|warning)\b|\[[IWD]\d{0,4}\b|^[IWD]\d{4} "
-    r"|\b[A-Z]\w*Warning\b|^\s*#|warnings\.warn"
+    r"|\b[A-Z]\w*Warning\b|^\s*#|^\++ |warnings\.warn"
 )
 """Lines logged below an error."""
 _LOUD: Final = re.compile(
@@ -49,9 +47,9 @@ _LOUD: Final = re.compile(
 )
 """Lines that say an error, whatever else they say. NCCL logs its errors as WARN."""
 _SURVIVED: Final = re.compile(
-    r"\b(?:retry|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
+    r"\b(?:retry(?! count)|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
-    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)"
+    r"|ignor(?:ed|ing)|fall(?:ing|s)? ?back|fallback|skipp(?:ed|ing)(?! iterations|\s*[=:])"
     r"|[Ss]kip(?:ping)? (?:batch|step|sample)"
     r"|recovered|succeeded|reconnected|restored|resolved|harmless|non-fatal|not fatal"
     r"|expected behaviou?r"
@@ -62,7 +60,7 @@ _SURVIVED: Final = re.compile(
 )
 """Words of a failure that was got over, or of none at all."""
 _PROGRESS: Final = re.compile(
-    r"\b(?:[Ss]tep|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
+    r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
     r"|[Ll]oss\W{1,4}\d"
 )
@@ -72,6 +70,20 @@ _DONE: Final = re.compile(
     r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"
     r"|[Jj]ob (?:completed|finished) successfully|completed successfully"
 )
+_ANSI: Final = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
+"""Colours and movements of a terminal."""
+_RAISED: Final = re.compile(
+    r"^(?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception)|(?:\w+\.)+[A-Z]\w+): ", re.MULTILINE
+)
+_MESSAGES: Final = ("log", "message", "msg", "textPayload", "MESSAGE")
+_LEVELS: Final = ("level", "levelname", "severity")
+"""Keys of lines of JSON: Docker's, Python loggers', Cloud Logging's, journald's."""
+_PREFIX: Final = re.compile(
+    r"^(?:\[(?:rank|default|Rank )?\d+(?:,\d+)?\](?:<std(?:err|out)>)?: ?| ?\d+: |\[pod/[^\]]+\] "
+    r"|\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d) (?:std(?:err|out) [FP] )?)+",
+    re.MULTILINE,
+)
+"""What launchers and log collectors put before a line."""
 _RANK: Final = re.compile(
     r"\[(?:rank|default|Rank )(\d+)\]|\b[Rr]ank[ =:_]{1,3}(\d+)\b|^ ?(\d+): |\| ?rank ?(\d+)"
 )
@@ -81,7 +93,7 @@ _NODE: Final = re.compile(
     r"|\bJOB \S+ ON (\S+) CANCELLED|\bnode[ =:/]+\"?([\w.-]*\d[\w.-]*)"
     r"|\b[Nn]odes? ([a-z][\w.-]*\d+)\b"
 )
-_ISO: Final = re.compile(rb"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
+_ISO: Final = re.compile(rb"(20\d\d-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _SYSLOG: Final = re.compile(rb"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d:\d\d:\d\d)\b")
 _WORK: Final = re.compile(
     r"(?:PG GUID (\S+?)[ (].*?)?[Rr]ank (\d+)\].*?WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -96,7 +108,6 @@ _NOTES: Final = (
     "WorkNCCL(SeqNum",
     *(f"{a}{s}{b}" for a in ("sample", "batch", "data") for s in ("_", " ", "-")
       for b in ("id", "indices", "idx", "hash", "checksum", "digest", "fingerprint")),
-    "Traceback (most recent call last)",
 )  # fmt: skip
 
 
@@ -156,8 +167,10 @@ class _State:
     rank: int | None
     node: str | None
     counts: Counter[int] = field(default_factory=Counter)
+    spent: set[int] = field(default_factory=set)
+    """Signatures found often enough."""
     without: frozenset[int] = frozenset()
-    """Signatures found often enough: no longer searched for."""
+    """Those of them that are no longer searched for."""
     known: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
     """Line without its digits -> its signatures."""
 
@@ -171,12 +184,35 @@ class _Search:
     """Number of a literal -> the signatures that need it; empty: of a note."""
 
 
+@functools.cache
+def _index() -> dict[str, frozenset[int]]:
+    index = compiled(each.pattern for each in signatures())
+    return {word: frozenset(needed) for word, needed in index.items()}
+
+
+@functools.cache
+def _by_digits() -> frozenset[int]:
+    """Return the signatures that lines which differ in their digits may differ in."""
+    named = (
+        number for number, each in enumerate(signatures()) if names_numbers(each.pattern.pattern)
+    )
+    return frozenset(named)
+
+
+@functools.cache
+def _before_numbers() -> BytesAhoCorasick:
+    """Return a search for literals that have a number, without it."""
+    from ahocorasick_rs import BytesAhoCorasick
+
+    numbered = {each.encode() for each in _index() if names_numbers(each)}
+    return BytesAhoCorasick(sorted({each.translate(None, _DIGITS) for each in numbered}))
+
+
 @functools.lru_cache(maxsize=4)
 def _search(without: frozenset[int] = frozenset()) -> _Search:
     from ahocorasick_rs import BytesAhoCorasick, Implementation
 
-    index = compiled(each.pattern for each in signatures())
-    owners = {word: frozenset(needed) - without for word, needed in index.items()}
+    owners = {word: needed - without for word, needed in _index().items()}
     owners = {word: needed for word, needed in owners.items() if needed}
     owners |= {word: owners.get(word, frozenset()) for word in _NOTES}
     automaton = BytesAhoCorasick(
@@ -202,9 +238,12 @@ def scan(
     """
     state = _State(Scanned(file=file), number, rank, node)
     tail = b""
-    for start, block in _blocks(stream, state.scanned):
+    for start, raw in _blocks(stream, state.scanned):
+        block = _ANSI.sub(b"", raw) if b"\x1b" in raw else raw
         _scan_block(block, start, state)
         tail = (tail + block)[-_TAIL_BYTES:] if len(block) < _TAIL_BYTES else block[-_TAIL_BYTES:]
+    state.without = frozenset()
+    state.known.clear()
     _progress(tail, state)
     return state.scanned
 
@@ -215,9 +254,11 @@ def _blocks(stream: BinaryIO, scanned: Scanned) -> Iterator[tuple[int, bytes]]:
     while True:
         read = stream.read(CHUNK_BYTES)
         if scanned.num_bytes == 0:
-            read = _of_utf16(read, stream) or read
+            read = _of_utf16(read, stream) or read.removeprefix(b"\xef\xbb\xbf")
             head = read[:4096]
-            scanned.binary = len(head.translate(None, _CONTROLS)) < 0.95 * len(head)
+            said = head.translate(None, b"\0")  # a machine that crashed leaves zeros behind
+            scanned.binary = len(said.translate(None, _CONTROLS)) < 0.95 * len(said)
+            scanned.binary |= bool(head) and not said
         end = len(read) if not read else read.rfind(b"\n") + 1
         block = rest + read[:end] if end or not read else b""
         rest = read[end:] if block or not rest else rest + read
@@ -241,47 +282,66 @@ def _of_utf16(head: bytes, stream: BinaryIO) -> bytes | None:
 
 
 def _scan_block(block: bytes, lines_before: int, state: _State) -> None:
-    search, counts = _search(state.without), state.counts
+    search, known, spent = _search(state.without), state.known, state.spent
+    owners, size, redrawn = search.owners, len(block), b"\r" in block
     line_end, counted_to, lines = -1, 0, lines_before
     matches = search.automaton.find_matches_as_indexes(block)
     for word, begin, _ in matches:
         if begin < line_end:
             continue
         left = block.rfind(b"\n", 0, begin) + 1
-        right = block.find(b"\n", begin)
-        line_end = right = len(block) if right < 0 else right
-        raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
-        if not search.owners[word] or b"WorkNCCL(SeqNum" in raw:
+        line_end = right = block.find(b"\n", begin)
+        if right < 0:
+            line_end = right = size
+        raw = block[left:right]
+        if redrawn:  # what was written over, as by progress bars, is a line of its own
+            left = max(left, block.rfind(b"\r", left, begin) + 1)
+            end = block.find(b"\r", begin, right)
+            line_end = right = right if end < 0 else end
+            raw = block[left:right]
+        if right - left > _LINE_BYTES:
+            raw = block[max(left, begin - _LINE_BYTES) : min(right, begin + _LINE_BYTES)]
+        if not owners[word] or b"WorkNCCL(SeqNum" in raw:
             _note(raw.decode("utf-8", errors="replace"), state.scanned)
-        hits = _hits(raw, state)
-        if not hits or all(counts[each] >= _MOST for each in hits):
+        hits = known.get(raw.translate(None, _DIGITS))
+        if hits is None or hits is _BY_DIGITS:
+            hits = _hits(raw, state)
+        if spent.issuperset(hits) or _is_ignored(block, left):
             continue
         lines += block.count(b"\n", counted_to, left)
         counted_to = left
         _add(hits, raw, lines + 1, _time(block, left, right), state)
     if len(matches) > _FLOOD:
-        state.without = frozenset(each for each, count in counts.items() if count >= _MOST)
+        state.without = frozenset(spent)
+
+
+def _is_ignored(block: bytes, left: int) -> bool:
+    """Whether a line is of an exception in a finalizer, which Python reports and goes on after."""
+    said = block.rfind(b"Exception ignored in", max(0, left - 2048), left)
+    if said < 0 or block.count(b"Traceback (most", said, left) > 1:
+        return False
+    return _is_raised(_text(block[left : left + 200]))
 
 
 def _hits(raw: bytes, state: _State) -> tuple[int, ...]:
     """Return the signatures of a line that count."""
-    key = raw.translate(None, b"0123456789")
+    key = raw.translate(None, _DIGITS)
     found = state.known.get(key)
     if found is _BY_DIGITS:
         key = raw
         found = state.known.get(raw)
     if found is None:
-        if key is not raw and _DIGITS_DECIDE.search(raw):
-            state.known[key] = _BY_DIGITS
-            key = raw
-        search = _search()
+        search, known = _search(), signatures()
         near = {
             each
             for word, _, _ in search.automaton.find_matches_as_indexes(raw, overlapping=True)
             for each in search.owners[word]
-        }
-        text = raw.decode("utf-8", errors="replace")
-        known = signatures()
+        } - state.without
+        by_digits = not near.isdisjoint(_by_digits())
+        if key is not raw and (by_digits or _before_numbers().find_matches_as_indexes(key)):
+            state.known[key] = _BY_DIGITS
+            key = raw
+        text = _text(raw) if near else ""
         found = tuple(each for each in sorted(near) if known[each].pattern.search(text))
         if len(found) > 1:  # an exception that no other rule knows
             found = tuple(each for each in found if not _is_generic(known[each])) or found[:1]
@@ -296,11 +356,37 @@ def _is_generic(signature: Signature) -> bool:
     return signature.of.name == "py_error" and signature.rank is Rank.SUMMARY
 
 
-def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
+def _text(raw: bytes) -> str:
+    """Return what a program wrote, without what was put around it."""
     text = raw.decode("utf-8", errors="replace")
-    calm = _CALM.search(text) is not None and _LOUD.search(text) is None
+    if text.startswith("{"):
+        text = _of_json(text)
+    return _PREFIX.sub("", text).rstrip("\r\n\0")
+
+
+def _of_json(line: str) -> str:
+    """Return level and message of a line of JSON, as log collectors write it; else the line."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    message = next((entry[key] for key in _MESSAGES if isinstance(entry.get(key), str)), None)
+    if message is None:
+        return line
+    level = next((entry[key] for key in _LEVELS if isinstance(entry.get(key), str)), "")
+    plain = _ANSI.sub(b"", message.encode(errors="replace")).decode()
+    lines = plain.replace("\r", "\n").strip()  # a whole traceback may be one message
+    return f"{level.upper()}\n{lines}" if level else lines
+
+
+def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state: _State) -> None:
+    text = raw.decode("utf-8", errors="replace").strip("\r\0")
+    said = _text(raw)
+    calm = _CALM.search(said) is not None and _LOUD.search(said) is None
     for each in hits:
         state.counts[each] += 1
+        if state.counts[each] >= _MOST:
+            state.spent.add(each)
         if state.counts[each] > _MOST:
             continue
         signature = signatures()[each]
@@ -321,10 +407,7 @@ def _add(hits: Sequence[int], raw: bytes, line: int, t_unix: float | None, state
 
 def _is_raised(text: str) -> bool:
     """Whether a line is an exception's own, at the end of a traceback."""
-    return (
-        re.match(r"^(?:\[rank\d+\]: ?|\d+: )?(?:\w+\.)*[A-Z]\w*(?:Error|Exception): ", text)
-        is not None
-    )
+    return _RAISED.search(text) is not None
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
@@ -339,10 +422,13 @@ def _rank_in(text: str) -> int | None:
 
 def _time(block: bytes, left: int, right: int) -> float | None:
     """Return the time of a line, or of the last line before it that has one."""
-    near = block[max(0, left - 2048) : min(right, left + 200)]
-    stamps = list(_ISO.finditer(near))
+    near = block[left : min(right, left + 200)]
+    stamps = _ISO.findall(near)
+    if not stamps:
+        near = block[max(0, left - 2048) : min(right, left + 200)]
+        stamps = _ISO.findall(near)
     if stamps:
-        day, clock, part = stamps[-1].groups()
+        day, clock, part = stamps[-1]
         try:
             at = datetime.fromisoformat(f"{day.decode()}T{clock.decode()}").replace(tzinfo=UTC)
         except ValueError:
@@ -386,7 +472,7 @@ def _progress(tail: bytes, state: _State) -> None:
     for raw in reversed(tail.splitlines()):
         line = raw[:_LINE_BYTES]
         after = after and not _hits(line, state)
-        text = line.decode("utf-8", errors="replace")
+        text = _text(line)
         if _PROGRESS.search(text) and not _NOT_A_NUMBER.search(text):
             scanned.progress += 1
             scanned.progress_after += after

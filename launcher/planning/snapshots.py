@@ -3,6 +3,11 @@
 A worker's image holds fp32 values and Adam's two moments of its part of the parameters: 12
 bytes each. Its node keeps two images of its own and two copies for another node: one that is
 committed and one under way. Where HSDP's replicas hold the same, nothing is copied.
+
+An image comes over the GPU's own PCIe link while the next step computes, is authenticated by one
+core, and goes out by the node's links: each worker has a connection of its own, and is taken to
+have its GPU's share of them (`nic_gbit`). The time of a step is the least possible, so real
+shares are smaller.
 """
 
 from __future__ import annotations
@@ -26,7 +31,11 @@ CGROUP_SHARE: Final = 0.9
 SECONDS_PER_BYTE: Final = 1.55e-9
 """Of one core: copy, CRC-32, send and verify, measured (benchmarks/snapshot.py)."""
 NIC_SHARE: Final = 0.25
-"""Part of the network that copies may take from the training."""
+"""Part of each GPU's network bandwidth that copies may take from the training."""
+STALL_BUDGET: Final = 0.01
+"""Part of the time that snapshots may hold up a training."""
+READ_ONLY_SHARE: Final = 0.9
+"""Part of a step in which nothing writes to the state: forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,10 @@ class Snapshots:
     """All that a node keeps at most, on whichever rung that is."""
     copy_s: float
     """On the top rung, from the end of a step until its copies are there, seconds."""
+    stall_s: float | None
+    """Of it, what the training waits for; None where the time of a step is not known."""
+    nic_share: float | None
+    """Part of each GPU's network bandwidth that copies take; None where either is not known."""
 
 
 def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
@@ -51,7 +64,14 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     """
     asked = spec.checkpoint.memory_every_steps
     if spec.command is not None:  # only the script knows its state
-        return Snapshots(every_steps=asked, worker_bytes=0, node_bytes=0, copy_s=0.0), []
+        return Snapshots(
+            every_steps=asked,
+            worker_bytes=0,
+            node_bytes=0,
+            copy_s=0.0,
+            stall_s=None,
+            nic_share=None,
+        ), []
     workers = spec.cluster.gpus_per_node
     params = spec.shape.num_params()
     layouts = [rung.layout for rung in ladder.rungs]
@@ -60,10 +80,15 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
         workers * _image_bytes(params, layout) * (4 if _copied(layout, workers) else 2)
         for layout in layouts
     )
-    copy_s = image * SECONDS_PER_BYTE
-    gpu = GPUS.get(spec.cluster.gpu)
-    if gpu is not None and copied:
-        copy_s = max(copy_s, image * 8 / (gpu.nic_gbit * 1e9 * NIC_SHARE))
+    gpu, step_s = GPUS.get(spec.cluster.gpu), shortest_step_s(spec)
+    copy_s, stall_s = image * SECONDS_PER_BYTE, None
+    if gpu is not None:
+        if copied:
+            copy_s = max(copy_s, image * 8 / (gpu.nic_gbit * 1e9 * NIC_SHARE))
+        from_device_s = image / (gpu.host_gbps * 1e9)
+        copy_s += from_device_s
+        if step_s is not None:
+            stall_s = max(0.0, from_device_s - READ_ONLY_SHARE * step_s)
     problems: list[Problem] = []
     every = asked
     if every and (memory := spec.cluster.memory_gib) and node_bytes > memory * 2**30 * SHM_SHARE:
@@ -82,16 +107,31 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
         )
         ample = {"slurm.mem": f"{math.ceil(node_bytes / CGROUP_SHARE / 2**30)}G"}
         problems.append(spec.problem("HF155", "slurm.mem", text, ample))
-    step_s = shortest_step_s(spec)
-    if every and step_s is not None and copy_s > every * step_s:
-        every = math.ceil(copy_s / step_s)
+    least = 1
+    if step_s is not None and stall_s is not None:
+        least = math.ceil(max(copy_s, stall_s / STALL_BUDGET) / step_s)
+    if every and every < least:
+        every = least
         text = (
-            f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s, a step may take "
-            f"{step_s:.2f} s only: one every {every} steps instead of {asked}"
+            f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s and holds up the "
+            f"training for {stall_s:.2f} s, a step may take {step_s:.2f} s only: one every {every} "
+            f"steps instead of {asked} (at most {STALL_BUDGET:.0%} of the time, and "
+            f"{NIC_SHARE:.0%} of a GPU's network)"
         )
         asked_for = {"checkpoint.memory_every_steps": every}
         problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text, asked_for))
-    cost = Snapshots(every_steps=every, worker_bytes=image, node_bytes=node_bytes, copy_s=copy_s)
+    nic_share = None
+    if every and gpu is not None and step_s is not None:
+        sent = image if copied else 0
+        nic_share = sent * 8 / (gpu.nic_gbit * 1e9) / (every * step_s)
+    cost = Snapshots(
+        every_steps=every,
+        worker_bytes=image,
+        node_bytes=node_bytes,
+        copy_s=copy_s,
+        stall_s=stall_s,
+        nic_share=nic_share,
+    )
     return cost, problems
 
 
@@ -108,10 +148,13 @@ def snapshot_line(cost: Snapshots) -> str:
     if not cost.every_steps:
         return "memory   no snapshots: storage only"
     often = "every step" if cost.every_steps == 1 else f"every {cost.every_steps} steps"
-    return (
+    line = (
         f"memory   snapshot {often}: {sized(cost.worker_bytes)} a worker, up to "
         f"{sized(cost.node_bytes)} a node"
     )
+    if cost.stall_s is not None and cost.nic_share is not None:
+        line += f"; waits {cost.stall_s * 1e3:.0f} ms, {cost.nic_share:.1%} of a GPU's network"
+    return line
 
 
 def _image_bytes(params: int, layout: ParallelLayout) -> int:

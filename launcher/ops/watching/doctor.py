@@ -5,19 +5,22 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from elastic_trainer.events import Event
+from elastic_trainer.failures import EXIT_DONE, one_line
 from elastic_trainer.regular_file import open_regular
-from elastic_trainer.signatures import class_of
+from elastic_trainer.signatures import signature_of
 from launcher.diagnosis.flight import MOST_BYTES, works_of
-from launcher.diagnosis.judge import Diagnosis, judge
-from launcher.diagnosis.scan import Scanned, scan
+from launcher.diagnosis.judge import Diagnosis, Record, Recorded, judge
+from launcher.diagnosis.scan import Found, Scanned, scan
 from launcher.errors import UserError
 from launcher.ops.runs import find_run
+from launcher.record.event import describe, worker_rank
 from launcher.record.failures import Failure, failures
 from launcher.record.files import RunRecord
 from launcher.record.timeline import epochs
@@ -43,6 +46,7 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
     """
     logs: list[Scanned] = []
     unread: list[str] = []
+    record: Record | None = None
     for name in names:
         if name == STDIN:
             logs.append(scan(stdin, "stdin", len(logs)))
@@ -58,8 +62,8 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
                 unread.append(f"{path}: binary, not a log")
             logs.append(log)
         if _is_run(root):
-            logs.append(_recorded(root, len(logs), unread))
-    found = judge(logs, unread)
+            record = _recorded(root, len(logs), unread)
+    found = judge(logs, unread, record)
     evidence = tuple(replace(each, text=masked(each.text)) for each in found.evidence)
     return replace(found, evidence=evidence)
 
@@ -72,7 +76,8 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
     """
     found = []
     for failure in _failures(run_dir):
-        of, action = class_of(failure.kind, failure.detail)
+        signature = signature_of(failure.kind, failure.detail)
+        of, action = signature.of, signature.action
         found.append(
             {
                 "class": of.name,
@@ -169,18 +174,71 @@ def _error_file(content: bytes) -> bytes:
         return b""
 
 
-def _recorded(run_dir: Path, number: int, unread: list[str]) -> Scanned:
-    """Return the failure that ended the run, or that it is in, as the agents recorded it."""
-    file = str(run_dir / "events")
+def _recorded(run_dir: Path, number: int, unread: list[str]) -> Record:
+    """Return what the agents of the run recorded."""
+    record, file = RunRecord(run_dir), str(run_dir / "events")
     try:
-        found = _failures(run_dir)
+        record.poll()
     except UserError as error:
         unread.append(f"{file}: {error}")
-        return Scanned(file=file)
-    lines = [
-        f"{datetime.fromtimestamp(each.t, tz=UTC):%Y-%m-%dT%H:%M:%S} node={each.node} "
-        f"rank={'?' if each.rank is None else each.rank}: {' '.join(each.detail.split())}"
-        for each in found
-        if each.recovered_s is None
-    ]
-    return scan(io.BytesIO("\n".join(lines).encode()), file, number)
+        return Record()
+    failed = failures(record.events, epochs(record.events))
+    slow = [each for each in record.events if each.event == "worker.slow"]
+    found = [_of_failure(each, file, (number, line)) for line, each in enumerate(failed, 1)]
+    found = found or [_of_slow(each, file, (number, 1)) for each in slow[-1:]]
+    return Record(failures=found, code=_code(record.events))
+
+
+def _of_failure(failure: Failure, file: str, order: tuple[int, int]) -> Recorded:
+    found = Found(
+        signature=signature_of(failure.kind, failure.detail),
+        file=file,
+        line=order[1],
+        text=f"{_stamp(failure.t, failure.node, failure.rank)}: {failure.kind}: "
+        f"{one_line(failure.detail)}",
+        order=order,
+        t_unix=failure.t,
+        rank=failure.rank,
+        node=failure.node,
+    )
+    places = frozenset(name for name in (failure.node, failure.host) if name)
+    return Recorded(
+        found=found, places=places, epoch=failure.epoch, recovered_s=failure.recovered_s
+    )
+
+
+def _of_slow(event: Event, file: str, order: tuple[int, int]) -> Recorded:
+    """Return what the record says of a slow rank, which no step waited for in vain."""
+    member, rank = str(event.fields.get("member", event.node)), worker_rank(event)
+    found = Found(
+        signature=signature_of("", event.event),
+        file=file,
+        line=order[1],
+        text=f"{_stamp(event.t_unix, member, rank)}: {describe(event) or event.event}",
+        order=order,
+        t_unix=event.t_unix,
+        rank=rank,
+        node=member,
+    )
+    return Recorded(
+        found=found, places=frozenset({member}), epoch=event.epoch or 0, recovered_s=0.0
+    )
+
+
+def _stamp(t_unix: float, node: str | None, rank: int | None) -> str:
+    at = datetime.fromtimestamp(t_unix, tz=UTC)
+    return f"{at:%Y-%m-%dT%H:%M:%S} node={node} rank={'?' if rank is None else rank}"
+
+
+def _code(events: Iterable[Event]) -> int | None:
+    """Return the exit code of the newest attempt, if it has ended."""
+    code: int | None = None
+    for event in events:
+        said = event.fields.get("code")
+        if event.event == "epoch.formed":
+            code = None
+        elif event.event == "trainer.finished":
+            code = EXIT_DONE
+        elif event.event in ("job.stopped", "run.ended") and isinstance(said, int):
+            code = said
+    return code

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.signatures import classes
 from launcher.cli.docs import (
     cli_reference,
     error_reference,
     job_file_reference,
     resume_reference,
-    runbook_reference,
 )
 from launcher.cli.main import run_cli
 from launcher.codes import CODES
@@ -43,16 +41,6 @@ def test_the_job_file_reference_is_that_of_the_models():
     assert (ROOT / "docs" / "job-file.md").read_text() == job_file_reference(), (
         "run: python -m launcher.cli.docs job-file > docs/job-file.md"
     )
-
-
-def test_every_class_of_failures_is_where_the_doctor_points():
-    text = (ROOT / "docs" / "runbooks.md").read_text()
-    assert text == runbook_reference(), (
-        "run: python -m launcher.cli.docs runbooks > docs/runbooks.md"
-    )
-    for each in classes().values():
-        page, _, heading = each.runbook.partition("#")
-        assert f"\n## {heading}\n" in (ROOT / page).read_text()
 
 
 def test_every_code_used_is_in_the_table_and_the_reverse():

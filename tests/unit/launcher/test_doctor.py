@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,8 @@ from launcher.diagnosis.judge import Diagnosis, judge
 from launcher.diagnosis.literals import literals_of
 from launcher.diagnosis.scan import scan
 from launcher.errors import UserError
-from launcher.ops.watching.doctor import diagnose
+from launcher.ops.watching.doctor import diagnose, run_failures
+from launcher.ops.watching.runbook import runbook_of
 
 STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))
 
@@ -159,3 +162,144 @@ def test_a_run_directory_that_is_half_written_is_read(tmp_path: Path) -> None:
     message = {"message": "MemoryError: x", "extraInfo": {"timestamp": "1700000000"}}
     error.write_text(json.dumps({"message": message}))
     assert diagnose([str(error)], tmp_path, io.BytesIO()).name == "host_oom"
+
+
+def write_run(run_dir: Path, events: Sequence[Mapping[str, Any]], logs: Mapping[str, str]) -> None:
+    (run_dir / "events").mkdir(parents=True)
+    plain = {"v": 1, "epoch": None, "step": None, "node": None, "rank": None, "t_mono": 0.0}
+    lines = [json.dumps({**plain, "t_unix": 1.7e9 + n, **each}) for n, each in enumerate(events)]
+    (run_dir / "events" / "job.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for name, text in logs.items():
+        path = run_dir / "logs" / "1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def formed(epoch: int, *members: str) -> dict[str, Any]:
+    fields = {"members": list(members), "coordinator": members[0], "layout": "dp2"}
+    return {"event": "epoch.formed", "node": members[0], "epoch": epoch, **fields}
+
+
+def step(epoch: int, number: int) -> dict[str, Any]:
+    return {"event": "step.completed", "node": "n1", "epoch": epoch, "step": number, "loss": 2.0}
+
+
+LOST = {"event": "member.lost", "node": "n1", "epoch": 1, "member": "n2"}
+PEER_LOGS = {"n1/0.log": PEER.format(0), "n3/2.log": PEER.format(2)}
+
+
+@pytest.mark.parametrize("code", [None, 0, 91])
+def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | None) -> None:
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    events += [] if code is None else [{"event": "run.ended", "code": code}]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("slurm_node_fail", "n2", True)
+    [told] = run_failures(tmp_path / "run")
+    assert (told["class"], told["action"], told["node"]) == (found.name, found.action, "n2")
+    (tmp_path / "run" / "job.json").write_text("{}")
+    name, text = runbook_of(str(tmp_path / "run"), tmp_path, None)
+    assert name == "slurm_node_fail"
+    assert f"holdfast why {tmp_path}/run\n" in text
+    assert "scontrol show node n2\n" in text
+
+
+def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
+    fields = {"worker_rank": rank, "kind": kind, "action": "restart", "detail": detail}
+    return {"event": "worker.exit", "node": node, "epoch": 1, "code": 1, **fields}
+
+
+@pytest.mark.parametrize(
+    ("detail", "log", "name", "action"),
+    [
+        (
+            "exit code 1",
+            "torch.OutOfMemoryError: CUDA out of memory. 2 GiB",
+            "cuda_oom",
+            "fix_user",
+        ),
+        ("exit code 1", "no words", "child_failed", "fix_user"),
+        ("SIGKILL", "no words", "child_failed", "restart_in_place"),
+        ("ValueError: 3 labels", "ValueError: 3 labels", "py_error", "fix_user"),
+    ],
+)
+def test_the_failing_ranks_own_log_says_more_than_a_bare_exit(
+    tmp_path: Path, detail: str, log: str, name: str, action: str
+) -> None:
+    events = [formed(1, "n1", "n2", "n3"), exited("n2", 1, Kind.CRASH, detail)]
+    events += [{"event": "run.ended", "code": 94}]
+    write_run(tmp_path / "run", events, {**PEER_LOGS, "n2/1.log": f"{log}\n"})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.action, found.rank, found.node) == (name, action, 1, "n2")
+    assert not found.survived
+    assert any(each.file.endswith("events") for each in found.evidence)
+
+
+def test_a_kernel_fault_of_the_machine_explains_the_lost_node(tmp_path: Path) -> None:
+    events = [formed(1, "n1", "n2", "n3"), LOST]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    kernel = (
+        "Nov 14 22:13:19 {} kernel: NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus\n"
+    )
+    (tmp_path / "kern.log").write_text(kernel.format("n2"))
+    (tmp_path / "other.log").write_text(kernel.format("n9"))
+    names = ["run", str(tmp_path / "kern.log")]
+    assert diagnose(names, tmp_path, io.BytesIO()).name == "gpu_xid"
+    names[1] = str(tmp_path / "other.log")
+    found = diagnose(names, tmp_path, io.BytesIO())
+    assert (found.name, found.node) == ("slurm_node_fail", "n2")
+
+
+def test_a_kernel_fault_counts_while_the_run_goes_on(tmp_path: Path) -> None:
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    kernel = (
+        "Nov 14 23:59:19 n3 kernel: NVRM: Xid (PCI:0000:0a:00): 79, GPU has fallen off the bus\n"
+    )
+    (tmp_path / "kern.log").write_text(kernel)
+    found = diagnose(["run", str(tmp_path / "kern.log")], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("gpu_xid", "n3", False)
+    (tmp_path / "kern.log").write_text(kernel.replace("n3", "n2").replace("23:59", "22:13"))
+    found = diagnose(["run", str(tmp_path / "kern.log")], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("gpu_xid", "n2", True)
+
+
+def test_every_class_of_a_run_is_told(tmp_path: Path) -> None:
+    killed = exited("n1", 0, Kind.KILLED, "SIGKILL")
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), killed, formed(2, "n1", "n2", "n3")]
+    events += [step(2, 2), {**LOST, "epoch": 2}, formed(3, "n1", "n3"), step(3, 3)]
+    write_run(tmp_path / "run", events, {})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.also) == ("slurm_node_fail", ("child_failed",))
+
+
+def test_wrong_numbers_of_a_run_that_ended_well_are_told(tmp_path: Path) -> None:
+    events = [formed(1, "n1"), step(1, 1), {"event": "run.ended", "code": 0}]
+    write_run(tmp_path / "run", events, {"n1/0.log": STEPS + "step 21 loss: nan\n"})
+    assert diagnose(["run"], tmp_path, io.BytesIO()).name == "nan_loss"
+    write_run(tmp_path / "well", events, {"n1/0.log": STEPS + PEER.format(0)})
+    assert diagnose(["well"], tmp_path, io.BytesIO()).name == "healthy"
+
+
+def test_a_slow_worker_of_a_run_is_told(tmp_path: Path) -> None:
+    slow = {"event": "worker.slow", "node": "n1", "epoch": 1, "worker_rank": 1, "member": "n2"}
+    write_run(tmp_path / "run", [formed(1, "n1", "n2"), step(1, 1), slow, step(1, 2)], {})
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.action, found.node) == ("straggler", "none", "n2")
+
+
+@pytest.mark.parametrize(
+    ("line", "first", "then", "name"),
+    [
+        ("kernel: NVRM: Xid (PCI:0000:0a:00): {}, pid=1", 63, 79, "gpu_xid"),
+        ("slurmstepd: error: task ended, exit code {}", 1, 137, "host_oom"),
+        ("iteration 7 | number of nan iterations: {:3d} |", 0, 3, "nan_loss"),
+        ("OSError: [Errno {}] it failed", 11, 28, "disk_full"),
+    ],
+)
+def test_lines_that_differ_in_a_number_only_are_told_apart(
+    line: str, first: int, then: int, name: str
+) -> None:
+    text = f"{line.format(first)}\n" * 3
+    assert found_in(text).name != name
+    assert found_in(text + line.format(then)).name == name

@@ -63,3 +63,36 @@ def test_replicas_need_no_copies():
     assert replicated.snapshots.worker_bytes == pytest.approx(2 * sharded.snapshots.worker_bytes, 1)
     assert replicated.snapshots.node_bytes == 2 * replicated.snapshots.worker_bytes
     assert sharded.snapshots.node_bytes == 4 * sharded.snapshots.worker_bytes
+
+
+def test_a_copy_that_outlasts_the_step_stays_within_the_stall_budget():
+    # 8B on four GPUs of a slow bus: 24 GB from each, beside steps of a twentieth of a second.
+    sets = ("cluster.nodes=1", "cluster.gpus_per_node=8", "cluster.gpu=A100-80GB-SXM")
+    found = planned(
+        "llama3-8b.yaml",
+        *sets,
+        "checkpoint.memory_every_steps=1",
+        "train.global_batch=8",
+        "train.micro_batch=1",
+        "train.seq_len=512",
+        "layout.dp_replicate=1",
+        "elastic.min_nodes=1",
+    ).snapshots
+    image = 12 * 8_030_261_248 / 8
+    from_device_s = image / 25.2e9  # 0.8 of PCIe 4.0 x16
+    assert found.worker_bytes == pytest.approx(image, abs=1)
+    assert found.stall_s is not None
+    step_s = (from_device_s - found.stall_s) / 0.9
+    assert 0 < step_s < from_device_s
+    assert found.stall_s <= 0.01 * found.every_steps * step_s
+    assert found.stall_s > 0.01 * (found.every_steps - 1) * step_s
+    assert found.nic_share == 0.0, "on one node nothing is copied over the network"
+
+
+def test_the_share_of_the_network_is_of_what_was_planned():
+    found = planned("llama3-70b.yaml").snapshots
+    assert found.stall_s == 0.0, "the copy from the device runs beside the step"
+    assert found.nic_share is not None
+    assert 0.0 < found.nic_share <= 0.25
+    rarer = planned("llama3-70b.yaml", "checkpoint.memory_every_steps=10").snapshots
+    assert rarer.nic_share == pytest.approx(found.nic_share * found.every_steps / 10)
