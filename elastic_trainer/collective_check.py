@@ -47,7 +47,7 @@ def serve(folder: str, node: str, host: str, backend: str) -> None:
     server = _Server(place=place, node=node, host=host, backend=backend)
     write_atomic(place / f"hello-{node}.json", json.dumps({"pid": os.getpid()}))
     number, heard = 1, time.monotonic()
-    while not (place / "stop").exists() and time.monotonic() - heard < _IDLE_S:
+    while not _over(place) and time.monotonic() - heard < _IDLE_S:
         asked = _read(place / f"round-{number}.json")
         if asked is None:
             time.sleep(_POLL_S)
@@ -66,12 +66,19 @@ def _take_part(server: _Server, number: int, asked: dict[str, Any]) -> None:
     )
     child.start()
     end = time.monotonic() + deadline_s
-    later = (server.place / f"round-{number + 1}.json", server.place / "stop")
-    while child.is_alive() and time.monotonic() < end and not any(path.exists() for path in later):
+    later = server.place / f"round-{number + 1}.json"
+    while child.is_alive() and time.monotonic() < end and not later.exists():
+        if _over(server.place):
+            break
         child.join(_POLL_S)
     if child.is_alive():
         child.kill()
         child.join()
+
+
+def _over(place: Path) -> bool:
+    """Whether the driver says stop, or has already removed the folder."""
+    return (place / "stop").exists() or not place.exists()
 
 
 def _reduce(server: _Server, number: int, group: Sequence[str], deadline_s: float) -> None:

@@ -32,6 +32,7 @@ MAX_NODES: Final = 20_000
 """Values after aliases are followed: a short text must not unfold into gigabytes."""
 MAX_DEPTH: Final = 50
 _TAG: Final = "tag:yaml.org,2002:"
+_TOO_DEEP: Final = "nested too deeply to be a job"
 _MANIFEST: Final = "this is a manifest of Kubernetes, not a job file; a run's is job.yaml"
 _PLAIN_KEY: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KINDS: Final = {
@@ -196,7 +197,7 @@ def _events(text: str, file: str) -> list[Any]:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise UserError("HF003", "nested too deeply to be a job", where=Where(file))
+                raise UserError("HF003", _TOO_DEEP, where=Where(file))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else None
@@ -222,6 +223,8 @@ def _syntax(problem: str, text: str, line: int | None) -> str:
     indent = here[: len(here) - len(here.lstrip())]
     if "\t" in indent or "'\\t'" in problem:
         return "a tab is used for indentation; YAML wants spaces"
+    if "nesting" in problem:  # libyaml's own limit, where a key may still follow
+        return _TOO_DEEP
     return f"not YAML: {problem}"
 
 

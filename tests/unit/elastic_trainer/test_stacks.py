@@ -27,8 +27,8 @@ for _ in range(50):
     threading.Thread(target=deep, args=(80,), daemon=True).start()
 there.wait()
 os.nice(19)
-print("up", flush=True)
 def the_main_thread():
+    print("up", flush=True)
     while True:
         pass
 the_main_thread()
