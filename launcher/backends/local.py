@@ -40,6 +40,9 @@ SCRATCH = Path("/dev/shm")  # noqa: S108  where agents keep heartbeats, see agen
 of a file (agent/workers/scratch.py). Its power loss is ours to tidy."""
 _LOCK = "owner"
 
+SMALL_DISK_BYTES = 1 << 30
+"""The largest file system that is filled on purpose."""
+
 ZYGOTE = "holdfast-zygote"
 """What an agent's zygote calls itself."""
 
@@ -257,6 +260,35 @@ class LocalCluster:
                 self.resume_node(node.name)
             if node.alive and node.process is not None:
                 node.process.send_signal(signal.SIGTERM)
+
+    def check_small_disk(self) -> None:
+        """See that the run directory's file system may be filled.
+
+        Raises:
+            PermanentError: it may hold more than this run.
+        """
+        if not self.run_dir.is_mount():
+            raise PermanentError(f"{self.run_dir} is no file system of its own")
+        status = os.statvfs(self.run_dir)
+        if status.f_blocks * status.f_frsize > SMALL_DISK_BYTES:
+            raise PermanentError(f"{self.run_dir} is larger than {SMALL_DISK_BYTES >> 30} GiB")
+
+    def fill_disk(self, *, left_bytes: int) -> None:
+        """Leave so much space on the run directory's file system; `check_small_disk` first."""
+        block = bytes(1 << 12)
+        with self._filler.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(block):
+                    pass
+            file.truncate(max(0, file.tell() - left_bytes))
+
+    def free_disk(self) -> None:
+        """Undo `fill_disk`."""
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def _filler(self) -> Path:
+        return self.run_dir / ".filler"
 
     def kill_all(self) -> None:
         """Kill every node; nothing of this run is left afterwards."""

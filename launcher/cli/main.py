@@ -36,6 +36,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "shell": ("launcher.cli.shell", "Open a shell on the node of a running worker."),
     "restart": ("launcher.cli.restart", "Let a run save and start again on all its nodes."),
     "preflight": ("launcher.cli.preflight", "Check that every node is fit for a job."),
+    "rehearse": ("launcher.cli.rehearse", "Rehearse failures with a scaled-down job, here."),
     "nodes": ("launcher.cli.nodes", "Show and change which machines jobs are kept off."),
     "drain": ("launcher.cli.drain", "Let jobs leave nodes or a rack at a step boundary."),
     "agent": ("launcher.cli.agent", "Run any torchrun script, with torchrun's flags."),

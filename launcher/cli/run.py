@@ -52,7 +52,8 @@ Examples:
     help="Inject a fault after a step: kill-node:2@30, kill-agent:2@30, kill-zygote:2@30, "
     "kill-worker:1@30, kill-coordinator@60, return-node@90, pause-node:2@30, resume-node:2@40, "
     "pause-worker:1@30, spin-worker:1@30, wedge-worker:1@30, starve-worker:1@30, "
-    "slow-worker:1@30. With a phase (@30/save; also rendezvous, restore, growth) in the middle "
+    "slow-worker:1@30, preempt@30, fill-disk:128@30 (KiB left), free-disk@40. "
+    "With a phase (@30/save; also rendezvous, restore, growth) in the middle "
     "of the first one after that step.",
 )
 @click.option(

@@ -53,6 +53,13 @@ class FaultAction(enum.StrEnum):
     """The data loader of one worker delivers nothing any more."""
     SLOW_WORKER = "slow-worker"
     """One worker's forward takes longer from now on, until it ends: a straggler."""
+    PREEMPT = "preempt"
+    """SIGTERM to every agent, as before a time limit: workers save, and the attempt ends."""
+    FILL_DISK = "fill-disk"
+    """No space is left where the run directory lies, which must be a small file system; with a
+    target, so many KiB: enough for the record."""
+    FREE_DISK = "free-disk"
+    """There is space again."""
 
 
 class Phase(enum.StrEnum):
@@ -82,7 +89,9 @@ _NEEDS_TARGET = {
     FaultAction.STARVE_WORKER,
     FaultAction.SLOW_WORKER,
 }
-_NO_TARGET = {FaultAction.KILL_COORDINATOR}
+_ON_JOB = {FaultAction.PREEMPT, FaultAction.FILL_DISK, FaultAction.FREE_DISK}
+_NO_TARGET = {FaultAction.KILL_COORDINATOR, FaultAction.PREEMPT, FaultAction.FREE_DISK}
+_ENDS_A_FAULT = {FaultAction.RETURN_NODE, FaultAction.RESUME_NODE, FaultAction.FREE_DISK}
 INSIDE = {
     FaultAction.SPIN_WORKER: Inside.SPIN,
     FaultAction.WEDGE_WORKER: Inside.WEDGE,
@@ -106,7 +115,8 @@ VALID_FORMS = (
     "kill-worker:1@30 (the worker of rank 1), kill-coordinator@60, return-node:2@90, "
     "return-node@90 (the node dead for longest), pause-node:2@30, resume-node:2@40, "
     "pause-worker:1@30, spin-worker:1@30, wedge-worker:1@30, starve-worker:1@30, "
-    "slow-worker:1@30; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
+    "slow-worker:1@30, preempt@30, fill-disk:128@30 (but 128 KiB), "
+    "free-disk@40; and @30/rendezvous, /restore, /save or /growth: in the middle of the "
     "first one after step 30"
 )
 
@@ -120,19 +130,25 @@ class Fault:
 
     action: FaultAction
     target: int | None
-    """Index of the node (node0 is 0), or the rank for a worker; None: see the action."""
+    """Index of the node (node0 is 0), the rank for a worker, KiB for a disk; None: see the action.
+    """
     step: int
     phase: Phase | None = None
 
     @property
     def brings_back(self) -> bool:
         """Whether it ends a fault rather than makes one; such ones also strike a parked job."""
-        return self.action in (FaultAction.RETURN_NODE, FaultAction.RESUME_NODE)
+        return self.action in _ENDS_A_FAULT
 
     @property
     def on_worker(self) -> bool:
         """Whether it strikes one worker, and `target` is its rank."""
         return self.action in _ON_WORKER
+
+    @property
+    def on_job(self) -> bool:
+        """Whether it strikes no node in particular."""
+        return self.action in _ON_JOB
 
     def __str__(self) -> str:
         """Return the text form, `kill-node:2@30` or `kill-node:2@30/save`."""
@@ -245,6 +261,8 @@ def _check_target(
             "HF602",
             f"--fault {text}: {action} takes no target; write {action}@{text.split('@')[1]}",
         )
+    if action is FaultAction.FILL_DISK:
+        return
     limit, word = (num_workers, "rank") if action in _ON_WORKER else (num_nodes, "node")
     if target >= limit:
         raise UserError(

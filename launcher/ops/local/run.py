@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from elastic_trainer.events import Event
@@ -26,6 +27,8 @@ from launcher.record.files import LauncherLog, RunRecord
 from launcher.record.status import TrainingStatus
 
 _TICK_S = 0.02
+_SILENT_S = 10.0
+"""A full disk takes no record: it has space again once nothing was recorded for so long."""
 _FAST_TICK_S = 0.004
 """While a fault waits for a phase: some last only a few dozen milliseconds."""
 
@@ -58,6 +61,8 @@ class LocalRun:
     interrupts: Interrupts = field(default_factory=Interrupts)
     sleep: Callable[[float], None] = time.sleep
     mono: Callable[[], float] = time.monotonic
+    _heard: float = field(default=inf, init=False)
+    """When events were last seen."""
     _struck_step: int = -1
     _struck_epoch: int = -1
     _schedule: ChaosSchedule | None = None
@@ -97,6 +102,8 @@ class LocalRun:
 
     def _look(self) -> list[Event]:
         fresh = self.record.poll()
+        if fresh:
+            self._heard = self.mono()
         self.progress.up = self.cluster.alive()
         self.view.update(self.progress, self.progress.apply(fresh))
         return fresh
@@ -125,9 +132,11 @@ class LocalRun:
         """Inject what is due; return what is not. A parked job gets its nodes back at once."""
         kept = []
         parked = self.progress.parked is not None
+        silent = self.mono() - self._heard > _SILENT_S
         for fault in pending:
             due = self.progress.step >= fault.step and fault.phase in (None, *begun)
             due |= parked and fault.brings_back
+            due |= silent and fault.action is FaultAction.FREE_DISK
             if not due or not self._ready(fault):
                 kept.append(fault)
             else:
@@ -161,6 +170,8 @@ class LocalRun:
 
     def _inject(self, fault: Fault) -> bool:
         """Carry out one fault; return whether there was anything to do."""
+        if fault.on_job:
+            return self._inject_into_job(fault)
         node, pid = self._target(fault)
         problem = self._problem(fault, node, pid)
         if problem or node is None:
@@ -180,6 +191,23 @@ class LocalRun:
         self._carry_out(fault.action, node, pid)
         if not fault.brings_back and node in self.progress.members:
             self._struck_step, self._struck_epoch = fault.step, self.progress.epoch
+        return True
+
+    def _inject_into_job(self, fault: Fault) -> bool:
+        action, step = str(fault.action), self.progress.step
+        try:
+            if fault.action is FaultAction.FILL_DISK:
+                self.cluster.check_small_disk()
+            if fault.action is FaultAction.FREE_DISK:
+                self.cluster.free_disk()  # there is no room to record it in before
+            self.log.emit("fault.injected", step=step, action=action, target="the job")
+            if fault.action is FaultAction.FILL_DISK:
+                self.cluster.fill_disk(left_bytes=1024 * (fault.target or 0))
+            if fault.action is FaultAction.PREEMPT:
+                self.cluster.stop()
+        except PermanentError as error:
+            self.view.note(f"fault {fault} left out: {error}")
+            return False
         return True
 
     def _target(self, fault: Fault) -> tuple[str | None, int | None]:

@@ -198,6 +198,11 @@ def test_a_clean_stop_reaches_paused_nodes_too(cluster):
     assert cluster.codes() == {"node0": 91, "node1": 91}
 
 
+def test_a_disk_that_others_use_is_not_filled(cluster):
+    with pytest.raises(PermanentError, match="no file system of its own"):
+        cluster.check_small_disk()
+
+
 def test_wait_gives_up(cluster):
     cluster.start()
     assert not cluster.wait(0.05)

@@ -1,0 +1,143 @@
+"""`holdfast rehearse`: does the job survive what clusters do to it?"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from elastic_trainer.quantities import counted
+from launcher.cli.common import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    exit_with_problems,
+    handling,
+    json_option,
+    path_option,
+    print_json,
+    set_option,
+)
+from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.ops.rehearsal.verdicts import Verdict
+
+EPILOG = """\b
+Examples:
+  holdfast rehearse examples/llama3-70b.yaml
+  holdfast rehearse job.yaml --only preemption --only disk-full
+  holdfast rehearse job.yaml --set values.steps=200
+"""
+FAILURES: Final = (
+    *("rank-killed", "hang", "node-lost", "coordinator-lost"),
+    *("disk-full", "preemption", "slow-node"),
+)
+"""Those of launcher/ops/rehearsal/verdicts.py, which is imported only when a job is rehearsed."""
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@click.command("rehearse", epilog=EPILOG)
+@click.argument("job", type=click.Path(path_type=Path))
+@click.option(
+    "--only", multiple=True, type=click.Choice(FAILURES), help="Only this failure; repeatable."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="Seconds for one run of the job.",
+)
+@path_option(
+    "--folder", help="For the runs, kept if one fails  [default: ./runs/rehearsal-<name>-<time>]"
+)
+@set_option
+@json_option
+def rehearse(
+    job: Path,
+    *,
+    only: Sequence[str],
+    timeout: float,
+    folder: Path | None,
+    sets: Sequence[str],
+    as_json: bool,
+) -> int:
+    """Run JOB scaled down on this machine: undisturbed, then once with each kind of failure.
+
+    A job for GPUs gets emulated nodes, and a small model unless it has a command: what changes is
+    listed. A script runs as it is, on CPUs. Exit codes: 0 it survives, 1 it does not, 2 the input
+    is wrong, 130 interrupted.
+    """
+    from launcher.jobspec.reading import load_spec
+    from launcher.ops.rehearsal.rehearse import Interrupted, Rehearsal
+    from launcher.ops.rehearsal.scaling import CORPUS, scaled
+    from launcher.ops.rehearsal.verdicts import Failing, passed
+
+    try:
+        spec = load_spec(job, sets)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        place = (folder or Path("runs") / f"rehearsal-{spec.name}-{stamp}").absolute()
+        changes = scaled(spec, place / CORPUS)
+        rehearsal = Rehearsal(
+            job=job,
+            spec=spec,
+            sets=(*changes, *sets),
+            folder=place,
+            timeout_s=timeout,
+            say=lambda text: click.echo(text, err=True),
+        )
+        with handling((signal.SIGINT, signal.SIGTERM), rehearsal.interrupt):
+            rows = rehearsal.run([Failing(name) for name in FAILURES if not only or name in only])
+    except UserError as error:
+        return exit_with_problems(error, as_json=as_json)
+    except Interrupted:
+        shutil.rmtree(place, ignore_errors=True)
+        click.echo("interrupted; nothing is left", err=True)
+        return EXIT_INTERRUPTED
+    ok = passed(rows)
+    if ok:
+        shutil.rmtree(place)
+    if as_json:
+        kept = None if ok else str(place)
+        found = [row.to_dict() for row in rows]
+        print_json({"ok": ok, "scaled": list(changes), "failures": found, "folder": kept})
+    else:
+        _print_table(rows)
+        click.echo(_closing(rows, place, ok=ok))
+    return EXIT_DONE if ok else EXIT_FAILED
+
+
+def _closing(rows: Sequence[Verdict], place: Path, *, ok: bool) -> str:
+    failed = [row for row in rows if row.level == "fail"]
+    if failed:
+        which = place / failed[0].failing
+        return (
+            f"{len(failed)} of {counted(len(rows), 'failure')} not survived; holdfast why {which}"
+        )
+    if not ok:
+        return f"nothing was rehearsed: none of these can be shown here; the runs are in {place}"
+    rehearsed = [row for row in rows if row.level != "not here"]
+    return f"{counted(len(rehearsed), 'failure')} survived"
+
+
+def _print_table(rows: Sequence[Verdict]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("failure", "result", "what"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.failing, Text(row.level, _COLOURS.get(row.level, "")), Text(row.text))
+    console.print(table, highlight=False, markup=False)

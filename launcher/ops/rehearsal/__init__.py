@@ -1,0 +1,1 @@
+"""A job scaled down to this machine, with every kind of failure, before it costs GPU-hours."""
