@@ -18,13 +18,23 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from launcher.installed import DISTRIBUTION
+from launcher.ops.preflight.hardware import (
+    Wrong,
+    dcgm_problems,
+    gpu_identity,
+    gpu_problems,
+    kernel_problems,
+    nvlink_problems,
+    port_problems,
+    port_rates,
+)
 
 GROUP: Final = "holdfast.preflight"
 """Entry points of this group are checks, too."""
@@ -33,6 +43,14 @@ _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 _WRITE_BYTES: Final = 64 * _MIB
 _QUERY_S: Final = 30.0
+_REAP_S: Final = 1.0
+_SBIN: Final = ("/usr/sbin", "/sbin")
+"""Where users' PATH may not lead."""
+_OF_GPUS: Final = {"nvidia-smi", "dcgmi"}
+_SHOWN: Final = 4
+"""Problems of one tool that are written out."""
+_SAME: Final = {"versions": "fail", "gpu-health": "warn", "nics": "fail"}
+"""Checks whose text is to be that of most nodes -> level where it is not."""
 SLOW_WRITE: Final = 0.25
 """A node that writes slower than this part of the median is reported."""
 
@@ -59,7 +77,7 @@ class Finding:
 
     check: str
     level: str = "ok"
-    """ok, warn or fail."""
+    """ok, warn, fail, or `not here`: the node lacks the tool to tell."""
     text: str = ""
     """For people: what was found, and for warn and fail how to fix it."""
     value: Any = None
@@ -115,18 +133,101 @@ def check_gpus(expected: Expected) -> Finding:
 
 
 def _count_gpus() -> tuple[int, str]:
-    if shutil.which("nvidia-smi") is not None:
-        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(
-                query, capture_output=True, text=True, timeout=_QUERY_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return 0, f"nvidia-smi within {_QUERY_S:g} s"
-        lines = {line.strip() for line in done.stdout.splitlines()}
-        return len({line for line in lines if line.isdecimal()}), "nvidia-smi"
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0, "the driver"
+    try:
+        said, _ = _output(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"])
+    except FileNotFoundError:
+        folder = Path("/proc/driver/nvidia/gpus")
+        return len(list(folder.iterdir())) if folder.is_dir() else 0, "the driver"
+    except TimeoutError as error:
+        return 0, str(error)
+    lines = {line.strip() for line in said.splitlines()}
+    return len({line for line in lines if line.isdecimal()}), "nvidia-smi"
+
+
+def _output(argv: Sequence[str]) -> tuple[str, str]:
+    """Return what a tool prints on stdout and stderr.
+
+    Raises:
+        FileNotFoundError: it is not here; with words for people.
+        TimeoutError: it does not end; with words for people.
+    """
+    tool = shutil.which(argv[0], path=os.pathsep.join([os.environ.get("PATH", ""), *_SBIN]))
+    if tool is None:
+        raise FileNotFoundError(f"no {argv[0]} on PATH")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([tool, *argv[1:]], stdin=subprocess.DEVNULL, stdout=pipe,
+                               stderr=pipe, text=True, errors="replace")  # fmt: skip
+    try:
+        return process.communicate(timeout=_QUERY_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None, "both are pipes"
+            stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_S)  # what a driver holds in the kernel does not die
+        raise TimeoutError(f"{argv[0]} does not end within {_QUERY_S:g} s: reboot") from None
+
+
+def check_gpu_health(expected: Expected) -> Finding:
+    """Look at memory errors, slow-downs, PCIe lanes, the NVLink fabric and who uses the GPUs."""
+    return _by_tool(
+        "gpu-health", ["nvidia-smi", "-q", "-x"], gpu_problems, expected, identity=gpu_identity
+    )
+
+
+def check_nvlink(expected: Expected) -> Finding:
+    """Look whether all NVLinks are up."""
+    return _by_tool("nvlink", ["nvidia-smi", "nvlink", "--status"], nvlink_problems, expected)
+
+
+def check_dcgm(expected: Expected) -> Finding:
+    """Let DCGM test for seconds."""
+    return _by_tool("dcgm", ["dcgmi", "diag", "-r", "1", "-j"], dcgm_problems, expected)
+
+
+def check_kernel(expected: Expected) -> Finding:
+    """Look for the XIDs since boot that count against the machine."""
+    return _by_tool("kernel", ["dmesg"], kernel_problems, expected)
+
+
+def check_nics(expected: Expected) -> Finding:
+    """Look at the InfiniBand and RoCE ports."""
+    return _by_tool("nics", ["ibstat"], port_problems, expected, identity=_rates)
+
+
+def _rates(text: str) -> str | None:
+    rates = port_rates(text)
+    return ", ".join(f"{rate:g}" for rate in rates) + " Gb/s" if rates else None
+
+
+def _by_tool(
+    name: str,
+    argv: Sequence[str],
+    problems: Callable[[str], Iterator[Wrong]],
+    expected: Expected,
+    *,
+    identity: Callable[[str], str | None] = lambda _: None,
+) -> Finding:
+    """Return what `problems` finds in a tool's output; `identity`: what nodes have in common."""
+    if argv[0] in _OF_GPUS and expected.gpus == 0:
+        return Finding(check=name, level="not here", text="no GPUs expected")
+    try:
+        said, complaint = _output(argv)
+    except FileNotFoundError as error:
+        return Finding(check=name, level="not here", text=str(error))
+    except TimeoutError as error:
+        return Finding(check=name, level="fail", text=str(error))
+    if not said.strip() and complaint.strip():
+        return Finding(check=name, level="not here", text=complaint.strip().splitlines()[-1])
+    found = list(problems(said))
+    if found:
+        level = "fail" if any(level == "fail" for level, _ in found) else "warn"
+        words = [words for _, words in sorted(found)]  # fail comes before warn
+        more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+        return Finding(check=name, level=level, text="; ".join(words[:_SHOWN]) + more)
+    value = identity(said)
+    return Finding(check=name, text=value or "nothing wrong", value=value)
 
 
 def check_storage(expected: Expected) -> Finding:
@@ -233,6 +334,11 @@ def _size(folder: Path) -> int:
 
 CHECKS: Final[dict[str, Check]] = {
     "gpus": check_gpus,
+    "gpu-health": check_gpu_health,
+    "nvlink": check_nvlink,
+    "dcgm": check_dcgm,
+    "kernel": check_kernel,
+    "nics": check_nics,
     "storage": check_storage,
     "shm": check_shm,
     "clock": check_clock,
@@ -269,8 +375,11 @@ def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeRepo
     """Return `reports` with what only a comparison of all nodes shows. Pure."""
     clocks = _values(reports, "clock")
     speeds = _values(reports, "storage")
-    versions = Counter(_values(reports, "versions").values())
-    usual = versions.most_common(1)[0][0] if versions else None
+    usual = {
+        check: Counter(values.values()).most_common(1)[0][0]
+        for check in _SAME
+        if (values := _values(reports, check))
+    }
     middle = statistics.median(clocks.values()) if clocks else 0.0
     fast = statistics.median(speeds.values()) if speeds else 0.0
 
@@ -284,8 +393,9 @@ def evaluate(reports: Sequence[NodeReport], expected: Expected) -> list[NodeRepo
         if finding.check == "storage" and value < SLOW_WRITE * fast:
             text = f"{value:.0f} MiB/s, the median is {fast:.0f}; look at its network"
             return _worse(finding, "warn", text)
-        if finding.check == "versions" and value != usual:
-            return _worse(finding, "fail", f"{value}; most nodes have {usual}")
+        if finding.check in _SAME and value != usual[finding.check]:
+            text = f"{value}; most nodes have {usual[finding.check]}"
+            return _worse(finding, _SAME[finding.check], text)
         return finding
 
     return [

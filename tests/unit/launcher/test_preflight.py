@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import stat
-import subprocess
 from typing import NamedTuple
 
 import pytest
@@ -111,24 +110,78 @@ def test_a_check_that_raises_is_a_failed_check():
     assert "ValueError: no" in finding.text
 
 
-def test_missing_gpus_fail(monkeypatch):
-    monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+def tool(folder, name, script):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
-    def answers(text):
-        done = subprocess.CompletedProcess((), 0, stdout=text)
-        monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: done)
-        return checks.check_gpus(Expected(gpus=2))
 
-    assert answers("0\n1\n").level == "ok"
-    bad = answers("0\nUnable to determine the device handle for GPU 0000:0F\n")
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder of tools, alone on PATH but for those of the system."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(checks, "_SBIN", ())
+    return folder
+
+
+def test_missing_gpus_fail(tools):
+    tool(tools, "nvidia-smi", "printf '0\\n1\\n'")
+    assert checks.check_gpus(Expected(gpus=2)).level == "ok"
+    tool(tools, "nvidia-smi", "echo 0; echo Unable to determine the device handle for GPU 0000:0F")
+    bad = checks.check_gpus(Expected(gpus=2))
     assert (bad.level, bad.value) == ("fail", 1)
     assert "1 of 2 GPUs" in bad.text
 
-    def hangs(*_, **__):
-        raise subprocess.TimeoutExpired("nvidia-smi", 30)
 
-    monkeypatch.setattr(checks.subprocess, "run", hangs)
-    assert checks.check_gpus(Expected(gpus=2)).level == "fail"
+def test_a_tool_that_hangs_fails_its_checks_and_holds_nobody_up(tools, monkeypatch):
+    monkeypatch.setattr(checks, "_QUERY_S", 0.3)
+    tool(tools, "nvidia-smi", "exec sleep 600")
+    for check in (checks.check_gpus, checks.check_gpu_health, checks.check_nvlink):
+        found = check(Expected(gpus=2))
+        assert found.level == "fail"
+        assert "nvidia-smi does not end within 0.3 s" in found.text
+
+
+def test_what_a_node_has_no_tool_for_is_not_here(tools):
+    for check in (checks.check_nics, checks.check_dcgm):
+        found = check(Expected(gpus=2))
+        assert (found.check, found.level, found.value) == (found.check, "not here", None)
+    tool(tools, "dmesg", "echo dmesg: read kernel buffer failed: Operation not permitted >&2")
+    assert checks.check_kernel(Expected()).level == "not here"
+    assert NodeReport(node="a", findings=(checks.check_kernel(Expected()),)).level == "ok"
+
+
+def test_a_job_without_gpus_does_not_look_at_any(tools):
+    tool(tools, "nvidia-smi", "exit 9")
+    assert checks.check_gpu_health(Expected()).level == "not here"
+
+
+def test_the_worst_comes_first_and_many_are_cut(tools):
+    lines = ["State: Initializing", "Physical state: LinkUp"]
+    text = "".join(f"CA 'mlx5_{n}'\nPort 1:\n" + "\n".join(lines) + "\n" for n in range(6))
+    tool(tools, "ibstat", f"cat <<'E'\n{text}E")
+    found = checks.check_nics(Expected())
+    assert found.level == "warn"
+    assert found.text.endswith("; and 2 more")
+
+
+def test_nodes_with_other_drivers_or_slower_ports_differ():
+    def node(name, driver, rates):
+        return NodeReport(
+            node=name,
+            findings=(
+                Finding(check="gpu-health", text=driver, value=driver),
+                Finding(check="nics", text=rates, value=rates),
+            ),
+        )
+
+    usual = [node(name, "driver 570", "400, 400 Gb/s") for name in "abc"]
+    other = node("d", "driver 550", "200, 400 Gb/s")
+    found = evaluate([*usual, other], Expected())
+    assert [each.level for each in found] == ["ok", "ok", "ok", "fail"]
+    assert [finding.level for finding in found[3].findings] == ["warn", "fail"]
 
 
 def test_storage_that_cannot_be_written_or_is_full_fails(tmp_path, monkeypatch):
