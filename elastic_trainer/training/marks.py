@@ -31,10 +31,20 @@ def mark_stage(stage: Decoder, mark: Mark, *, in_pipeline: bool, compiled: bool)
         compiled: its blocks are; a hook would break their graphs, so only the whole is marked.
     """
     after = Part.PIPELINE if in_pipeline else Part.FORWARD  # the loss comes next
-    stage.register_forward_pre_hook(lambda *_: mark(Part.FORWARD))
-    stage.register_forward_hook(lambda *_: mark(after))
     if compiled:
+        stage.register_forward_pre_hook(lambda *_: mark(Part.FORWARD))
+        stage.register_forward_hook(lambda *_: mark(after))
         return
+
+    def leaving(_stage: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
+        mark(after)
+        if not isinstance(stage.head, nn.Identity) and output.requires_grad:
+            # The loss's backward is done; the head's is short beside the reduction after it.
+            output.register_hook(lambda _grad: mark(Part.GATHER))
+
+    # Blocks mark their own way in: before the first one the embedding is gathered.
+    stage.register_forward_pre_hook(lambda *_: mark(Part.GATHER))
+    stage.register_forward_hook(leaving)
     for number, block in enumerate(stage.layers.values()):
         done = Part.PIPELINE if in_pipeline and number == 0 else Part.GATHER
         _mark_block(block, mark, done)
