@@ -15,6 +15,7 @@ from elastic_trainer.ladder import Ladder
 from elastic_trainer.models import ModelShape, raw_of, says, shape_of
 from elastic_trainer.typed import check_types, parse_json
 
+TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
 JOB_JSON_VERSION = 2
 """2: the ladder in ranges, and no defaults of how a job is operated. Version 1 is read too.
 
@@ -333,6 +334,8 @@ class TrainConfig:
     """Absolute working directory of `command`; where a plug-in of `model` is imported from."""
     fleet: str | None = None
     """Absolute folder of the fleet's ledger; None: beside the run directory."""
+    track: tuple[str, ...] | None = None
+    """Experiment trackers, of TRACKERS, that `holdfast track` writes the run's curves to."""
     code: CodeSection | None = None
     """None: nothing was frozen, as by `holdfast run`."""
     version: int = JOB_JSON_VERSION
@@ -377,6 +380,7 @@ class TrainConfig:
                 "elastic": ElasticSection(**raw["elastic"]),
                 "network": NetworkSection(**raw["network"]),
                 "command": tuple(words) if (words := raw.get("command")) else None,
+                "track": tuple(names) if (names := raw.get("track")) else None,
                 "numbers": NumbersSection(**raw.get("numbers", {})),
                 "validation": ValidationSection(**v) if (v := raw.get("validation")) else None,
                 "start_from": StartFrom(**start) if (start := raw.get("start_from")) else None,

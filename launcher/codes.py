@@ -312,6 +312,7 @@ CODES: Final[dict[str, Code]] = {
     "HF693": Code("The platform cannot do this to machines.", "Use what the message names."),
     "HF694": Code("There is no such runbook.", "See `holdfast runbook --list`."),
     "HF695": Code("The file of targets cannot be written.", "Name another by --targets."),
+    "HF699": Code("There is nothing to track.", "Set `track` in the job file, or use --to."),
     "HF698": Code("A job cannot be rehearsed here.", "See why its undisturbed run failed."),
     "HF697": Code("There is no usable webhook.", "Set HOLDFAST_WEBHOOK, or --url-file."),
     "HF696": Code("The metrics cannot be served there.", "Choose another --listen."),

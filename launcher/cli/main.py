@@ -47,6 +47,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "watch": ("launcher.cli.watch", "Show a run's screen while it trains."),
     "top": ("launcher.cli.top", "Show all runs of all users while they run."),
     "metrics": ("launcher.cli.metrics", "Serve the metrics of all runs to Prometheus."),
+    "track": ("launcher.cli.track", "Write the curves of runs to experiment trackers."),
     "notify": ("launcher.cli.notify", "Tell a webhook what happens to runs."),
     "cost": ("launcher.cli.cost", "Print what GPU-hours were spent on, by cause."),
     "checkpoint": ("launcher.cli.checkpoint", "List, verify, export and import checkpoints."),

@@ -70,6 +70,9 @@ class JobSpec(values.Section):
         alias="values",
         description="What {name} in the command becomes, as {lr: 3e-4}.",
     )
+    track: values.Trackers = Field(
+        (), description="Experiment trackers that `holdfast track` writes to: docs/metrics.md."
+    )
     slurm_section: Annotated[Any, values.PlatformSection("launcher.jobspec.slurm", "Slurm")] = (
         Field(None, alias="slurm", description="sbatch's options.")
     )

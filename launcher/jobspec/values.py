@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from elastic_trainer.command import split_command
+from elastic_trainer.config import TRACKERS
 from elastic_trainer.layout import AXES
 from elastic_trainer.models import FAMILIES
 from elastic_trainer.templates import NAMES, explain, unknown_names
@@ -169,6 +170,12 @@ def _cidr(value: str) -> str:
     return value
 
 
+def _tracker(value: str) -> str:
+    if value not in TRACKERS:
+        raise refuse("HF014", f"{describe(value)} is no tracker; there are {', '.join(TRACKERS)}")
+    return value
+
+
 def _family(value: str) -> str:
     if value not in FAMILIES:
         raise refuse("HF014", f"{describe(value)} is not one of its choices", *FAMILIES)
@@ -265,6 +272,8 @@ ValueText = Annotated[
 DpDegree = Annotated[Degree | Literal["auto"], BeforeValidator(_dp)]
 Order = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_order)]
 Schedule = Annotated[Literal["1f1b", "interleaved"], BeforeValidator(_schedule)]
+Tracker = Annotated[str, AfterValidator(_tracker), WithJsonSchema({"enum": list(TRACKERS)})]
+Trackers = Annotated[tuple[Tracker, ...], Field(strict=False)]
 Straggler = Annotated[Literal["off", "report", "swap"], BeforeValidator(_off)]
 Family = Annotated[str, AfterValidator(_family), WithJsonSchema({"enum": list(FAMILIES)})]
 Plain = Annotated[

@@ -59,6 +59,7 @@ def to_train_config(
         schedule=spec.layout.schedule,
         interleave=spec.layout.interleave,
         command=spec.command,
+        track=spec.track or None,
         fleet=None if spec.cluster.fleet is None else resolve(spec.cluster.fleet, base_dir),
         command_dir=resolve(spec.code.dir, base_dir) if spec.runs_own_code else None,
     )

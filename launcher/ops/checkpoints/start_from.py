@@ -148,7 +148,7 @@ KEYS: Final[Mapping[str, Key]] = {
 }
 """Key -> may it change. The longest key that fits counts."""
 
-_OWN_TO_A_RUN = ("run_id", "model_name", "version", "start_from", "fleet")
+_OWN_TO_A_RUN = ("run_id", "model_name", "version", "start_from", "fleet", "track")
 _SPEC_KEYS = {
     "ladder": "layout",
     "schedule": "layout",

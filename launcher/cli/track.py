@@ -1,0 +1,110 @@
+"""`holdfast track`: writes the curves of runs to experiment trackers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from elastic_trainer.config import TRACKERS
+from launcher.cli.common import EXIT_DONE, EXIT_INTERRUPTED, exit_with_problems, runs_option
+from launcher.errors import UserError
+
+if TYPE_CHECKING:
+    from launcher.ops.reports.tracking import TrackedRun
+
+EPILOG = """\b
+Examples:
+  holdfast track --runs /shared/runs
+  holdfast track runs/llama3-8b-20260101-120000
+  holdfast track RUN --to tensorboard --once
+"""
+_EVERY_S: Final = 5.0
+
+
+@click.command("track", epilog=EPILOG)
+@click.argument("run", required=False, metavar="[RUN]")
+@runs_option
+@click.option(
+    "--to",
+    "names",
+    type=click.Choice(TRACKERS),
+    multiple=True,
+    help="These trackers; repeatable.  [default: those of the job's `track`]",
+)
+@click.option("--once", is_flag=True, help="Write what there is, and end.")
+def track(*, run: str | None, runs: Path, names: tuple[str, ...], once: bool) -> int:
+    """Write loss, gradient norm, learning rate, speed and validation of runs to trackers.
+
+    With RUN until it has done its last step, else of all runs of a folder, until interrupted. A
+    run has one id in each tracker over all restarts, and each step is written once. Of several
+    processes one writes. Credentials are those of this process: MLFLOW_TRACKING_URI,
+    WANDB_API_KEY. Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
+    """
+    writer = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+    known: dict[Path, TrackedRun | None] = {}
+    try:
+        with ExitStack() as stack:
+            while True:
+                for path in _paths(run, runs):
+                    if path not in known:
+                        found = _open(path, names, writer, asked=run is not None)
+                        known[path] = found and stack.enter_context(closing(found))
+                left = [each for each in known.values() if each is not None and not each.is_over]
+                for each in left:
+                    each.poll(at_once=once)
+                if once or (run is not None and all(each.is_over for each in left)):
+                    return EXIT_DONE
+                threading.Event().wait(_EVERY_S)
+    except UserError as error:
+        return exit_with_problems(error, as_json=False)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _paths(run: str | None, runs: Path) -> list[Path]:
+    from launcher.ops.runs import find_run, find_users_runs
+
+    if run is not None:
+        return [find_run(run, runs).path]
+    found, _ = find_users_runs(runs)
+    return [each.path for each in found]
+
+
+def _open(path: Path, names: tuple[str, ...], writer: str, *, asked: bool) -> TrackedRun | None:
+    """Return a run to follow; None: its job names no trackers, or it is not ours to write to.
+
+    Raises:
+        UserError: HF613 it cannot be read; HF699 it was asked for and names no trackers.
+    """
+    from launcher.ops.reports.tracking import TrackedRun
+    from launcher.ops.run_dir import load
+
+    try:
+        config = load(path)
+    except UserError:
+        if asked:
+            raise
+        return None
+    wanted = names or config.track or ()
+    if not wanted and asked:
+        raise UserError(
+            "HF699", f"{path}: its job has no `track`; name trackers by --to {'|'.join(TRACKERS)}"
+        )
+    if not wanted or not os.access(path, os.W_OK):
+        return None
+    return TrackedRun(
+        path,
+        run_id=config.run_id,
+        trackers=wanted,
+        writer=writer,
+        wall=time.time,
+        say=lambda text: click.echo(text, err=True),
+    )
