@@ -68,9 +68,16 @@ def servers(folder):
     }
 
 
+def runs(pid):
+    """Whether a process runs; one that has ended may wait for its parent, if that is ours."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def gone(pids):
     deadline = time.monotonic() + 30
-    while any(psutil.pid_exists(pid) for pid in pids):
+    while any(runs(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
 
