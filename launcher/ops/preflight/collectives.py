@@ -132,10 +132,12 @@ def serve_here(folder: str, node: str, backend: str, address: str | None) -> Non
 
 def findings(verdicts: Verdicts, nodes: Iterable[str]) -> dict[str, Finding]:
     """Return each node's finding. Pure."""
-    return {node: _finding(verdicts, node) for node in nodes}
+    every = list(nodes)
+    alone = "; two nodes cannot tell whether both are slow" if len(every) == 2 else ""
+    return {node: _finding(verdicts, node, alone) for node in every}
 
 
-def _finding(verdicts: Verdicts, node: str) -> Finding:
+def _finding(verdicts: Verdicts, node: str, alone: str) -> Finding:
     if node in verdicts.broken:
         text = (
             "does not end a collective with any node; take it out, look at NIC, GPUs and firewall"
@@ -148,7 +150,7 @@ def _finding(verdicts: Verdicts, node: str) -> Finding:
         others = ", ".join(sorted(verdicts.suspects))
         text = f"one of these is at fault: {others}; check them together with more nodes"
         return Finding(check=CHECK, level="warn", text=text)
-    return Finding(check=CHECK, text="works with other nodes")
+    return Finding(check=CHECK, text=f"works with other nodes{alone}")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

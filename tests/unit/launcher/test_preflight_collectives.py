@@ -152,3 +152,6 @@ def test_findings_name_what_to_look_at():
     found = findings(verdicts, "abcde")
     assert [found[n].level for n in "abcde"] == ["fail", "fail", "warn", "warn", "ok"]
     assert "c, d" in found["c"].text
+    healthy = Verdicts(broken=frozenset(), slow=frozenset(), suspects=frozenset())
+    assert "both are slow" in findings(healthy, "ab")["a"].text
+    assert "both are slow" not in findings(healthy, "abc")["a"].text
