@@ -168,6 +168,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> Stack:
         dtensor="fsdp2" in sharding,
         mlp_values=4 if gated else 2,
         fragmentation=wasted.new,
+        loss_rows=0,
     )
     zero = int(found[1]) if (found := re.search(r"zero(\d)", sharding)) else 0
     if "liger" in note and "no liger" not in note:

@@ -79,8 +79,8 @@ class Stack:
     """Megatron keeps a branch's input split, and gathers it once more in backward."""
     dtensor: bool = True
     """Tensor parallelism by DTensor: the gradient of an embedding whose vocabulary is split over tp
-    is whole on every rank until it is reduced, and its parallel loss has one more copy of the
-    logits in fp32 (4 bytes each)."""
+    is whole on every rank until it is reduced, and unless `loss_rows` says otherwise its parallel
+    loss has one more copy of the logits in fp32 (4 bytes each)."""
     attention_copies: int = 2
     """Of attention's output: as flash leaves it, and with its heads side by side."""
     mlp_values: int = 4
@@ -96,6 +96,9 @@ class Stack:
     input (Holdfast), every other one (torchtitan), all but attention's scores (Megatron)."""
     logit_bytes: float = 14
     """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
+    loss_rows: int = 1024
+    """Rows of logits that the loss has in fp32 at once (parallel/tensor.py's LOSS_ROWS), beside all
+    logits and their gradients in the forward's type; 0: all of them, and `logit_bytes` counts."""
     chunked_loss: bool = False
     """Logits are made and used up a part at a time."""
     whole_logits: bool = False
@@ -297,6 +300,8 @@ class _Rank:
         if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
             larger = head + 4 * self.table + self.value * self.layer
             kept_logits = self.value * self.tokens * self.work.shape.vocab_size / self.layout.tp
+            if self.stack.loss_rows:  # the trainer keeps none
+                kept_logits = 0.0
             yield _Moment(activations, kept_logits, larger, before)
         if self.first:
             others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept
@@ -330,6 +335,9 @@ class _Rank:
         """Return the bytes of logits, loss and their gradients."""
         tp = self.layout.tp
         count = self.tokens * self.work.shape.vocab_size / (1 if self.stack.whole_logits else tp)
+        if self.stack.loss_rows:
+            at_once = min(1.0, self.stack.loss_rows / self.tokens)
+            return count * (2 * self.value + 4 * at_once)
         more = 4 if self.stack.dtensor and tp > 1 else 0
         return count * (self.stack.logit_bytes - 2 + self.value + more)
 

@@ -16,7 +16,7 @@ from elastic_trainer.parallel.apply import parallelize
 from elastic_trainer.parallel.context import zigzag_positions
 from elastic_trainer.parallel.mesh import build_meshes
 from elastic_trainer.parallel.pipeline import Pipeline, cut_stages
-from elastic_trainer.parallel.tensor import loss_scope, token_loss_sum
+from elastic_trainer.parallel.tensor import token_loss_sum
 from elastic_trainer.stages import split_layers, stages_of_rank
 from elastic_trainer.training.feed import MicroBatch
 from elastic_trainer.training.marks import Mark, mark_compiling, mark_stage
@@ -120,26 +120,27 @@ class Engine:
 
     def _run(self, micro_batches: Iterable[MicroBatch], *, backward: bool) -> Tensor:
         self._loss_sum.zero_()
-        with loss_scope(self.meshes.tp):
-            if self._pipeline is None:
-                for number, batch in enumerate(micro_batches, 1):
-                    if backward:
-                        self._sum_over_replicas(number)
-                    logits = self.model(batch.inputs, self._rope, batch.documents)
-                    loss = self._loss(logits, batch.targets)
-                    if backward:
-                        loss.backward()
-            elif self._pipeline.is_first or self._pipeline.is_last or self._config.data.packed:
-                batches = list(micro_batches)
-                documents = [b.documents for b in batches if b.documents is not None]
-                self._pipeline.run(
-                    torch.cat([batch.inputs for batch in batches]),
-                    torch.cat([batch.targets for batch in batches]),
-                    torch.cat(documents) if documents else None,
-                    backward=backward,
+        if self._pipeline is None:
+            for number, batch in enumerate(micro_batches, 1):
+                if backward:
+                    self._sum_over_replicas(number)
+                # No name keeps the logits: their memory is free once the loss's backward has run.
+                loss = self._loss(
+                    self.model(batch.inputs, self._rope, batch.documents), batch.targets
                 )
-            else:
-                self._pipeline.run(None, None, None, backward=backward)
+                if backward:
+                    loss.backward()
+        elif self._pipeline.is_first or self._pipeline.is_last or self._config.data.packed:
+            batches = list(micro_batches)
+            documents = [b.documents for b in batches if b.documents is not None]
+            self._pipeline.run(
+                torch.cat([batch.inputs for batch in batches]),
+                torch.cat([batch.targets for batch in batches]),
+                torch.cat(documents) if documents else None,
+                backward=backward,
+            )
+        else:
+            self._pipeline.run(None, None, None, backward=backward)
         return self._loss_sum.clone()
 
     def _sum_over_replicas(self, number: int) -> None:

@@ -199,7 +199,7 @@ def test_a_distributed_optimizer_as_megatron_was_measured(tp, dp, gib):
     """Four layers of 405B on B200, max_allocated: SimuMax, b200_release_v1.2_summary.md."""
     megatron = Stack(
         zero=1, weights=2, gradients=4, optimizer=12, gathers_again=True, dtensor=False,
-        attention_copies=1, balanced=False, selective="attention", logit_bytes=6,
+        attention_copies=1, balanced=False, selective="attention", logit_bytes=6, loss_rows=0,
     )  # fmt: skip
     shape = ModelShape(
         num_layers=4, dim=16384, num_heads=128, num_kv_heads=16, ffn_dim=53248, vocab_size=128256
