@@ -169,6 +169,7 @@ def stack_of(row: Row, wasted: Wasted = SHIPPED) -> Stack:
         mlp_values=4 if gated else 2,
         fragmentation=wasted.new,
         loss_rows=0,
+        scattered=2 if recompute_of(row) == "selective" else 0,  # torchtitan's list
     )
     zero = int(found[1]) if (found := re.search(r"zero(\d)", sharding)) else 0
     if "liger" in note and "no liger" not in note:

@@ -1,13 +1,13 @@
 """The memory formulas beside what torch's MemTracker counts of our trainer, on no GPU at all.
 
-    python benchmarks/memory_tracked.py [--out FILE]
+    python benchmarks/memory_tracked.py [--whole] [--out FILE]
 
-Prints the table of docs/memory.md; takes some minutes. Fake tensors under a fake process group: any
-rank of any layout, on any processor. What a GPU does otherwise than a processor is put in its
-place: flash attention and the fused RMSNorm, whose shapes torch knows without a GPU. Tokens that do
-not exist choose no expert, so each gets as many. The bytes of the second step count, since the
-first has no optimizer state. Not counted are CUDA's context, the buffers of NCCL and cuBLAS,
-fragmentation, and memory that streams give back late.
+Prints the tables of docs/memory.md; takes some minutes, `--whole` half an hour. Fake tensors under
+a fake process group: any rank of any layout, on any processor. What a GPU does otherwise than a
+processor is put in its place: flash attention and the fused RMSNorm, whose shapes torch knows
+without a GPU. Tokens that do not exist choose no expert, so each gets as many. The bytes of the
+second step count, since the first has no optimizer state. Not counted are CUDA's context, the
+buffers of NCCL and cuBLAS, fragmentation, and memory that streams give back late.
 """
 
 from __future__ import annotations
@@ -76,11 +76,17 @@ class Case:
     recompute: str = "full"
     precision: str = "bf16"
     interleave: int = 1
+    no_sync: bool = False
 
     def config(self) -> TrainConfig:
         """Return the job.json of a job that has this layout on all nodes."""
         layout = ParallelLayout.parse(self.layout)
-        rung = Rung(num_nodes=1, layout=layout, micro_batches=self.micro_batches)
+        rung = Rung(
+            num_nodes=1,
+            layout=layout,
+            micro_batches=self.micro_batches,
+            no_sync=self.no_sync,
+        )
         return TrainConfig(
             name="memory",
             run_id="memory",
@@ -112,6 +118,7 @@ class Case:
             precision=self.precision,
             recompute=self.recompute,
             interleave=self.interleave,
+            no_sync=self.no_sync,
         )
         layout = ParallelLayout.parse(self.layout)
         return rank_bytes(work, layout, self.micro_batches, self.pp_rank).counted
@@ -120,6 +127,7 @@ class Case:
         """Return what the table says of it."""
         where = f"{self.pp_rank + 1} of {ParallelLayout.parse(self.layout).pp}"
         more = [f"interleave {self.interleave}"] if self.interleave > 1 else []
+        more += ["no_sync"] if self.no_sync else []
         more += [self.precision] if self.precision != "bf16" else []
         return [
             f"{self.model}, {self.layers} layers",
@@ -135,6 +143,7 @@ class Case:
 HEAD = ["model", "layout", "stage", "tokens", "micro-batches", "recompute", "predicted GiB"]
 LEVELS = ("none", "selective", "full")
 SHARDED = Case(model="llama3-8b", layers=4, layout="dp64-pp1-cp1-tp1")
+SPLIT = replace(SHARDED, model="llama3-70b", layout="dp8-pp1-cp1-tp8", recompute="selective")
 TWO_STAGES = Case(model="llama3-70b", layers=8, layout="dp8-pp2-cp1-tp8", micro_batches=4)
 FOUR_STAGES = Case(
     model="llama3-405b", layers=8, layout="dp2-pp4-cp4-tp8", seq_len=32768, micro_batches=4
@@ -142,6 +151,8 @@ FOUR_STAGES = Case(
 CASES = (
     *(replace(SHARDED, recompute=level) for level in LEVELS),
     replace(SHARDED, micro_batches=3),
+    replace(SHARDED, micro_batches=3, no_sync=True),
+    replace(SHARDED, micro_batches=3, no_sync=True, recompute="none"),
     replace(SHARDED, micro_batch=2, recompute="selective", layers=8),
     replace(SHARDED, precision="fp32", recompute="none"),
     replace(SHARDED, layout="dp16-pp1-cp4-tp1", recompute="none"),
@@ -149,7 +160,8 @@ CASES = (
     replace(SHARDED, seq_len=1024),
     replace(SHARDED, model="qwen3-8b", recompute="none"),
     replace(SHARDED, model="mistral-7b", recompute="selective"),
-    replace(SHARDED, model="llama3-70b", layout="dp8-pp1-cp1-tp8", recompute="selective"),
+    SPLIT,
+    replace(SPLIT, micro_batches=3, no_sync=True),
     *(
         Case(model="mixtral-8x7b", layers=4, layout=layout, recompute=level)
         for layout, level in (
@@ -167,6 +179,26 @@ CASES = (
     ),
 )
 """Of the models' layers a few: the bytes of a stage grow by the layer."""
+WHOLE = tuple(
+    replace(case, recompute=level, pp_rank=rank)
+    for case, ranks in (
+        (replace(SHARDED, layers=32), (0,)),
+        (replace(TWO_STAGES, layers=80, layout="dp8-pp4-cp1-tp8"), (0, 1, 3)),
+        (
+            Case(
+                model="llama3-405b",
+                layers=126,
+                layout="dp8-pp16-cp16-tp8",
+                seq_len=131072,
+                micro_batches=16,
+            ),
+            (0, 7, 15),
+        ),
+    )
+    for level in LEVELS
+    for rank in ranks
+)
+"""All layers; the first, a middle and the last stage."""
 
 
 def tracked_bytes(case: Case) -> dict[str, int]:
@@ -292,11 +324,12 @@ def _without_real_tensors() -> None:
 
 
 @click.command(help=__doc__.split("\n")[0])
+@click.option("--whole", is_flag=True, help="Models with all of their layers.")
 @OUT
-def main(out: Path | None) -> None:
+def main(out: Path | None, *, whole: bool) -> None:
     """Track every case and print."""
     rows = []
-    for case in CASES:
+    for case in WHOLE if whole else CASES:
         counted = tracked_bytes(case)["Total"]
         error = case.predicted_bytes() / counted - 1
         rows.append([*case.row(), f"{counted / GIB:.2f}", f"{error:+.1%}"])

@@ -54,6 +54,13 @@ class TrainSection:
     )
     recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
     compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
+    no_sync: bool | None = field(
+        default=None,
+        metadata=says(
+            "Reduce gradients after the last micro-batch of a step only, which needs whole fp32 "
+            "gradients on every GPU; null: on rungs whose predicted memory leaves 10 % free."
+        ),
+    )
     deterministic: bool = field(
         default=False,
         metadata=says("On GPUs, only algorithms that do the same bit for bit (some are slower)."),

@@ -26,6 +26,8 @@ class Rung:
     """Predicted; None until the planner predicts it."""
     memory_gib: float | None = None
     """Predicted bytes of the fullest rank in GiB; None of a GPU or model that is not known."""
+    no_sync: bool = False
+    """Gradients are reduced after the last micro-batch only (pipelines always do)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types: HOLDFAST_RUNG of a worker."""
@@ -152,6 +154,8 @@ def _range_to_dict(rungs: list[Rung], last_gib: float | None) -> dict[str, Any]:
     }
     if first.tokens_per_s is not None:
         entry["tokens_per_s"] = first.tokens_per_s
+    if first.no_sync:
+        entry["no_sync"] = True
     memory = [rung.memory_gib for rung in rungs]
     if set(memory) != {last_gib}:
         entry["memory_gib"] = memory[0] if len(set(memory)) == 1 else memory

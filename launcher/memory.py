@@ -59,6 +59,8 @@ class Work:
     """Stages per pipeline rank."""
     masked: bool = False
     """Packed documents: attention takes a mask."""
+    no_sync: bool = False
+    """Gradients are reduced after the last micro-batch only, which pipelines always do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ class Stack:
     input (Holdfast), every other one (torchtitan), all but attention's scores (Megatron)."""
     logit_bytes: float = 14
     """Per logit at the loss, in bf16: the logit, log-softmax, and two gradients in fp32."""
+    scattered: int = 1
+    """Under recomputation, of how many of a layer's two branches tp's reduced output is kept."""
     loss_rows: int = 1024
     """Rows of logits that the loss has in fp32 at once (parallel/tensor.py's LOSS_ROWS), beside all
     logits and their gradients in the forward's type; 0: all of them, and `logit_bytes` counts."""
@@ -217,6 +221,7 @@ class _Rank:
         self.value = 2 if work.precision == "bf16" else 4
         """Bytes of a value in the forward."""
         self.tokens = work.micro_batch * work.seq_len // layout.cp
+        self.num_logits = self.tokens * shape.vocab_size / (1 if stack.whole_logits else tp)
         self.heads = shape.num_heads / tp
         self.q = shape.num_heads * shape.head_size / tp
         self.kv = shape.num_kv_heads * shape.head_size / tp
@@ -225,8 +230,8 @@ class _Rank:
         self.mixture, self.chosen = shape.num_experts > 1, shape.experts_per_token
         self.part = shape.dim / (tp if stack.sequence_parallel else 1)
         """Width of what is split along the sequence instead, as if it were split here."""
-        self.reduced = 2 * self.part if tp > 1 else 0.0
-        """Width of what reduce-scatters of a layer's two branches leave; selective keeps them."""
+        self.reduced = stack.scattered * self.part if tp > 1 else 0.0
+        """Width of what the reduce-scatters leave that are not done again."""
         ends = end_weight(shape) if stack.balanced else 0.0
         layers = _layers_of_stages(shape.num_layers, layout.pp * work.interleave, ends)
         mine = stages_of_rank(pp_rank, layout.pp, work.interleave)
@@ -236,6 +241,8 @@ class _Rank:
         outside = whole * (1 if shape.tie_embeddings else 2) + shape.dim
         layer = (shape.num_params() - outside) / shape.num_layers / tp
         matrices = 3 * shape.num_experts / layout.ep
+        self.matrix = self.value * self.ffn * self.width
+        """Bytes of the gradient of one matrix of the feed-forward."""
         self.experts = matrices * self.ffn * self.width
         """Parameters of a layer's feed-forward, or of those of its experts that are kept here."""
         self.layer = layer - self.experts * (layout.ep - 1)
@@ -270,43 +277,40 @@ class _Rank:
         kept = self.kept(self.work.recompute)
         stages = list(zip(self.layers, self.in_flight, strict=True))
         activations = sum(layers * flying * kept for layers, flying in stages)
-        if self.last:  # the last norm's input and output
-            branch = self.part if self.stack.gathers_again else self.width
-            activations += self.value * self.tokens * (self.part + branch)
         before, summed = self.gradients()
         # With a pipeline all is whole from the first forward to the end. Else the head is from its
         # forward to its backward; a tied one is to the end, and so is its gradient.
         alone = self.fsdp and not self.pipeline
         head = self.value * self.table if alone else 0.0
         tied = 2 * head if self.work.shape.tie_embeddings else 0.0
-        # FSDP alone has this layer and the next one whole, and flat fp32 gradients of the one
-        # before it, of which the last layer's is the head.
-        # Two of the feed-forward's three matrices have gradients when most is computed again.
+        # FSDP alone has this layer and the next one whole, and the flat fp32 gradients that were
+        # reduced last: the head's, then those of the layer above.
         two = 2 * self.value * self.layer if alone else 0.0
-        flat = 4 * max(self.layer, self.table) if alone else 0.0
+        flat = 4 * self.layer if alone else 0.0
+        head_flat = 4 * self.table if alone and not tied else 0.0
         layer = tied + two
-        gradients = 2 * self.value * self.ffn * self.width
+        computing = self.computing()
         if self.mixture:
             # Its flat gradients are large: where they are there, a layer's activations are gone.
             # The gradients of all experts are whole at once.
-            larger = layer + gradients + max(0.0, flat - kept)
-            yield _Moment(activations + self.computing(), 0.0, larger, before)
+            larger = layer + 2 * self.matrix + max(0.0, max(flat, head_flat) - kept)
+            yield _Moment(activations + computing, 0.0, larger, before)
             most = activations - 2 * kept + self.last_expert()
-            yield _Moment(most, 0.0, layer + flat + self.value * self.experts, before)
+            gradients = max(flat, head_flat) + self.value * self.experts
+            yield _Moment(most, 0.0, layer + gradients, before)
         else:
-            yield _Moment(activations + self.computing(), 0.0, layer + flat + gradients, before)
-        if self.last and not self.stack.chunked_loss:
-            yield _Moment(activations, self.logits(), head, before)
-        if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
-            larger = head + 4 * self.table + self.value * self.layer
-            kept_logits = self.value * self.tokens * self.work.shape.vocab_size / self.layout.tp
-            if self.stack.loss_rows:  # the trainer keeps none
-                kept_logits = 0.0
-            yield _Moment(activations, kept_logits, larger, before)
+            yield _Moment(activations + computing, 0.0, layer + head_flat, before)
+            if sum(self.layers) > 1:
+                yield _Moment(activations - kept + computing, 0.0, layer + flat, before)
+        if self.last:
+            yield from self.ends(activations, head, tied, before)
         if self.first:
             others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept
             others += self.value * self.tokens * self.part
-            whole = self.value * self.table * (self.layout.tp if self.stack.dtensor else 1)
+            split = self.stack.dtensor and self.layout.tp > 1
+            whole = self.value * self.table * (self.layout.tp if split else 1)
+            if not self.work.no_sync:  # of DTensor's whole gradient a rank copies its part out
+                whole += flat + (self.value * self.table if split else 0.0)
             yield _Moment(others, 0.0, tied + whole, summed)
         if self.fsdp:  # from a flat fp32 buffer
             table = min(self.table, self.tables)
@@ -316,13 +320,35 @@ class _Rank:
         shards = self.shards if self.stack.zero >= 1 else 1
         yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 
+    def ends(
+        self, activations: float, head: float, tied: float, before: float
+    ) -> Iterator[_Moment]:
+        """Yield the moments of the loss, of the head's backward, and of its gradient's reduction.
+
+        A pipeline's schedule keeps the logits until their backward is over.
+        """
+        alone = self.fsdp and not self.pipeline
+        one, logits = self.value * self.tokens, self.value * self.num_logits
+        branch = self.part if self.stack.gathers_again else self.width
+        activations += one * (self.part + branch)  # the last norm's input and output
+        if not self.stack.chunked_loss:
+            yield _Moment(activations, self.logits(), head, before)
+            backward = head + self.value * self.table + one * self.width
+            coming = self.value * self.layer if alone else 0.0
+            held = logits if alone else 2 * logits
+            yield _Moment(activations, held, backward + coming, before)
+        if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
+            larger = head + 4 * self.table + self.value * self.layer
+            # The trainer keeps no logits, other stacks do.
+            yield _Moment(activations, 0.0 if self.stack.loss_rows else logits, larger, before)
+
     def gradients(self) -> tuple[float, float]:
         """Return the gradients held at the first backward that is as full as any, and at the end.
 
-        With a pipeline FSDP adds them up whole, in fp32, and reduces them after the last
-        micro-batch; without one each micro-batch's are reduced at once.
+        With a pipeline, or `no_sync`, FSDP adds them up whole, in fp32, and reduces them after the
+        last micro-batch; else each micro-batch's are reduced at once.
         """
-        if self.fsdp and self.pipeline:
+        if self.fsdp and (self.pipeline or self.work.no_sync):
             whole = self.layout.tp - 1 if self.first and self.stack.dtensor else 0
             summed = 4 * (self.whole + self.table * whole)
         else:
@@ -333,30 +359,38 @@ class _Rank:
 
     def logits(self) -> float:
         """Return the bytes of logits, loss and their gradients."""
-        tp = self.layout.tp
-        count = self.tokens * self.work.shape.vocab_size / (1 if self.stack.whole_logits else tp)
+        count = self.num_logits
         if self.stack.loss_rows:
             at_once = min(1.0, self.stack.loss_rows / self.tokens)
             return count * (2 * self.value + 4 * at_once)
-        more = 4 if self.stack.dtensor and tp > 1 else 0
+        more = 4 if self.stack.dtensor and self.layout.tp > 1 else 0
         return count * (self.stack.logit_bytes - 2 + self.value + more)
 
     def computing(self) -> float:
         """Return what the backward of one layer computes again, and its widest gradients.
 
-        Three of width F and one of width D at once: those of the product, of silu and of its
-        factor, and of the branch's output. Of a mixture those of each expert's output, which are
-        weighted in fp32; then expert follows expert.
+        Beside the gradient of the layer's output, the most of three moments of the feed-forward:
+        the gradients of its last matrix and of the product, whose rows tp has gathered; those of
+        both halves and the product, which is gone itself; those of all its matrices and, twice, of
+        its input, when all of width F but one gradient is gone. Of a mixture those of each
+        expert's output, which are weighted in fp32; then expert follows expert.
         """
-        one = self.value * self.tokens
-        gradients = one * (3 * self.ffn + self.width)
+        one, matrix = self.value * self.tokens, self.matrix
+        gradients: float
         if self.mixture:
             gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
+        else:
+            wide = one * self.ffn
+            split = one * self.width if self.part < self.width else 0.0
+            last = split + wide + matrix
+            halves = 2 * wide + matrix
+            first = 3 * matrix + 2 * one * self.width - (self.stack.mlp_values - 1) * wide
+            gradients = one * self.part + max(last, halves, first)
         recompute = self.work.recompute
         if recompute == "none":
             return gradients
         shared = self.kept(recompute)
-        if recompute == "selective" and self.stack.selective != "attention":
+        if recompute == "full" or self.stack.selective != "attention":
             shared -= one * self.reduced  # no one's input
         return gradients + max(0.0, self.kept("none") - shared)
 
@@ -379,7 +413,7 @@ class _Rank:
         """
         stack, one = self.stack, self.value * self.tokens
         if recompute == "full":
-            return one * self.part
+            return one * (self.part + self.reduced)
         log_sums = 4 * self.tokens * self.heads
         if recompute == "selective" and stack.selective != "attention":
             products = self.q + self.chosen * self.ffn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -26,15 +27,14 @@ from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-_SAVED_OPS = {
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001
+_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # noqa: SLF001
+_ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
     torch.ops.aten._flash_attention_forward.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
 }
-"""Kept under selective recompute, with every second matmul: what is expensive to compute again."""
 
 
 def parallelize(
@@ -58,7 +58,8 @@ def parallelize(
         if meshes.cp is not None:
             _gather_keys(block, meshes.cp)
         if recompute != "none":
-            block = _recomputed(block, recompute)  # noqa: PLW2901
+            split = meshes.tp is not None
+            block = _recomputed(block, recompute, scattered=split)  # noqa: PLW2901
             stage.layers[name] = block
         if compile_blocks:
             block.compile(fullgraph=True)
@@ -123,30 +124,42 @@ def _shard(stage: Decoder, meshes: Meshes, precision: str) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _recomputed(block: nn.Module, recompute: str) -> nn.Module:
-    if recompute == "full":
+def _recomputed(block: nn.Module, recompute: str, *, scattered: bool) -> nn.Module:
+    """Return `block` with its activations computed again; `scattered`: by tp."""
+    if recompute == "full" and not scattered:
         return checkpoint_wrapper(block, preserve_rng_state=False)
 
-    return checkpoint_wrapper(block, context_fn=_keep_some, preserve_rng_state=False)
+    contexts = partial(_keep_some, products=recompute == "selective")
+    return checkpoint_wrapper(block, context_fn=contexts, preserve_rng_state=False)
 
 
-def _keep_some() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _keep_some(
+    *, products: bool
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of one forward of a block and of its recomputation.
 
-    Kept are `_SAVED_OPS` and, as torchtitan does (distributed/activation_checkpoint.py), every
-    second matmul, but none that is narrower than its input: the feed-forward's last product is read
-    by no backward. Of Llama's block that leaves queries and one half of SwiGLU.
+    Kept is every second reduce-scatter: the one of a block's first branch would be repeated, what
+    the second one leaves is read by no backward. With `products` also `_ATTENTION` and, as
+    torchtitan does (distributed/activation_checkpoint.py), every second matmul, but none that is
+    narrower than its input: the feed-forward's last product is read by no backward either. Of
+    Llama's block that leaves queries and one half of SwiGLU.
     """
-    num_products = {False: 0, True: 0}
+    counts: Counter[tuple[str, bool]] = Counter()
+
+    def is_odd(kind: str, ctx: SelectiveCheckpointContext) -> bool:
+        counts[kind, ctx.is_recompute] += 1
+        return counts[kind, ctx.is_recompute] % 2 == 1
 
     def policy(
         ctx: SelectiveCheckpointContext, op: object, *args: Tensor, **_kwargs: object
     ) -> CheckpointPolicy:
-        kept = op in _SAVED_OPS
-        if op in _PRODUCTS:
-            num_products[ctx.is_recompute] += 1
+        if op is _SCATTER:
+            kept = is_odd("scatter", ctx)
+        elif op in _PRODUCTS:
             num_inputs, num_outputs = args[-1].shape
-            kept = num_products[ctx.is_recompute] % 2 == 1 and num_outputs >= num_inputs
+            kept = is_odd("product", ctx) and products and num_outputs >= num_inputs
+        else:
+            kept = products and op in _ATTENTION
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]

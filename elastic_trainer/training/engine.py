@@ -123,7 +123,7 @@ class Engine:
         if self._pipeline is None:
             for number, batch in enumerate(micro_batches, 1):
                 if backward:
-                    self._sum_over_replicas(number)
+                    self._reduce_after(number)
                 # No name keeps the logits: their memory is free once the loss's backward has run.
                 loss = self._loss(
                     self.model(batch.inputs, self._rope, batch.documents), batch.targets
@@ -143,14 +143,18 @@ class Engine:
             self._pipeline.run(None, None, None, backward=backward)
         return self._loss_sum.clone()
 
-    def _sum_over_replicas(self, number: int) -> None:
-        """Have HSDP all-reduce after the last of a step's micro-batches only; `number` from 1.
+    def _reduce_after(self, number: int) -> None:
+        """Have gradients reduced after the last of a step's micro-batches only; `number` from 1.
 
-        Until then FSDP adds up what this rank has of its replica's gradient: as many bytes.
+        With `no_sync` FSDP adds them up whole until then. Else HSDP all-reduces only then, and FSDP
+        adds up what this rank has of its replica's gradient: as many bytes.
         """
         last = self._rung.micro_batches
-        if self._rung.layout.dp_replicate > 1 and number in (1, last):
-            assert isinstance(self.model, FSDPModule)
+        if number not in (1, last) or not isinstance(self.model, FSDPModule):
+            return
+        if self._rung.no_sync:
+            self.model.set_requires_gradient_sync(number == last)
+        elif self._rung.layout.dp_replicate > 1:
             self.model.set_requires_all_reduce(number == last)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:

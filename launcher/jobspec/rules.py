@@ -46,6 +46,8 @@ class Facts:
     recompute: str = "none"
     packed: bool = False
     """Samples are packed documents."""
+    no_sync: bool | None = None
+    """As the job file says; None: where memory allows."""
     memory_gib: float | None = None
     """Of a GPU. None: nothing is said of what fits, for the GPU is not known, or the model is the
     job's own and may keep anything."""
@@ -60,8 +62,23 @@ class Facts:
         """Micro-batches of one step over all dp ranks."""
         return max(1, self.global_batch // self.micro_batch)
 
+    def skips_sync(self, layout: ParallelLayout) -> bool:
+        """Return whether a rung with this legal layout reduces gradients once a step.
+
+        Where the job file leaves it open: where the GPU's memory is known and a tenth stays free.
+        """
+        rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
+        if layout.pp > 1 or layout.dp * layout.cp == 1 or rounds == 1:
+            return False  # pipelines do by themselves; else there is nothing to leave out
+        if self.no_sync is not None or self.memory_gib is None:
+            return self.no_sync is True
+        return self._bytes(layout, no_sync=True).total <= 0.9 * self.memory_gib * GIB
+
     def rank_bytes(self, layout: ParallelLayout) -> RankBytes:
         """Return the bytes of the fullest rank of a legal layout."""
+        return self._bytes(layout, no_sync=self.skips_sync(layout))
+
+    def _bytes(self, layout: ParallelLayout, *, no_sync: bool) -> RankBytes:
         work = Work(
             shape=self.shape,
             seq_len=self.seq_len,
@@ -70,6 +87,7 @@ class Facts:
             recompute=self.recompute,
             interleave=self.interleave,
             masked=self.packed,
+            no_sync=no_sync,
         )
         rounds = micro_batches_per_rank(self.num_micro_batches, layout.dp)
         return fullest_rank(work, layout, rounds)

@@ -173,6 +173,7 @@ class Train(Section):
     precision: Literal["bf16", "fp32"] = _train("precision")
     recompute: Literal["none", "selective", "full"] = _train("recompute")
     compile: bool = _train("compile")
+    no_sync: bool | None = _train("no_sync")
     deterministic: bool = _train("deterministic")
     optimizer: Annotated[OptimizerConfig, Becomes(Optimizer)] = optional_section("AdamW.")
 

@@ -196,6 +196,7 @@ class JobSpec(values.Section):
             precision=self.train.precision,
             recompute=self.train.recompute,
             packed=self.data.packed,
+            no_sync=self.train.no_sync,
             memory_gib=None if self.runs_own_code else device_memory_gib(self.cluster.gpu),
         )
 

@@ -81,6 +81,7 @@ def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
             layout=layout,
             micro_batches=num_rounds(facts, layout),
             memory_gib=memory,
+            no_sync=facts.skips_sync(layout),
         )
 
 

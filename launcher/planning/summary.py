@@ -75,8 +75,11 @@ def _gpu_lines(spec: JobSpec, rung: Rung) -> list[str]:
     if memory is None:
         return []
     found = spec.facts.rank_bytes(rung.layout)
+    once = {"gradients": " (no_sync)"} if rung.no_sync else {}
     items = ", ".join(
-        f"{name} {size / GIB:.1f}" for name, size in found.items().items() if size >= GIB / 20
+        f"{name} {size / GIB:.1f}{once.get(name, '')}"
+        for name, size in found.items().items()
+        if size >= GIB / 20
     )
     return [f"gpu      {found.total / GIB:.1f} of {memory:.1f} GiB: {items}"]
 
@@ -157,6 +160,7 @@ def rung_dict(rung: Rung) -> dict[str, Any]:
         "text": str(rung.layout),
         "micro_batches": rung.micro_batches,
         "memory_gib": rung.memory_gib,
+        "no_sync": rung.no_sync,
     }
 
 

@@ -49,6 +49,7 @@ class Case:
     interleave: int = 1
     micro_batch: int = 1
     precision: str = "fp32"
+    no_sync: bool = False
 
     def __str__(self) -> str:
         return str(self.layout) + (f"-x{self.interleave}" if self.interleave > 1 else "")
@@ -100,6 +101,17 @@ def rounded() -> Iterator[Case]:
     yield Case(ParallelLayout(dp=MAX_WORLD), precision="bf16")
 
 
+def reduced_once() -> Iterator[Case]:
+    """Yield layouts whose gradients are reduced after a step's last micro-batch only."""
+    for degrees in (
+        *({"dp": dp} for dp in (2, 3, 8)),
+        {"dp": 4, "dp_replicate": 2},
+        *({"dp": 2, axis: 2} for axis in ("tp", "cp")),
+    ):
+        yield Case(ParallelLayout(**degrees), micro_batch=1, no_sync=True)
+    yield Case(ParallelLayout(dp=4, ep=2), "tiny-mixtral", micro_batch=1, no_sync=True)
+
+
 def other_orders() -> Iterator[Case]:
     """Yield the same degrees in other orders of the ranks: each axis innermost once."""
     for shift in range(1, len(AXES)):
@@ -136,6 +148,7 @@ def config_of(path: Path, case: Case, **sections: Any) -> TrainConfig:
         "steps": STEPS,
         "micro_batch": case.micro_batch,
         "precision": case.precision,
+        "no_sync": case.no_sync,
         **sections,
     }
     return make_config(
@@ -193,7 +206,7 @@ def main(match: str) -> None:
     """Print the table; exit with 1 when a layout is out of bounds."""
     harness.DEADLINE_S = 1800.0  # nobody waits for it
     rows, bad, began = [], 0, time.monotonic()
-    known = (*cases(), *other_orders(), *families(), *rounded())
+    known = (*cases(), *other_orders(), *reduced_once(), *families(), *rounded())
     chosen = [case for case in known if match in f"{case.model} {case} {case.precision}"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -215,7 +228,8 @@ def main(match: str) -> None:
                 f"`{layout_label(str(case))}`",
                 case.model + ("" if case.precision == "fp32" else f", {case.precision}"),
                 str(case.layout.world_size),
-                f"{case.micro_batch} x {run.config.ladder.rungs[0].micro_batches}",
+                f"{case.micro_batch} x {run.config.ladder.rungs[0].micro_batches}"
+                + (", no_sync" if case.no_sync else ""),
                 f"{errors.loss:.1e}",
                 f"{errors.grad_norm:.1e}",
                 f"{errors.gradients:.1e}",
@@ -242,8 +256,8 @@ gradients reduced in bf16.
 *gradients* compares every element: the L2 norm of the difference of AdamW's first
 moments after step {STEPS}. *twice* says whether a second run of the layout was the same bit for
 bit, state included. *micro-batches* are sequences each x how many a dp rank runs; where dp does not
-divide them, the last ones weigh zero. `x2`
-marks the interleaved schedule with 2 stages a rank.
+divide them, the last ones weigh zero; `no_sync`: gradients are reduced after the
+last one only. `x2` marks the interleaved schedule with 2 stages a rank.
 
 {len(rows)} layouts, {seconds / 60:.0f} minutes, torch {torch.__version__} on {platform.machine()}.
 {verdict}

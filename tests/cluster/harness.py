@@ -81,6 +81,7 @@ def make_config(
             micro_batches=rounds(
                 values["global_batch"] // values["micro_batch"], layout, interleave
             ),
+            no_sync=bool(values.get("no_sync")),
         )
         for layout in sorted(layouts, key=lambda layout: -layout.world_size)
     ]

@@ -12,7 +12,7 @@ import math
 import harness
 import pytest
 import torch
-from exactness import BOUND, LR, Case, cases, compare, families, identical, rounded
+from exactness import BOUND, LR, Case, cases, compare, families, identical, reduced_once, rounded
 from exactness import config_of as trained_config
 from exactness import trained as trained_case
 from harness import SHAPE, Run, make_config
@@ -99,6 +99,25 @@ def one_tiny_process(tmp_path_factory):
 def test_every_axis_agrees_with_one_process(text, one_tiny_process, tmp_path):
     case = next(case for case in cases() if str(case) == text)
     errors = compare(trained_case(tmp_path / "run", case), one_tiny_process)
+    assert errors.loss <= BOUND
+    assert errors.grad_norm <= BOUND
+    assert errors.gradients <= 5e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.model} {case}",
+            marks=[] if case.layout.dp_replicate > 1 else pytest.mark.slow,
+        )
+        for case in reduced_once()
+    ],
+)
+def test_gradients_reduced_once_a_step_agree_with_one_process(case, tmp_path):
+    one = trained_case(tmp_path / "one", Case(ONE, case.model))
+    errors = compare(trained_case(tmp_path / "many", case), one)
     assert errors.loss <= BOUND
     assert errors.grad_norm <= BOUND
     assert errors.gradients <= 5e-6

@@ -132,6 +132,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "train.precision": Key(True, "from the next step; parameters are saved in fp32"),
     "train.recompute": Key(True, "changes memory and speed, nothing else"),
     "train.compile": Key(True, "changes speed, and the order of sums"),
+    "train.no_sync": Key(True, "changes memory and speed, and the order of sums"),
     "train.deterministic": Key(True, "from the next step"),
     "train.optimizer": Key(True, "from the next step; the moments are kept"),
     "data.path": Key(True, "the same corpus elsewhere; another one is refused (HF706)"),

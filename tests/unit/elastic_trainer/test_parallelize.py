@@ -32,7 +32,7 @@ def operators_of_backward(recompute):
     torch.manual_seed(0)
     block = Block(SHAPE)
     if recompute != "none":
-        block = _recomputed(block, recompute)
+        block = _recomputed(block, recompute, scattered=False)
     x = torch.randn(2, 8, SHAPE.dim, requires_grad=True)
     loss = block(x, rope_table(SHAPE, torch.arange(8), "cpu")).sum()
     with Operators() as operators:
@@ -64,21 +64,18 @@ def tensor_mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("recompute", "repeated"), [("none", 0), ("selective", 0), ("full", 1)])
-def test_selective_recompute_repeats_no_reduce_scatter(tensor_mesh, recompute, repeated):
-    """Forward reduces two branches, backward the gradients of what they gathered.
-
-    Recomputation stops before the feed-forward's last product; full repeats attention's.
-    """
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recompute_repeats_no_reduce_scatter(tensor_mesh, recompute):
+    """Forward reduces two branches, backward the gradients of what they gathered."""
     torch.manual_seed(0)
     block = Block(SHAPE)
     _cut_block(block, tensor_mesh, Decoder.tensor_plan)
     if recompute != "none":
-        block = _recomputed(block, recompute)
+        block = _recomputed(block, recompute, scattered=True)
     x = torch.randn(2, 4, SHAPE.dim, requires_grad=True)
     with Operators() as forward:
         loss = block(x, rope_table(SHAPE, torch.arange(8), "cpu")).sum()
     with Operators() as backward:
         loss.backward()
     assert forward.seen["reduce_scatter_tensor"] == 2
-    assert backward.seen["reduce_scatter_tensor"] == 2 + repeated
+    assert backward.seen["reduce_scatter_tensor"] == 2

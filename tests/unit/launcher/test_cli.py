@@ -96,7 +96,7 @@ def test_plan_shows_placement_and_ladder(job, capsys):
     out = capsys.readouterr().out
     assert "node 0     ranks 0-7           dp 0, cp 0-1, tp 0-3" in out
     assert "node 3     ranks 24-31         dp 3, cp 0-1, tp 0-3" in out
-    assert "dp3·cp2·tp4             22   10.0  2 of 66" in out
+    assert "dp3·cp2·tp4             22   17.7  2 of 66" in out
 
 
 def test_plan_for_the_nodes_left(job, capsys):
