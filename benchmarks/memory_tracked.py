@@ -13,6 +13,7 @@ buffers of NCCL and cuBLAS, fragmentation, and memory that streams give back lat
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import warnings
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from common import OUT, table, write_out
+from common import OUT, say, table, write_out
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -328,13 +329,15 @@ def _without_real_tensors() -> None:
 @OUT
 def main(out: Path | None, *, whole: bool) -> None:
     """Track every case and print."""
-    rows = []
+    rows, errors = [], []
     for case in WHOLE if whole else CASES:
         counted = tracked_bytes(case)["Total"]
         error = case.predicted_bytes() / counted - 1
+        errors.append(abs(error))
         rows.append([*case.row(), f"{counted / GIB:.2f}", f"{error:+.1%}"])
-        print(*rows[-1], flush=True)
-    write_out(table([*HEAD, "counted GiB", "error"], rows), out)
+        say(" ".join(rows[-1]))
+    told = {"cases": len(errors), "worst": max(errors), "mean": sum(errors) / len(errors)}
+    write_out(f"{table([*HEAD, 'counted GiB', 'error'], rows)}\n\n{json.dumps(told)}", out)
 
 
 if __name__ == "__main__":

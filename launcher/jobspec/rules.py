@@ -392,6 +392,8 @@ def memory_finding(facts: Facts, layout: ParallelLayout) -> Finding | None:
 
 def _that_fit(facts: Facts, layout: ParallelLayout) -> Iterator[Offer]:
     """Yield what fits, what changes least first: copies, recompute, micro-batch, degrees, nodes."""
+    if facts.no_sync and replace(facts, no_sync=False).fits(layout):
+        yield {"train.no_sync": False}
     fewer = (
         replace(layout, dp_replicate=copies)
         for copies in divisors(layout.dp)

@@ -45,7 +45,7 @@ def ladders(draw):
     for _ in range(draw(st.integers(1, 6))):
         splits = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]))
         replicate, ep = draw(splits)
-        varied = draw(st.booleans())
+        varied, no_sync = draw(st.booleans()), draw(st.booleans())
         layout = ParallelLayout(
             dp=12 * draw(st.integers(50, 90)),
             tp=draw(st.sampled_from([1, 8])),
@@ -66,6 +66,7 @@ def ladders(draw):
                     layout=replace(layout, dp=dp, dp_replicate=replicate, ep=ep),
                     micro_batches=rounds,
                     tokens_per_s=speed,
+                    no_sync=no_sync,
                     memory_gib=draw(st.sampled_from([None, 2.5, 2.6])) if varied else None,
                 )
             )

@@ -26,6 +26,16 @@ def work(**changed):
     return Work(**{**given, **changed})
 
 
+def test_whole_gradients_that_do_not_fit_are_refused_and_reduced_ones_offered(make_spec):
+    sets = ["layout.tp=1", "train.global_batch=128", "train.recompute=none"]
+    with pytest.raises(UserError) as caught:
+        make_spec(*sets, "train.no_sync=true")
+    (problem,) = caught.value.problems
+    assert problem.code == "HF131"
+    assert {"train.no_sync": False} in problem.offers
+    make_spec(*sets, "train.no_sync=false")
+
+
 def test_fsdp_shards_sixteen_bytes_a_parameter():
     found = rank_bytes(work(), ParallelLayout(dp=64), 2)
     share = LLAMA.num_params() / 64
