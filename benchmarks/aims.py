@@ -50,6 +50,13 @@ AIMS: tuple[Aim, ...] = (
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),
     _recovery("trainer", "SIGKILL of a worker of Hugging Face's Trainer, preloaded", 1.5),
     _recovery("tp", "SIGKILL of a node, dp4-tp2 to dp3-tp2", 2.0),
+    _recovery("standby", "the same with standbys: of a node", 0.4),
+    _recovery("standby_worker", "with standbys: of a worker", 0.4),
+    _recovery("standby_coordinator", "with standbys: of the coordinator's node", 0.5),
+    _recovery("standby_compile", "with standbys: of a node, compiled", 1.5),
+    _recovery(
+        "beyond_a_step.standby_tp", "with standbys: of a node, dp4-tp2, beyond a plain step", 1.0
+    ),
     _recovery("growth", "a returning node, at the boundary", 1.0),
     _recovery("rejoin", "a returning node's agent starts to first step of all", 6.0),
     Aim(
@@ -190,6 +197,39 @@ AIMS: tuple[Aim, ...] = (
 )
 
 
+ON_A_GPU: tuple[tuple[str, str, str], ...] = (
+    (
+        "predicted GiB beside `max_memory_allocated`",
+        "within 10 %",
+        "`benchmarks/step_time.py`, peak GiB beside `holdfast plan`",
+    ),
+    (
+        "step of 1.5 B parameters beside a plain loop",
+        "≤ 1.05 x",
+        "`benchmarks/step_time.py`, with `--deterministic` for its cost",
+    ),
+    ("step and MFU of 8B beside torchtitan", "no slower", "a job of each on the same nodes"),
+    (
+        "stall of 8B's step by a snapshot each step",
+        "≤ 1 % (blocking copies: 0.4 of 4 s)",
+        "a job with `checkpoint.memory_every_steps` 0 and 1; `make gpu`",
+    ),
+    (
+        "a device that hangs, until its node is charged",
+        "≥ 30 s, ≤ 60 s",
+        "the first hour, item 12 (docs/gpus.md)",
+    ),
+    (
+        "SIGKILL of a worker to first step, with a standby's context and kernels warm",
+        "one step and NCCL's connecting",
+        "the first hour, item 9; `recovery.phase`",
+    ),
+    ("a standby's memory on the GPU", "said", "the first hour, item 8"),
+    ("step in float8 beside bf16", "faster", "a job with and without `train.float8`"),
+)
+"""What was asked of GPUs, how much of it, and what measures it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """One program that was run."""
@@ -272,7 +312,9 @@ def report(outcomes: Sequence[Outcome], aims: Sequence[Aim] = AIMS) -> str:
         "program. Times are medians in seconds; each program below names its command, machine, "
         "versions and date."
     )
+    on_a_gpu = [[*asked, "not run: no GPU"] for asked in ON_A_GPU]
     parts = ["# Results", intro, table(header, rows(outcomes, aims))]
+    parts += ["## On a GPU", table(["what", "asked", "measured by", "measured"], on_a_gpu)]
     for outcome in outcomes:
         state = "" if outcome.result is not None else " and failed"
         parts += [

@@ -9,13 +9,15 @@ Four nodes on this machine, the tiny model, fp32, a checkpoint every 10 steps (t
 Cases: a node (not the first), a worker, the node that coordinates (for the peers: that hosts
 the store), one worker a node; `growth`, a killed node returns: its seconds are the longest time
 without a step. Holdfast alone: `tp`, two workers a node, dp4-tp2 -> dp3-tp2; `compile`,
-torch.compile on; `standby` and `standby_compile`, as `node` and `compile` (later, once they have
-warmed up) with `elastic.standby`; `trainer`, a worker of Hugging Face's Trainer with its modules
-preloaded, and `trainer_imports`, without.
+torch.compile on; `standby`, `standby_worker`, `standby_coordinator`, `standby_tp` and
+`standby_compile`, as `node` and the others with `elastic.standby` (`standby_compile` later, once
+they have warmed up); `trainer`, a worker of Hugging Face's Trainer with its modules preloaded, and
+`trainer_imports`, without.
 
-Columns: `longest gap`, between two steps of the job, from the kill (growth: the return) until
-the case is over; `rejoin`, from the death of a worker, or the start of a returning node's agent,
-to the first step of all four; `steps redone`, that had been completed before.
+Columns: `plain step`, the median time between two steps before the kill; `longest gap`, between two
+steps of the job, from the kill (growth: the return) until the case is over; `rejoin`, from the
+death of a worker, or the start of a returning node's agent, to the first step of all four; `steps
+redone`, that had been completed before.
 
 Each case runs three times; torchrun with its default settings once, since its pause is that
 of its time-outs and three times would double the whole (`--repeats` holds for all).
@@ -107,6 +109,9 @@ CASES = {
     "tp": Case(("kill-node:2@15",), workers=2),
     "compile": Case(("kill-node:2@15",), compiled=True),
     "standby": Case(("kill-node:2@15",), standby=True),
+    "standby_worker": Case(("kill-worker:1@15",), standby=True),
+    "standby_coordinator": Case(("kill-coordinator@15",), standby=True),
+    "standby_tp": Case(("kill-node:2@15",), workers=2, standby=True),
     "standby_compile": Case(("kill-node:2@45",), compiled=True, standby=True, steps=52),
     "growth": Case(("kill-node:2@15", "return-node@20"), steps=ENDLESS),
     "trainer": Case(("kill-worker:1@15",), trainer=True, preload=PRELOAD),
@@ -121,12 +126,21 @@ class Run:
     seconds: float | None
     """None: it never recovered."""
     phases: dict[str, float] = field(default_factory=dict)
+    step: float | None = None
+    """Between two steps before the fault; None: not measured."""
     gap: float | None = None
     """The longest time between two steps."""
     rejoin: float | None = None
     """To the first step of all nodes; None: the case has none."""
     redone: int | None = None
     committed_redone: int | None = None
+
+    @property
+    def beyond_a_step(self) -> float | None:
+        """What came on top of a step that was due anyway."""
+        if self.seconds is None or self.step is None:
+            return None
+        return self.seconds - self.step
 
     @property
     def explained(self) -> float | None:
@@ -199,6 +213,9 @@ def run_of(name: str, summary: Mapping[str, Any], events: Sequence[Event]) -> Ru
     injected = [e.t_unix for e in events if e.event == "fault.injected"]
     seen = account(name, completed(events), injected[-1]) if injected else None
     run = seen or Run(None)
+    if injected:
+        times = sorted(step.t for step in completed(events) if step.t <= injected[-1])
+        run.step = median([later - earlier for earlier, later in pairwise(times[-10:])])
     run.redone = summary["steps_redone"]
     run.committed_redone = summary["committed_steps_redone"]
     if name == "growth":
@@ -220,7 +237,7 @@ def account(name: str, steps: Steps, since: float) -> Run | None:
     before = [step for step in steps if step.t <= since]
     old, newest = {step.by for step in before}, before[-1]
     fresh = [s for s in steps[len(before) :] if s.by not in old or s.ranks != newest.ranks]
-    rejoins = name in ("worker", "growth")
+    rejoins = name in ("worker", "standby_worker", "growth")
     end = next((s for s in fresh if s.ranks == NODES or not rejoins), None)
     if end is None:
         return None
@@ -293,6 +310,8 @@ def row(system: str, name: str, runs: Sequence[Run]) -> list[object]:
     known = [round(run.seconds, 2) for run in runs if run.seconds is not None]
     out: list[object] = [system, name, "never" if middle is None else middle]
     out += [min(known, default="-"), max(known, default="-"), len(runs)]
+    steps = [run.step for run in runs if run.step is not None]
+    out += [median(steps) or "-"]
     extra = [run.gap for run in runs], [run.rejoin for run in runs]
     out += [shown if (shown := median(x)) is not None else "-" for x in extra]
     redone = [run.redone for run in runs if run.redone is not None]
@@ -304,6 +323,7 @@ def row(system: str, name: str, runs: Sequence[Run]) -> list[object]:
 
 HEADER = ["system", "killed", "median s", "min s", "max s", "runs"]
 HEADER += [
+    "plain step s",
     "longest gap s",
     "rejoin s",
     "steps redone",
@@ -318,6 +338,7 @@ def result(system: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     if "growth" in runs:
         out["rejoin"] = median([run.rejoin for run in runs["growth"]])
     if system == "holdfast":
+        out["beyond_a_step"] = {n: median([r.beyond_a_step for r in rs]) for n, rs in runs.items()}
         every = [run for rs in runs.values() for run in rs]
         out["committed_steps_redone"] = max((r.committed_redone or 0 for r in every), default=0)
         out["steps_redone"] = max((r.redone or 0 for r in every), default=0)

@@ -217,6 +217,7 @@ class _Rank:
         self.micro_batches = micro_batches
         self.first, self.last = pp_rank == 0, pp_rank == layout.pp - 1
         self.fsdp, self.pipeline = stack.zero >= 3, layout.pp > 1
+        self.alone = self.fsdp and not self.pipeline
         self.shards = layout.dp_shard * layout.cp
         self.value = 2 if work.precision == "bf16" else 4
         """Bytes of a value in the forward."""
@@ -271,91 +272,107 @@ class _Rank:
     def moments(self) -> Iterator[_Moment]:
         """Yield the moments that may be the fullest.
 
-        The backward of the last layer's feed-forward and of its attention, the loss, the backward
-        of the embedding, the reduction of the tables' gradients, and the optimizer's step.
+        Those of a micro-batch's backward, the reduction of the tables' gradients, and the
+        optimizer's step.
         """
-        kept = self.kept(self.work.recompute)
-        stages = list(zip(self.layers, self.in_flight, strict=True))
-        activations = sum(layers * flying * kept for layers, flying in stages)
-        before, summed = self.gradients()
-        # With a pipeline all is whole from the first forward to the end. Else the head is from its
-        # forward to its backward; a tied one is to the end, and so is its gradient.
-        alone = self.fsdp and not self.pipeline
-        head = self.value * self.table if alone else 0.0
-        tied = 2 * head if self.work.shape.tie_embeddings else 0.0
-        # FSDP alone has this layer and the next one whole, and the flat fp32 gradients that were
-        # reduced last: the head's, then those of the layer above.
-        two = 2 * self.value * self.layer if alone else 0.0
-        flat = 4 * self.layer if alone else 0.0
-        head_flat = 4 * self.table if alone and not tied else 0.0
-        layer = tied + two
-        computing = self.computing()
-        if self.mixture:
-            # Its flat gradients are large: where they are there, a layer's activations are gone.
-            # The gradients of all experts are whole at once.
-            larger = layer + 2 * self.matrix + max(0.0, max(flat, head_flat) - kept)
-            yield _Moment(activations + computing, 0.0, larger, before)
-            most = activations - 2 * kept + self.last_expert()
-            gradients = max(flat, head_flat) + self.value * self.experts
-            yield _Moment(most, 0.0, layer + gradients, before)
-        else:
-            yield _Moment(activations + computing, 0.0, layer + head_flat, before)
-            if sum(self.layers) > 1:
-                yield _Moment(activations - kept + computing, 0.0, layer + flat, before)
-        if self.last:
-            yield from self.ends(activations, head, tied, before)
-        if self.first:
-            others = sum(n * flying * kept for n, flying in stages) - self.layers[0] * kept
-            others += self.value * self.tokens * self.part
-            split = self.stack.dtensor and self.layout.tp > 1
-            whole = self.value * self.table * (self.layout.tp if split else 1)
-            if not self.work.no_sync:  # of DTensor's whole gradient a rank copies its part out
-                whole += flat + (self.value * self.table if split else 0.0)
-            yield _Moment(others, 0.0, tied + whole, summed)
+        summed = self.summed()
+        for in_flight, held in self.backwards(summed):
+            yield from self.backward(in_flight, held, summed)
         if self.fsdp:  # from a flat fp32 buffer
             table = min(self.table, self.tables)
-            gradients = self.value * table if alone else 0.0
+            gradients = self.value * table if self.alone else 0.0
             reduced = self.stack.gradients * self.params / self.shards
             yield _Moment(0.0, 0.0, gradients + 4 * table, summed + reduced)
         shards = self.shards if self.stack.zero >= 1 else 1
         yield _Moment(0.0, 0.0, self.stack.step * self.params / shards, summed)
 
-    def ends(
-        self, activations: float, head: float, tied: float, before: float
-    ) -> Iterator[_Moment]:
+    def backwards(self, summed: float) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Yield of the fullest backwards the micro-batches in flight, and the gradients held.
+
+        The first one has none to add to. It may be the only one that has so many in flight.
+        """
+        all_flying = sum(self.in_flight) == self.micro_batches * len(self.in_flight)
+        if not (self.fsdp and all_flying):
+            yield self.in_flight, summed
+            return
+        yield self.in_flight, 0.0
+        *others, last = self.in_flight
+        if sum(self.in_flight) > 1:  # the last stage is the first to be done with one
+            yield (*others, last - 1), summed
+
+    def backward(self, in_flight: tuple[int, ...], held: float, summed: float) -> Iterator[_Moment]:
+        """Yield the moments of one backward, from the loss to the embedding.
+
+        Args:
+            in_flight: micro-batches kept by each stage, this one too.
+            held: bytes of gradients that it adds to.
+            summed: of those of all micro-batches.
+        """
+        kept = self.kept(self.work.recompute)
+        activations = sum(n * m for n, m in zip(self.layers, in_flight, strict=True)) * kept
+        # With a pipeline all is whole from the first forward to the end. Else the head is from its
+        # forward to its backward; a tied one is to the end, and so is its gradient.
+        head = self.value * self.table if self.alone else 0.0
+        tied = 2 * head if self.work.shape.tie_embeddings else 0.0
+        # FSDP alone has this layer and the next one whole, and the flat fp32 gradients that were
+        # reduced last: the head's, then those of the layer above.
+        flat = 4 * self.layer if self.alone else 0.0
+        head_flat = 4 * self.table if self.alone and not tied else 0.0
+        layer = tied + (2 * self.value * self.layer if self.alone else 0.0)
+        computing = self.computing()
+        if self.mixture:
+            # Its flat gradients are large: where they are there, a layer's activations are gone.
+            # The gradients of all experts are whole at once.
+            larger = layer + 2 * self.matrix + max(0.0, max(flat, head_flat) - kept)
+            yield _Moment(activations + computing, 0.0, larger, held)
+            most = activations - 2 * kept + self.last_expert()
+            gradients = max(flat, head_flat) + self.value * self.experts
+            yield _Moment(most, 0.0, layer + gradients, held)
+        else:
+            yield _Moment(activations + computing, 0.0, layer + head_flat, held)
+            if sum(self.layers) > 1:
+                yield _Moment(activations - kept + computing, 0.0, layer + flat, held)
+        if self.last:
+            yield from self.ends(activations, head, tied, held)
+        if self.first:
+            activations += self.value * self.tokens * self.part - self.layers[0] * kept
+            split = self.stack.dtensor and self.layout.tp > 1
+            whole = self.value * self.table * (self.layout.tp if split else 1)
+            if self.alone and not self.work.no_sync:
+                # Reduced at once: of DTensor's whole gradient a rank copies its part out.
+                whole += flat + (self.value * self.table if split else 0.0)
+            yield _Moment(activations, 0.0, tied + whole, summed)
+
+    def ends(self, activations: float, head: float, tied: float, held: float) -> Iterator[_Moment]:
         """Yield the moments of the loss, of the head's backward, and of its gradient's reduction.
 
         A pipeline's schedule keeps the logits until their backward is over.
         """
-        alone = self.fsdp and not self.pipeline
         one, logits = self.value * self.tokens, self.value * self.num_logits
         branch = self.part if self.stack.gathers_again else self.width
         activations += one * (self.part + branch)  # the last norm's input and output
         if not self.stack.chunked_loss:
-            yield _Moment(activations, self.logits(), head, before)
+            yield _Moment(activations, self.logits(), head, held)
             backward = head + self.value * self.table + one * self.width
-            coming = self.value * self.layer if alone else 0.0
-            held = logits if alone else 2 * logits
-            yield _Moment(activations, held, backward + coming, before)
-        if alone and not tied:  # the head's gradient, and the same flat; the last layer is coming
+            coming = self.value * self.layer if self.alone else 0.0
+            logits *= 1 if self.alone else 2
+            yield _Moment(activations, logits, backward + coming, held)
+        if self.alone and not tied:
+            # The head's gradient, and the same flat; the last layer is coming.
             larger = head + 4 * self.table + self.value * self.layer
             # The trainer keeps no logits, other stacks do.
-            yield _Moment(activations, 0.0 if self.stack.loss_rows else logits, larger, before)
+            yield _Moment(activations, 0.0 if self.stack.loss_rows else logits, larger, held)
 
-    def gradients(self) -> tuple[float, float]:
-        """Return the gradients held at the first backward that is as full as any, and at the end.
+    def summed(self) -> float:
+        """Return the bytes of the gradients of a step's micro-batches, added up.
 
         With a pipeline, or `no_sync`, FSDP adds them up whole, in fp32, and reduces them after the
         last micro-batch; else each micro-batch's are reduced at once.
         """
         if self.fsdp and (self.pipeline or self.work.no_sync):
             whole = self.layout.tp - 1 if self.first and self.stack.dtensor else 0
-            summed = 4 * (self.whole + self.table * whole)
-        else:
-            shards = self.shards if self.stack.zero >= 2 else 1
-            summed = self.stack.gradients * self.params / shards
-        fresh = self.fsdp and self.micro_batches == 1
-        return 0.0 if fresh else summed, summed
+            return 4 * (self.whole + self.table * whole)
+        return self.stack.gradients * self.params / (self.shards if self.stack.zero >= 2 else 1)
 
     def logits(self) -> float:
         """Return the bytes of logits, loss and their gradients."""

@@ -171,18 +171,19 @@ def test_survivors_that_never_restart_are_accounted_for_as_restarted_ones_are(lo
 def test_recovery_shows_the_worst_of_what_must_not_be(load):
     recovery = load("recovery")
     runs = [
-        recovery.Run(0.5, {"other": 0.0}, redone=0, committed_redone=0),
-        recovery.Run(0.7, {"other": 0.07}, redone=2, committed_redone=1),
+        recovery.Run(0.5, {"other": 0.0}, redone=0, committed_redone=0, step=0.25),
+        recovery.Run(0.7, {"other": 0.07}, redone=2, committed_redone=1, step=0.3),
     ]
     assert recovery.row("holdfast", "node", runs)[2:] == [
         *(0.6, 0.5, 0.7, 2),
-        *("-", "-"),
+        *(0.275, "-", "-"),
         *(2, 1, "90.0%"),
     ]
     found = recovery.result("holdfast", {"node": runs})
+    assert found.pop("beyond_a_step") == {"node": 0.325}
     assert found == {"node": 0.6, "committed_steps_redone": 1, "steps_redone": 2, "explained": 0.9}
     never = [recovery.Run(None)]
-    assert recovery.row("torchrun", "node", never)[2:] == ["never", *("-" * 2), 1, *("-" * 5)]
+    assert recovery.row("torchrun", "node", never)[2:] == ["never", *("-" * 2), 1, *("-" * 6)]
     assert recovery.result("torchrun", {"node": never}) == {"node": None}
     back = [recovery.Run(0.4, rejoin=t) for t in (6.0, 8.0)]
     assert recovery.result("torchft_1s", {"growth": back}) == {"growth": 0.4, "rejoin": 7.0}
