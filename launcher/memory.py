@@ -55,6 +55,8 @@ class Work:
     """bf16 or fp32, of the forward."""
     recompute: str
     """none, selective or full."""
+    float8: bool = False
+    """Of the layers' products."""
     interleave: int = 1
     """Stages per pipeline rank."""
     masked: bool = False
@@ -342,6 +344,8 @@ class _Rank:
         """
         one = self.value * self.tokens
         gradients = one * (3 * self.ffn + self.width)
+        if self.work.float8:  # the widest factor in fp32, once as it is and once scaled
+            gradients += 8 * max(self.tokens * max(self.ffn, self.width), self.ffn * self.width)
         if self.mixture:
             gradients = (2 * 4 + self.value) * self.tokens * self.chosen * self.width
         recompute = self.work.recompute

@@ -22,12 +22,14 @@ from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.experts import SplitExperts, split_experts
+from elastic_trainer.parallel.float8 import use_float8
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _SAVED_OPS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,  # noqa: SLF001
+    torch.ops.aten.max.default,  # a number: that a float8 scale is computed from
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
     torch.ops.aten._flash_attention_forward.default,  # noqa: SLF001
@@ -38,7 +40,13 @@ _SAVED_OPS = {
 
 
 def parallelize(
-    stage: Decoder, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
+    stage: Decoder,
+    meshes: Meshes,
+    *,
+    precision: str,
+    recompute: str,
+    compile_blocks: bool,
+    float8: bool = False,
 ) -> None:
     """Wrap `stage` (on the meta device) in place; gradients are summed over dp, not averaged.
 
@@ -48,7 +56,11 @@ def parallelize(
         precision: bf16 computes in bf16 with fp32 parameters and reductions; fp32.
         recompute: none, selective or full.
         compile_blocks: torch.compile every block.
+        float8: multiply the blocks' matrices in float8; with bf16 only.
     """
+    if float8:
+        for block in stage.layers.values():
+            use_float8(block, emulated=meshes.fsdp.device_type == "cpu")
     if meshes.ep is not None:
         for block in stage.layers.values():
             split_experts(block, meshes.ep)
