@@ -1,4 +1,4 @@
-"""What `train.float8` changes of a model, and what it leaves; tests/cluster/test_float8.py trains."""
+"""What `train.float8` changes of a model, and what it leaves as it is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_parameters_stay_what_they_are():
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported:UserWarning")
 @pytest.mark.parametrize("float8", [False, True])
-@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)]
+)
 def test_the_engine_converts_the_linears_of_layers_alone(layout, float8):
     rung = Rung(num_nodes=1, layout=layout, micro_batches=2)
     train = TrainSection(seq_len=16, global_batch=4, steps=1, recompute="selective", float8=float8)
