@@ -45,6 +45,23 @@ def _recovery(key: str, what: str, limit: float) -> Aim:
 
 AIMS: tuple[Aim, ...] = (
     Aim(program="check_time", key="check_s", what="check of 16,384 GPUs", limit=1.0),
+    Aim(
+        program="collectives",
+        key="holdfast.syncs",
+        what="times a step that the host waits for the device, at most in any layout",
+        limit=1,
+        unit="",
+    ),
+    *(
+        Aim(
+            program="step_time",
+            key=f"processors.dp{ranks}.plain.ratio",
+            what=f"step of {what}, of a plain loop's",
+            limit=1.05,
+            unit="x",
+        )
+        for ranks, what in ((1, "one process"), (4, "dp4 with FSDP2"))
+    ),
     _recovery("node", "SIGKILL of a node to first step", 1.0),
     _recovery("worker", "SIGKILL of a worker to first step", 1.0),
     _recovery("coordinator", "SIGKILL of the coordinator's node to first step", 1.0),

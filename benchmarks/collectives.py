@@ -1,25 +1,27 @@
 """Collectives, bytes and host syncs of one step of the trainer, counted on no GPU at all.
 
-    python benchmarks/collectives.py [--out FILE]
+    python benchmarks/collectives.py [--layouts dp8-pp1-cp1-tp1] [--out FILE]
 
-Prints the table of docs/parallelism.md. One rank of each layout runs `Trainer`'s own step under a
+Prints a table, and last a JSON line. One rank of each layout runs `Trainer`'s own step under a
 fake process group: each collective that torch dispatches counts, with the bytes of its largest
 tensor. Bytes of a memory count as the device's where they depend on a parameter or a token; a host
 that asks for one of them (`item`, `tolist`, `cpu`) waits for the device.
 
-Where torchtitan 0.3 is installed (`pip install -e '.[torchtitan]'`), a row of its own
-`parallelize_llama` follows, with the same dimensions, its clipping, and AdamW. Not with cp, since
-its ring attention has none of a processor's operators, and not with pp, its Trainer's work.
+Where torchtitan 0.3 is installed (`pip install -e '.[torchtitan]'`), a row of its own model and
+parallelisms follows, with the same dimensions (titan_step.py). Its host syncs are left out: its
+Trainer makes them, which does not run here.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from common import OUT, table, write_out
+from common import OUT, machine, table, write_out
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import schedules
@@ -80,6 +82,11 @@ KINDS = {
 _C10D = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
 """Send nothing."""
+_PAIRS = {
+    "flex_cp_allgather": "all-gather",
+    "flex_cp_allgather_backward": "reduce-scatter",
+}
+"""torch's operators of two collectives each, which are not dispatched one by one."""
 
 
 @dataclass
@@ -122,16 +129,22 @@ class Count(TorchDispatchMode):
             self.found.syncs += on_device
         result = func(*args, **(kwargs or {}))
         made = _tensors(result)
-        if func.namespace in _C10D and name not in _LOCAL:
+        if name in _PAIRS:  # of keys and values
+            for each in max(tensors, made, key=lambda pair: pair[0].nbytes):
+                self._add(_PAIRS[name], each.nbytes)
+        elif func.namespace in _C10D and name not in _LOCAL:
             kind = next(
                 (k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), name
             )
-            self.found.collectives[kind] += 1
-            self.found.bytes[kind] += max(each.nbytes for each in (*tensors, *made))
+            self._add(kind, max(each.nbytes for each in (*tensors, *made)))
         written = tensors if name.endswith("_") or "out" in (kwargs or {}) else []
         if on_device:
             self._device |= {_memory(each): _storage(each) for each in (*made, *written)}
         return result
+
+    def _add(self, kind: str, nbytes: int) -> None:
+        self.found.collectives[kind] += 1
+        self.found.bytes[kind] += nbytes
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of `tensor` in the host's memory."""
@@ -251,80 +264,16 @@ def _trainer(config: TrainConfig) -> Trainer:
 
 
 def titan_step_of(layout_text: str) -> Counted:
-    """Return what a step of torchtitan's model has in the same layout."""
-    from torch.distributed.tensor.parallel import loss_parallel
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-    from torchtitan.distributed import ParallelDims, parallel_dims, utils
-    from torchtitan.models import llama3
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
-
+    """Return what a step of torchtitan's model has in the same layout; the first one sets up."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    from titan_step import titan_step
+
     layout = ParallelLayout.parse(layout_text)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
-    parallel_dims.device_type = "cpu"
-    llama3.get_attention_config = lambda *_args: ScaledDotProductAttention.Config()  # flex compiles
-    spmd = "partial_dtensor"
-    dims = ParallelDims(
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        cp=1,
-        tp=layout.tp,
-        pp=1,
-        ep=1,
-        world_size=layout.world_size,
-        spmd_backend=spmd,
-    )
-    dims.build_mesh()
-    config = llama3.llama3_configs["debugmodel"](attn_backend="flex")
-    shape = SHAPE
-    config.dim, config.vocab_size = shape.dim, shape.vocab_size
-    config.tok_embeddings.num_embeddings = config.lm_head.out_features = shape.vocab_size
-    config.tok_embeddings.embedding_dim = config.lm_head.in_features = shape.dim
-    config.norm.normalized_shape = shape.dim
-    config.layers = llama3._build_llama3_layers(  # noqa: SLF001
-        n_layers=shape.num_layers,
-        dim=shape.dim,
-        n_heads=shape.num_heads,
-        n_kv_heads=shape.num_kv_heads,
-        hidden_dim=shape.ffn_dim,
-        fuse_qkv=False,
-        attn_backend="flex",
-        rope=llama3.ComplexRoPE.Config(
-            dim=shape.head_size, max_seq_len=SEQ_LEN, theta=shape.rope_theta
-        ),
-    )
-    set_llama3_sharding_config(config, enable_sp=True)
-    with torch.device("meta"):
-        model = config.build()
-    llama3.parallelize_llama(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param="bfloat16"),
-        parallelism=ParallelismConfig(spmd_backend=spmd),
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-    )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_states()
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params)
-    batches = [torch.ones(1, SEQ_LEN, dtype=torch.int64) for _ in range(MICRO_BATCHES)]
-
-    def step() -> None:
-        with loss_parallel():
-            for tokens in batches:
-                logits = model(tokens).flatten(0, 1).float()
-                torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
-        utils.clip_grad_norm_(params, 1.0, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step, there = titan_step(layout, SHAPE, SEQ_LEN, MICRO_BATCHES)
     step()
-    return counted(step, [*params, *batches])
+    return counted(step, there)
 
 
 def _agree_on_shapes(_schedule: object, stages: list[Any], *_args: object) -> None:
@@ -346,18 +295,42 @@ def apart(function: Callable[[str], Counted], layout: str) -> Counted:
     return found
 
 
+def told(found: dict[str, Counted]) -> dict[str, Any]:
+    """Return the JSON of one system: what it has in each layout."""
+    return {
+        layout: {**{kind: each.collectives[kind] for kind in KINDS}, "bytes": each.bytes.total()}
+        for layout, each in found.items()
+    }
+
+
 @click.command(help=__doc__.split("\n")[0])
+@click.option("--layouts", default=",".join(LAYOUTS), help="Some of them.", show_default=True)
 @OUT
-def main(out: Path | None) -> None:
+def main(layouts: str, out: Path | None) -> None:
     """Count every layout and print."""
+    names = layouts.split(",")
+    ours = {name: apart(step_of, name) for name in names}
+    theirs = {}
+    if find_spec("torchtitan") is not None:
+        theirs = {name: apart(titan_step_of, name) for name in names}
     rows = []
-    for layout in LAYOUTS:
-        rows.append(apart(step_of, layout).row(layout))
-        axes = ParallelLayout.parse(layout)
-        if find_spec("torchtitan") is not None and axes.cp == axes.pp == 1:
-            name, *counts, _ = apart(titan_step_of, layout).row(layout)
-            rows.append([f"{name}, torchtitan", *counts, ""])
-    write_out(table(["layout", *KINDS, "KiB", "host syncs"], rows), out)
+    for name in names:
+        rows.append(ours[name].row(name))
+        if name in theirs:
+            label, *counts, _ = theirs[name].row(name)
+            rows.append([f"{label}, torchtitan", *counts, ""])
+    most = max(each.syncs for each in ours.values())
+    answer = {"benchmark": "collectives", "machine": machine()}
+    answer |= {"holdfast": {"syncs": most, "layouts": told(ours)}}
+    answer |= {"torchtitan": {"layouts": told(theirs)}} if theirs else {}
+    peer = f"torchtitan {version('torchtitan')}" if theirs else "torchtitan is not installed"
+    head = (
+        f"A step of rank 0 under a fake process group: {SHAPE.num_layers} layers, "
+        f"{MICRO_BATCHES} micro-batches, bf16, no recompute; KiB of the largest tensor of each "
+        f"collective. {peer}."
+    )
+    lines = [head, "", table(["layout", *KINDS, "KiB", "host syncs"], rows), json.dumps(answer)]
+    write_out("\n".join(lines), out)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import elastic_trainer.mixture
 import elastic_trainer.model
+import elastic_trainer.parallel.apply
 import elastic_trainer.parallel.context
 from elastic_trainer.config import (
     CheckpointSection,
@@ -48,6 +49,7 @@ from elastic_trainer.config import (
 from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import PRESETS
+from elastic_trainer.parallel import float8
 from elastic_trainer.training import engine
 from elastic_trainer.training.feed import MicroBatch
 from elastic_trainer.training.optimizer import (
@@ -76,6 +78,7 @@ class Case:
     """Per dp rank and step."""
     recompute: str = "full"
     precision: str = "bf16"
+    float8: bool = False
     interleave: int = 1
     no_sync: bool = False
 
@@ -104,6 +107,7 @@ class Case:
                 steps=1,
                 recompute=self.recompute,
                 precision=self.precision,
+                float8=self.float8,
             ),
             data=DataSection(path="/data"),
             checkpoint=CheckpointSection(dir="/data"),
@@ -117,6 +121,7 @@ class Case:
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
             precision=self.precision,
+            float8=self.float8,
             recompute=self.recompute,
             interleave=self.interleave,
             no_sync=self.no_sync,
@@ -130,6 +135,7 @@ class Case:
         more = [f"interleave {self.interleave}"] if self.interleave > 1 else []
         more += ["no_sync"] if self.no_sync else []
         more += [self.precision] if self.precision != "bf16" else []
+        more += ["float8"] if self.float8 else []
         return [
             f"{self.model}, {self.layers} layers",
             ", ".join([ParallelLayout.parse(self.layout).label, *more]),
@@ -178,6 +184,7 @@ CASES = (
         for level, ranks in (("none", (0, 1, 3)), ("selective", (1,)), ("full", (0, 1, 3)))
         for rank in ranks
     ),
+    *(replace(FOUR_STAGES, recompute=level, pp_rank=1, float8=True) for level in LEVELS),
 )
 """Of the models' layers a few: the bytes of a stage grow by the layer."""
 WHOLE = tuple(
@@ -286,6 +293,10 @@ def _as_on_a_gpu() -> None:
     def bincount(_self: Tensor, minlength: int) -> Tensor:
         return torch.zeros(minlength, dtype=torch.int64)
 
+    def use_float8(block: nn.Module, **_emulated: bool) -> None:
+        float8.use_float8(block, emulated=False)
+
+    elastic_trainer.parallel.apply.use_float8 = use_float8
     elastic_trainer.mixture.Experts.compute = compute
     Tensor.bincount = bincount
     elastic_trainer.model.attend = attend

@@ -10,7 +10,7 @@ meanwhile goes to stderr. The exit code is 1 when one of them failed; an aim tha
 told in the table, and is no failure. With `--quick` everything runs small: it tries the
 programs, the numbers mean nothing.
 
-One that is not there is left out. step_time.py needs a GPU to say anything and is run by hand.
+One that is not there is left out. Of step_time.py this is the part without a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from common import ROOT, environment, machine, say
 HERE = Path(__file__).parent
 PROGRAMS: dict[str, list[str]] = {
     "check_time": [],
+    "collectives": ["--layouts", "dp4-pp2-cp1-tp1"],
+    "step_time": ["--rounds", "1"],
     "recovery": ["--repeats", "1", "--only", "holdfast", "--cases", "node"],
     "hang": ["--repeats", "1", "--only", "holdfast"],
     "snapshot": ["--small", "--only", "sizes,stall,reshard"],
@@ -37,6 +39,8 @@ PROGRAMS: dict[str, list[str]] = {
     "chaos": ["--seconds", "20", "--mean", "10", "--only", "holdfast"],
 }
 """In the order in which they run -> the arguments of a quick try."""
+ALWAYS: dict[str, list[str]] = {"step_time": ["--processors"]}
+"""Of a whole run and of a quick try."""
 
 
 def run(program: str, arguments: list[str]) -> Outcome:
@@ -86,7 +90,8 @@ def main(only: str, quick: bool) -> None:
             say(f"{program} is not there")
             continue
         say(f"--- {program}")
-        outcome = run(program, PROGRAMS[program] if quick else [])
+        arguments = [*ALWAYS.get(program, []), *(PROGRAMS[program] if quick else [])]
+        outcome = run(program, arguments)
         failed += outcome.result is None
         mark = {} if outcome.result is not None else {"failed": True}
         print(json.dumps({"benchmark": program, **mark, **(outcome.result or {})}), flush=True)

@@ -1,7 +1,7 @@
 """One accelerator: tokens per second and MFU of a 1B-class Llama, beside a plain PyTorch loop.
 
     python benchmarks/step_time.py [--device cuda] [--small] [--deterministic] [--out FILE]
-    python benchmarks/step_time.py --processors [--out FILE]
+    python benchmarks/step_time.py --processors [--rounds 40] [--out FILE]
 
 Both train the same dimensions in bf16 with fp32 parameters, layers compiled, fused AdamW, the
 same batch of random tokens, selective recompute in both. The peer is written by hand below
@@ -262,10 +262,10 @@ def measure(step: Step, setting: Setting, steps: int, warm_up: int) -> dict[str,
 ON_PROCESSORS = dataclasses.replace(
     SMALL, num_layers=4, dim=256, num_heads=8, num_kv_heads=4, ffn_dim=688, vocab_size=4096
 )
-ROUNDS, WARM_UP_ROUNDS = 40, 3
+WARM_UP_ROUNDS = 3
 
 
-def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
+def _alternate(rank: int, ranks: int, num_rounds: int, store: str, answer: Connection) -> None:
     """Send the seconds of each step of ours and of the peer's, one after the other."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
@@ -286,7 +286,7 @@ def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
     if ranks > 1:
         steps["ddp"] = plain(setting, sharded=False)
     rounds = []
-    for number in range(WARM_UP_ROUNDS + ROUNDS):
+    for number in range(WARM_UP_ROUNDS + num_rounds):
         seconds = {}
         for name in list(steps) if number % 2 else reversed(steps):
             dist.barrier()
@@ -299,16 +299,17 @@ def _alternate(rank: int, ranks: int, store: str, answer: Connection) -> None:
     dist.destroy_process_group()
 
 
-def on_processors(ranks: int) -> dict[str, dict[str, float]]:
+def on_processors(ranks: int, num_rounds: int) -> dict[str, dict[str, float]]:
     """Return for each peer its seconds a step beside ours, least and median.
 
     `ratio` is the median of ours / the peer's in one round.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
         receive, send = spawn.Pipe(duplex=False)
         workers = [
-            spawn.Process(target=_alternate, args=(rank, ranks, f"{folder}/store", send))
+            spawn.Process(target=_alternate, args=(rank, ranks, num_rounds, store, send))
             for rank in range(ranks)
         ]
         for worker in workers:
@@ -333,15 +334,15 @@ def on_processors(ranks: int) -> dict[str, dict[str, float]]:
     }
 
 
-def _compare_on_processors(out: Path | None) -> None:
+def _compare_on_processors(num_rounds: int, out: Path | None) -> None:
     where = machine()
     found = {}
     for ranks in (1, 4):
         say(f"dp{ranks} ...")
-        found[f"dp{ranks}"] = on_processors(ranks)
+        found[f"dp{ranks}"] = on_processors(ranks, num_rounds)
     head = (
         f"Step time on processors ({where}; {ON_PROCESSORS.num_params() / 1e6:.1f} M parameters, "
-        f"2 x 256 tokens a rank, fp32, one thread a rank, {ROUNDS} rounds of steps in turns)."
+        f"2 x 256 tokens a rank, fp32, one thread a rank, {num_rounds} rounds of steps in turns)."
     )
     names = ["holdfast_least_s", "least_s", "holdfast_median_s", "median_s", "ratio"]
     rows = [
@@ -364,10 +365,12 @@ def _compare_on_processors(out: Path | None) -> None:
 @click.option(
     "--processors", is_flag=True, help="One process and four, in turns with a plain loop."
 )
+@click.option("--rounds", default=40, show_default=True, help="Of --processors.")
 @OUT
 def main(
     *,
     processors: bool,
+    rounds: int,
     device: str,
     small: bool,
     steps: int,
@@ -378,7 +381,7 @@ def main(
 ) -> None:
     """Measure and print."""
     if processors:
-        _compare_on_processors(out)
+        _compare_on_processors(rounds, out)
         return
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("no CUDA device is here; --device cpu --small tries the program")

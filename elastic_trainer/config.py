@@ -52,6 +52,10 @@ class TrainSection:
     precision: str = field(
         default="bf16", metadata=says("bf16 (mixed: fp32 parameters and reductions) or fp32.")
     )
+    float8: bool = field(
+        default=False,
+        metadata=says("Multiply the layers' matrices in float8, by torchao: docs/parallelism.md."),
+    )
     recompute: str = field(default="selective", metadata=says("Activation checkpointing."))
     compile: bool = field(default=False, metadata=says("Compile each layer with torch.compile."))
     no_sync: bool | None = field(

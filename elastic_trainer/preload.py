@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ Not torch.utils.cpp_extension: importing it counts devices, which initialises th
 CUDA fails in all that is forked later. Of what it imports setuptools takes most of the time."""
 
 
+FLOAT8 = ("torch._inductor.codegen.triton",)
+"""For jobs with `train.float8`: what torchao patches as layers are converted."""
+FLOAT8_ON_CPU = ("torchao.float8", "torchao.float8._inductor_patch")
+"""Not where there may be GPUs: importing it counts devices, as torch.utils.cpp_extension does."""
 BOARD = ("elastic_trainer.board.kubernetes_board",)
 """For jobs whose board is a ConfigMap: HTTP and TLS."""
 
@@ -45,15 +50,18 @@ BOARD = ("elastic_trainer.board.kubernetes_board",)
 def preload(env: Mapping[str, str]) -> None:
     """Import what workers of this run will need, and know. `env` is that of the zygote."""
     job = _job(env)
-    compiles = bool(job.get("train", {}).get("compile"))
+    compiles, float8 = (bool(job.get("train", {}).get(key)) for key in ("compile", "float8"))
+    on_cpu = job.get("device") == "cpu"
     for name in (
         *MODULES,
         *(COMPILER if compiles else ()),
+        *(FLOAT8 if float8 else ()),
+        *(FLOAT8_ON_CPU if float8 and on_cpu and find_spec("torchao") else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
         importlib.import_module(name)
     if compiles:
-        _prepare_compiler(env, on_cpu=job.get("device") == "cpu")
+        _prepare_compiler(env, on_cpu=on_cpu)
     ask_for_a_name()
 
 

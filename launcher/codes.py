@@ -97,6 +97,13 @@ CODES: Final[dict[str, Code]] = {
         "The layout does not fit the memory of its GPUs.",
         "Recompute more, shard further, or use more nodes.",
     ),
+    "HF132": Code(
+        "train.float8 with dimensions that 16 does not divide.", "Use a smaller tp, or bf16."
+    ),
+    "HF133": Code(
+        "train.float8 where it cannot be: fp32, experts, a plug-in, a GPU without float8.",
+        "Use train.float8: false.",
+    ),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),
@@ -152,6 +159,7 @@ CODES: Final[dict[str, Code]] = {
         "The fleet's ledger could not keep the job off bad machines.",
         "Free or repair machines; see `holdfast nodes list`.",
     ),
+    "HF190": Code("train.float8 without train.compile is slow.", "Set train.compile: true."),
     "HF187": Code("Validation on what is trained on.", "Hold data out, and name it."),
     # Slurm.
     "HF160": Code(
@@ -212,6 +220,7 @@ CODES: Final[dict[str, Code]] = {
     "HF330": Code("The plug-in cannot be imported.", "Fix the module, or model.plugin."),
     "HF331": Code("The plug-in is no decoder as the trainer needs it.", "See docs/models.md."),
     "HF332": Code("The plug-in has another number of parameters.", "Set model.params."),
+    "HF333": Code("train.float8 on a node without torchao.", "Install holdfast-ml[float8]."),
     # The agent's command line.
     "HF501": Code("Wrong flags of `holdfast agent`.", "See `holdfast agent --help`."),
     "HF502": Code("job.json cannot be used.", "Render the job again."),
@@ -360,5 +369,7 @@ CODES: Final[dict[str, Code]] = {
 }
 """Code -> meaning and how to fix it. A code, once released, keeps its meaning."""
 
-WARNINGS: Final = frozenset(code for code in CODES if code.startswith(("HF15", "HF17", "HF18")))
+WARNINGS: Final = frozenset(
+    code for code in CODES if code.startswith(("HF15", "HF17", "HF18", "HF19"))
+)
 """Codes of what may be meant: they stop no job, unless `holdfast check --strict` is asked."""

@@ -55,6 +55,8 @@ class Work:
     """bf16 or fp32, of the forward."""
     recompute: str
     """none, selective or full."""
+    float8: bool = False
+    """Of the layers' products."""
     interleave: int = 1
     """Stages per pipeline rank."""
     masked: bool = False
@@ -403,6 +405,8 @@ class _Rank:
             halves = 2 * wide + matrix
             first = 3 * matrix + 2 * one * self.width - (self.stack.mlp_values - 1) * wide
             gradients = one * self.part + max(last, halves, first)
+        if self.work.float8:  # the widest factor in fp32, once as it is and once scaled
+            gradients += 8 * max(self.tokens * max(self.ffn, self.width), self.ffn * self.width)
         recompute = self.work.recompute
         if recompute == "none":
             return gradients

@@ -23,12 +23,14 @@ from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.model import CausalAttention, Decoder, ModelError, initial_rows
 from elastic_trainer.parallel.context import GatheredAttention
 from elastic_trainer.parallel.experts import SplitExperts, split_experts
+from elastic_trainer.parallel.float8 import use_float8
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # noqa: SLF001
-_ATTENTION = {
+_EXPENSIVE = {
+    torch.ops.aten.max.default,  # a number: that a float8 scale is computed from
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001
     torch.ops.aten._flash_attention_forward.default,  # noqa: SLF001
@@ -38,7 +40,13 @@ _ATTENTION = {
 
 
 def parallelize(
-    stage: Decoder, meshes: Meshes, *, precision: str, recompute: str, compile_blocks: bool
+    stage: Decoder,
+    meshes: Meshes,
+    *,
+    precision: str,
+    recompute: str,
+    compile_blocks: bool,
+    float8: bool = False,
 ) -> None:
     """Wrap `stage` (on the meta device) in place; gradients are summed over dp, not averaged.
 
@@ -48,7 +56,11 @@ def parallelize(
         precision: bf16 computes in bf16 with fp32 parameters and reductions; fp32.
         recompute: none, selective or full.
         compile_blocks: torch.compile every block.
+        float8: multiply the blocks' matrices in float8; with bf16 only.
     """
+    if float8:
+        for block in stage.layers.values():
+            use_float8(block, emulated=meshes.fsdp.device_type == "cpu")
     if meshes.ep is not None:
         for block in stage.layers.values():
             split_experts(block, meshes.ep)
@@ -139,7 +151,7 @@ def _keep_some(
     """Return the contexts of one forward of a block and of its recomputation.
 
     Kept is every second reduce-scatter: the one of a block's first branch would be repeated, what
-    the second one leaves is read by no backward. With `products` also `_ATTENTION` and, as
+    the second one leaves is read by no backward. With `products` also `_EXPENSIVE` and, as
     torchtitan does (distributed/activation_checkpoint.py), every second matmul, but none that is
     narrower than its input: the feed-forward's last product is read by no backward either. Of
     Llama's block that leaves queries and one half of SwiGLU.
@@ -159,7 +171,7 @@ def _keep_some(
             num_inputs, num_outputs = args[-1].shape
             kept = is_odd("product", ctx) and products and num_outputs >= num_inputs
         else:
-            kept = products and op in _ATTENTION
+            kept = products and op in _EXPENSIVE
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]

@@ -62,6 +62,7 @@ class Engine:
                 precision=config.train.precision,
                 recompute=config.train.recompute,
                 compile_blocks=config.train.compile,
+                float8=config.train.float8,
             )
             mark_stage(part, mark, in_pipeline=bool(self.stages), compiled=config.train.compile)
         if config.train.compile:

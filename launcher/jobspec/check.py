@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.models import FAMILIES, PUBLISHED_CONTEXT, ModelShape
+from elastic_trainer.models import FAMILIES, PUBLISHED_CONTEXT, ModelShape, Plugin
 from elastic_trainer.models.mixtral import Mixtral
 from elastic_trainer.quantities import counted
 from launcher.errors import Offer, Problem
@@ -165,6 +165,7 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         message = "interface and cidr exclude each other; keep one"
         yield finding("HF016", "network.cidr", message, "network.interface")
     yield from _validation(spec)
+    yield from _float8(spec)
     if spec.data.cut_long and not spec.data.packed:
         message = f"cut_long is for examples of sft, the format is {spec.data.format}; leave it out"
         offers = instead("data.cut_long", [False])
@@ -174,6 +175,31 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         message = f"{warmup} is longer than the run of {steps} steps: lr is never reached"
         tenth = instead("train.optimizer.warmup_steps", [steps // 10])
         yield finding("HF153", "train.optimizer.warmup_steps", message, "train.steps", offers=tenth)
+
+
+def _float8(spec: JobSpec) -> Iterator[Finding]:
+    """Yield what keeps the layers' products from float8; HF132 has their dimensions."""
+    train, gpu = spec.train, spec.cluster.gpu
+    if not train.float8 or spec.command is not None:
+        return
+    key, without = "train.float8", instead("train.float8", [False])
+    if train.precision != "bf16":
+        message = f"float8 is for products in bf16, and precision is {train.precision}"
+        offers = [*instead("train.precision", ["bf16"]), *without]
+        yield finding("HF133", key, message, "train.precision", offers=offers)
+    elif isinstance(spec.shape, Plugin):
+        message = "what the layers of a plug-in multiply is not known"
+        yield finding("HF133", key, message, "model", offers=without)
+    elif spec.shape.num_experts > 1:
+        message = "experts multiply in bf16, which is most of a layer's work"
+        yield finding("HF133", key, message, "model", offers=without)
+    elif gpu in GPUS and not GPUS[gpu].float8:
+        message = f"{gpu} does not multiply in float8"
+        yield finding("HF133", key, message, "cluster.gpu", offers=without)
+    elif gpu != CPU and not train.compile:
+        message = "without train.compile what is cast to float8 costs more than its products save"
+        offers = [*instead("train.compile", [True]), *without]
+        yield finding("HF190", key, message, "train.compile", "cluster.gpu", offers=offers)
 
 
 def _validation(spec: JobSpec) -> Iterator[Finding]:

@@ -43,6 +43,7 @@ class Facts:
     auto_dp: bool = True
     """dp follows from the other degrees."""
     precision: str = "bf16"
+    float8: bool = False
     recompute: str = "none"
     packed: bool = False
     """Samples are packed documents."""
@@ -84,6 +85,7 @@ class Facts:
             seq_len=self.seq_len,
             micro_batch=self.micro_batch,
             precision=self.precision,
+            float8=self.float8,
             recompute=self.recompute,
             interleave=self.interleave,
             masked=self.packed,
@@ -348,6 +350,36 @@ def pipeline_is_fed(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
         )
 
 
+FLOAT8_MULTIPLE: Final = 16
+"""What divides each dimension of a product in float8 (cuBLASLt, torch._scaled_mm)."""
+
+
+def float8_divides(facts: Facts, layout: ParallelLayout) -> Iterator[Finding]:
+    """Every product of a layer's linears, those of backward too, has dimensions for float8."""
+    shape, tp, cp = facts.shape, layout.tp, layout.cp
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    tokens = facts.micro_batch * facts.seq_len
+    if not facts.float8 or any(n % tp for n in (heads, kv_heads, shape.ffn_dim)) or tokens % cp:
+        return  # other rules say so
+    sizes = {
+        "width (dim)": shape.dim,
+        "queries": heads * shape.head_size // tp,
+        "keys": kv_heads * shape.head_size // tp,
+        "SwiGLU width": shape.ffn_dim // tp,
+        "tokens of a micro-batch": tokens // cp,
+    }
+    broken = [f"{what} {size}" for what, size in sizes.items() if size % FLOAT8_MULTIPLE]
+    if broken:
+        smaller = (degree for degree in divisors(facts.domain) if degree < tp)
+        yield finding(
+            "HF132",
+            "train.float8",
+            f"{FLOAT8_MULTIPLE} does not divide what a rank multiplies: {', '.join(broken)}",
+            *("model", "layout.tp", "layout.cp", "train.seq_len", "train.micro_batch"),
+            offers=[*_degrees(facts, layout, "tp", smaller), {"train.float8": False}],
+        )
+
+
 def schedule_runs(schedule: str, pp: int, rounds: int) -> bool:
     """Return whether `schedule` can run `rounds` micro-batches on each of `pp` stages.
 
@@ -365,6 +397,7 @@ RULES: Final[tuple[Rule, ...]] = (
     tied_tables_share_a_stage,
     batch_divides,
     pipeline_is_fed,
+    float8_divides,
 )
 
 

@@ -171,6 +171,7 @@ class Train(Section):
     steps: Annotated[int, Field(ge=1, le=10**12)] = _train("steps")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _train("seed")
     precision: Literal["bf16", "fp32"] = _train("precision")
+    float8: bool = _train("float8")
     recompute: Literal["none", "selective", "full"] = _train("recompute")
     compile: bool = _train("compile")
     no_sync: bool | None = _train("no_sync")

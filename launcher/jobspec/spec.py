@@ -194,6 +194,7 @@ class JobSpec(values.Section):
             allow_tp_across_nodes=self.layout.allow_tp_across_nodes,
             auto_dp=self.layout.dp == "auto",
             precision=self.train.precision,
+            float8=self.train.float8 and self.command is None,
             recompute=self.train.recompute,
             packed=self.data.packed,
             no_sync=self.train.no_sync,

@@ -174,5 +174,7 @@ def shortest_step_s(spec: JobSpec) -> float | None:
     tflops = (gpu.measured_tflops or gpu.bf16_tflops) if gpu else None
     if tflops is None:
         return None
+    if spec.train.float8:
+        tflops *= 2
     tokens = spec.train.global_batch * spec.train.seq_len
     return 6 * spec.shape.active_params() * tokens / (spec.facts.num_gpus * tflops * 1e12)

@@ -130,6 +130,7 @@ KEYS: Final[Mapping[str, Key]] = {
     "train.micro_batch": Key(True, "the same batches, sums in another order"),
     "train.steps": Key(True, "the learning rate decays towards the new last step"),
     "train.precision": Key(True, "from the next step; parameters are saved in fp32"),
+    "train.float8": Key(True, "from the next step; parameters are saved in fp32"),
     "train.recompute": Key(True, "changes memory and speed, nothing else"),
     "train.compile": Key(True, "changes speed, and the order of sums"),
     "train.no_sync": Key(True, "changes memory and speed, and the order of sums"),

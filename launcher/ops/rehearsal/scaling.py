@@ -96,6 +96,7 @@ def _training(spec: JobSpec, corpus: Path) -> Iterator[tuple[str, Any]]:
     yield "train.micro_batch", 1
     yield "train.steps", STEPS
     yield "train.compile", False
+    yield "train.float8", False
     yield "train.optimizer.warmup_steps", STEPS // 4
     yield "data", {"path": str(corpus), "format": "text", "tokenizer": "bytes"}
     if spec.validation is not None:

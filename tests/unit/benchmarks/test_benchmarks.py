@@ -97,6 +97,19 @@ def test_step_time_runs_small_on_a_cpu():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_step_time_on_processors_has_the_keys_of_the_aims(load):
+    """As `make bench` runs it, with one round."""
+    runner, aims = load("run_all"), load("aims")
+    arguments = [*runner.ALWAYS["step_time"], *runner.PROGRAMS["step_time"]]
+    outcome = runner.run("step_time", arguments)
+    assert outcome.result is not None, outcome.text
+    keys = [aim.key for aim in aims.AIMS if aim.program == "step_time"]
+    assert len(keys) == 2
+    assert all(aims.look_up(outcome.result, key) > 0 for key in keys)
+
+
+@pytest.mark.slow
 def test_snapshot_runs_small():
     """It drives the checkpoints' own classes, which change."""
     done = subprocess.run(

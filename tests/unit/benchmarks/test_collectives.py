@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from click.testing import CliRunner
 
 COUNTS = {
     "dp8-pp1-cp1-tp1": (40, 24, 0, 0, 0),
@@ -30,6 +31,32 @@ def test_a_step_has_these_collectives_and_waits_for_the_device_once(load, layout
     assert tuple(found.collectives[kind] for kind in collectives.KINDS) == COUNTS[layout]
     assert set(found.collectives) <= set(collectives.KINDS)
     assert found.syncs == 1
+
+
+TITAN = {
+    "dp4-pp2-cp1-tp1": (3, 3, 2, 4, 4),
+    "dp4-pp1-cp2-tp1": (76, 56, 1, 0, 0),
+    "dp2-pp2-cp1-tp2": (39, 39, 7, 4, 4),
+}
+"""The same of torchtitan 0.3. cp: each layer gathers keys and values apart, where ours gathers both
+at once, and scatters their gradients so; and the head is gathered twice."""
+
+
+@pytest.mark.parametrize("layout", TITAN)
+def test_torchtitan_has_these(load, layout):
+    pytest.importorskip("torchtitan", reason="not installed: pip install -e '.[torchtitan]'")
+    collectives = load("collectives")
+    found = collectives.apart(collectives.titan_step_of, layout)
+    assert tuple(found.collectives[kind] for kind in collectives.KINDS) == TITAN[layout]
+
+
+def test_its_json_has_the_key_of_the_aim(load):
+    done = CliRunner().invoke(load("collectives").main, ["--layouts", "dp4-pp2-cp1-tp1"])
+    assert done.exit_code == 0, done.output
+    text, result = load("aims").split_output(done.output)
+    assert "| dp4·pp2 | 3 | 3 | 0 | 4 | 4 |" in text
+    assert load("aims").look_up(result, "holdfast.syncs") == 1
+    assert result["holdfast"]["layouts"]["dp4-pp2-cp1-tp1"]["send"] == 4
 
 
 def test_bytes_of_fsdp_are_those_of_the_parameters(load):

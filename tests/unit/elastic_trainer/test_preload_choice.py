@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer import preload as preloading
-from elastic_trainer.preload import COMPILER, MODULES, preload
+from elastic_trainer.preload import COMPILER, FLOAT8, FLOAT8_ON_CPU, MODULES, preload
 
 
 @pytest.fixture
@@ -24,24 +24,40 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def job_json(device: str = "cuda", **train: bool) -> str:
+    return json.dumps({"device": device, "train": train})
+
+
 @pytest.mark.parametrize(
-    ("job", "compiles"),
+    ("job", "more"),
     [
-        (json.dumps({"train": {"compile": True}}), True),
-        (json.dumps({"train": {"compile": False}}), False),
-        (json.dumps({}), False),
-        ("torn {", False),
-        ("[]", False),
-        (None, False),
+        (job_json(compile=True), COMPILER),
+        (job_json(compile=False), ()),
+        (job_json(float8=True), FLOAT8),
+        (job_json(float8=True, compile=True), (*COMPILER, *FLOAT8)),
+        (job_json("cpu", float8=True), (*FLOAT8, *FLOAT8_ON_CPU)),
+        (json.dumps({}), ()),
+        ("torn {", ()),
+        ("[]", ()),
+        (None, ()),
     ],
 )
 def test_the_job_decides(
-    tmp_path: Path, imported: list[str], job: str | None, *, compiles: bool
+    tmp_path: Path, imported: list[str], job: str | None, more: tuple[str, ...]
 ) -> None:
     if job is not None:
         (tmp_path / "job.json").write_text(job)
     preload({"HOLDFAST_RUN_DIR": str(tmp_path)})
-    assert imported == [*MODULES, *(COMPILER if compiles else ())]
+    assert imported == [*MODULES, *more]
+
+
+def test_where_torchao_is_missing_the_worker_says_so(
+    tmp_path: Path, imported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.json").write_text(job_json("cpu", float8=True))
+    monkeypatch.setattr(preloading, "find_spec", lambda _name: None)
+    preload({"HOLDFAST_RUN_DIR": str(tmp_path)})
+    assert imported == [*MODULES, *FLOAT8]
 
 
 PROBES = """
@@ -84,20 +100,23 @@ def test_without_a_run_there_is_no_job(imported: list[str]) -> None:
 COUNTS = """
 import importlib, sys, torch
 from elastic_trainer import preload as preloading
-from elastic_trainer.preload import COMPILER, MODULES
+from elastic_trainer.preload import COMPILER, FLOAT8, MODULES
 for name in MODULES:
     importlib.import_module(name)
 calls = []
 torch.cuda._is_compiled, torch.version.cuda = (lambda: True), "13.0"
 torch.cuda.is_available = torch.cuda.device_count = lambda: calls.append(1) or False
-for name in (*COMPILER, *sys.argv[1:]):
+for name in (*COMPILER, *FLOAT8, *sys.argv[1:]):
     importlib.import_module(name)
 sys.stdout.write(str(len(calls)))
 """
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("planted", "counted"), [((), 0), (("torch.utils.cpp_extension",), 1)])
+@pytest.mark.parametrize(
+    ("planted", "counted"),
+    [((), 0), (("torch.utils.cpp_extension",), 1), (("torchao.float8",), 1)],
+)
 def test_no_module_counts_devices(tmp_path: Path, planted: tuple[str, ...], counted: int) -> None:
     """As in a build of torch with CUDA, where the toolkit is installed."""
     repo = Path(__file__).resolve().parents[3]
@@ -108,6 +127,6 @@ def test_no_module_counts_devices(tmp_path: Path, planted: tuple[str, ...], coun
     assert int(found.stdout) == counted
 
 
-@pytest.mark.parametrize("name", MODULES + COMPILER)
+@pytest.mark.parametrize("name", MODULES + COMPILER + FLOAT8 + FLOAT8_ON_CPU)
 def test_every_module_is_there(name: str) -> None:
     assert importlib.util.find_spec(name) is not None

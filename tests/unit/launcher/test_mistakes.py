@@ -58,6 +58,7 @@ MUTATIONS = {
     "train.micro_batch": [2, 3, 7, 600],
     "train.precision": ["fp16", "fp32"],
     "train.compile": ["yes", "off", "maybe"],
+    "train.float8": ["true"],
     "train.optimizer.lr": [3.0, "'3e-4'", "'0.1'", 0],
     "train.optimizer.warmup_steps": [2000, 5],
     "data.format": ["jsonl", "text"],

@@ -69,7 +69,7 @@ def test_what_would_lose_samples_or_not_fit_is_named(config, section, key, value
 @pytest.mark.parametrize(
     ("section", "values"),
     [
-        ("train", {"steps": 99, "micro_batch": 2, "precision": "fp32", "compile": True}),
+        ("train", {"steps": 99, "micro_batch": 2, "float8": True, "compile": True}),
         ("data", {"path": "/elsewhere"}),
         ("model", {"rope_theta": 1e6}),
         ("checkpoint", {"keep": 1}),

@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from elastic_trainer.layout import AXES, ParallelLayout
 from launcher.errors import choices
 from launcher.jobspec.reading import parse_spec
-from launcher.jobspec.rules import crosses_nodes, divisors, nearest_nodes, schedule_runs
+from launcher.jobspec.rules import (
+    crosses_nodes,
+    divisors,
+    float8_divides,
+    nearest_nodes,
+    schedule_runs,
+)
 
+PLUGIN = "{plugin: 'own:Model', num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, vocab_size: 512}"
 TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, vocab_size: 512}"
 
 
@@ -39,6 +46,12 @@ TINY = "{num_layers: 4, dim: 64, num_heads: 8, num_kv_heads: 8, ffn_dim: 96, voc
         (["model=mixtral-8x7b", "layout.ep=8"], "HF124 layout.ep: 8 does not divide dp 4; use 4, 2 or 1"),
         (["model=mixtral-8x7b", "layout.dp_replicate=2", "layout.ep=4"], "HF124 layout.ep: 4 does not divide dp/dp_replicate 4 / 2; use 2 or 1"),
         (["model=mixtral-8x7b", "train.compile=true"], "HF130 train.compile: blocks whose tokens choose experts are not compiled; use train.compile: false"),
+        (["train.float8=true", "train.precision=fp32"], "HF133 train.float8: float8 is for products in bf16, and precision is fp32; use train.precision: bf16, or train.float8: false"),
+        (["train.float8=true", "cluster.gpu=A100-80GB-SXM"], "HF133 train.float8: A100-80GB-SXM does not multiply in float8; use train.float8: false"),
+        (["train.float8=true", "model=mixtral-8x7b"], "HF133 train.float8: experts multiply in bf16"),
+        (["train.float8=true", f"model={PLUGIN}", "layout.tp=1"], "HF133 train.float8: what the layers of a plug-in multiply is not known"),
+        (["train.float8=true", f"model={TINY}", "layout.tp=8"], "HF132 train.float8: 16 does not divide what a rank multiplies: queries 8, keys 8, SwiGLU width 12; use layout.tp: 2 or 1, or train.float8: false"),
+        (["train.float8=true", "train.seq_len=8200"], "HF132 train.float8: 16 does not divide what a rank multiplies: tokens of a micro-batch 8200"),
     ],
 )  # fmt: skip
 def test_each_rule_has_its_code_values_and_way_out(mistakes, sets, message):
@@ -85,6 +98,36 @@ def test_what_an_offer_would_lack_in_memory_is_offered_with_it(mistakes):
     )  # fmt: skip
     assert "HF101" in line
     assert "train.recompute: selective with" in line
+
+
+@pytest.mark.parametrize(
+    ("sets", "codes"),
+    [
+        ((), ["HF190"]),
+        (("train.compile=true",), []),
+        (("train.compile=true", "cluster.gpu=MI300X", "train.micro_batch=2"), []),
+        (("cluster.gpu=cpu", "model=tiny", "layout.tp=2"), []),
+    ],
+)
+def test_float8_that_runs_and_what_makes_it_slow(make_spec, sets, codes):
+    spec = make_spec("train.float8=true", *sets)
+    assert [warning.code for warning in spec.warnings] == codes
+    assert spec.train.float8
+
+
+def test_rungs_below_have_products_in_float8_too(make_spec):
+    """96 / 6 is a multiple of 16, 96 / 4 is none, and 96 / 2 is one again."""
+    model = "{num_layers: 2, dim: 96, num_heads: 12, num_kv_heads: 12, head_dim: 16, "
+    model += "ffn_dim: 96, vocab_size: 480}"
+    facts = make_spec(
+        f"model={model}", "layout={tp: 2}", "cluster={nodes: 1, gpus_per_node: 12, gpu: cpu}",
+        "train={seq_len: 48, global_batch: 48, steps: 1, float8: true}",
+    ).facts  # fmt: skip
+    broken = {
+        tp: [found.code for found in float8_divides(facts, ParallelLayout(tp=tp))]
+        for tp in (1, 2, 3, 4, 6)
+    }
+    assert broken == {1: [], 2: [], 3: [], 4: ["HF132"], 6: []}
 
 
 def test_tp_across_nodes_is_a_warning_once_allowed(make_spec):
