@@ -193,9 +193,9 @@ def counted(run: Callable[[], object], on_device: list[Tensor]) -> Counted:
     return count.found
 
 
-def config_of(layout: ParallelLayout) -> TrainConfig:
+def config_of(layout: ParallelLayout, *, no_sync: bool) -> TrainConfig:
     """Return the job.json of a job that has `layout`."""
-    rung = Rung(num_nodes=1, layout=layout, micro_batches=MICRO_BATCHES)
+    rung = Rung(num_nodes=1, layout=layout, micro_batches=MICRO_BATCHES, no_sync=no_sync)
     return TrainConfig(
         name="collectives",
         run_id="collectives",
@@ -217,12 +217,12 @@ def config_of(layout: ParallelLayout) -> TrainConfig:
     )
 
 
-def step_of(layout_text: str) -> Counted:
+def step_of(layout_text: str, *, no_sync: bool = False) -> Counted:
     """Return what the second step of rank 0 has; the first one sets up."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     layout = ParallelLayout.parse(layout_text)
-    config = config_of(layout)
+    config = config_of(layout, no_sync=no_sync)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
     schedules._PipelineSchedule._warmup_p2p = _agree_on_shapes  # type: ignore[method-assign]  # noqa: SLF001
     trainer = _trainer(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from click.testing import CliRunner
 
@@ -31,6 +33,15 @@ def test_a_step_has_these_collectives_and_waits_for_the_device_once(load, layout
     assert tuple(found.collectives[kind] for kind in collectives.KINDS) == COUNTS[layout]
     assert set(found.collectives) <= set(collectives.KINDS)
     assert found.syncs == 1
+
+
+@pytest.mark.parametrize("layout", ["dp8-pp1-cp1-tp1", "dp8-pp1-cp1-tp1-hsdp2"])
+def test_with_no_sync_each_group_is_reduced_once_a_step(load, layout):
+    collectives = load("collectives")
+    found = collectives.apart(partial(collectives.step_of, no_sync=True), layout)
+    gathered, _, all_reduced, *_ = COUNTS[layout]
+    counts = tuple(found.collectives[kind] for kind in collectives.KINDS)
+    assert counts == (gathered, 6, all_reduced, 0, 0)
 
 
 TITAN = {
