@@ -54,8 +54,13 @@ def test_the_job_decides(
 def test_where_torchao_is_missing_the_worker_says_so(
     tmp_path: Path, imported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def is_missing(name: str) -> None:
+        if name.startswith("torchao"):
+            raise ModuleNotFoundError(name)
+        imported.append(name)
+
     (tmp_path / "job.json").write_text(job_json("cpu", float8=True))
-    monkeypatch.setattr(preloading, "find_spec", lambda _name: None)
+    monkeypatch.setattr(importlib, "import_module", is_missing)
     preload({"HOLDFAST_RUN_DIR": str(tmp_path)})
     assert imported == [*MODULES, *FLOAT8]
 

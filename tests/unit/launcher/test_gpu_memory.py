@@ -74,6 +74,17 @@ def test_a_layer_keeps_what_its_backward_reads(recompute, columns):
     assert deep.activations - shallow.activations == 2 * columns * 8192 + log_sums
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_float8_scales_the_widest_factor_of_a_product_in_fp32(recompute):
+    """On a stage without a loss, and with activations enough that a layer's backward is fullest."""
+    layout = ParallelLayout(pp=4, tp=8)
+    plain, float8 = (
+        rank_bytes(work(recompute=recompute, float8=each), layout, 8, 1) for each in (False, True)
+    )
+    # Tokens x D: the feed-forward of a tp rank is narrower.
+    assert float8.counted - plain.counted == 8 * 8192 * 4096
+
+
 def test_the_first_stage_keeps_the_most_micro_batches():
     layout = ParallelLayout(pp=4)
     first, second, *_, last = (rank_bytes(work(), layout, 8, rank) for rank in range(4))

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
-from launcher.planning.snapshots import snapshot_line
+from launcher.planning.snapshots import shortest_step_s, snapshot_line
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GIB = 2**30
@@ -38,6 +38,12 @@ def test_snapshots_slower_than_steps_are_taken_less_often_and_the_user_is_told()
     calm = planned("llama3-8b.yaml", "checkpoint.memory_every_steps=50")
     assert calm.snapshots.every_steps == 50
     assert not [warning for warning in calm.warnings if warning.code == "HF156"]
+
+
+def test_in_float8_a_step_may_take_half_as_long():
+    job = EXAMPLES / "llama3-8b.yaml"
+    slow, fast = (load_spec(job, [f"train.float8={each}"]) for each in ("false", "true"))
+    assert shortest_step_s(fast) == shortest_step_s(slow) / 2
 
 
 def test_snapshots_that_do_not_fit_are_off_and_the_user_is_told():

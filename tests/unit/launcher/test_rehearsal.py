@@ -53,6 +53,12 @@ def test_examples_fit_one_machine_and_keep_their_parallelism(job):
     assert (after.min_nodes < after.max_nodes) == (before.min_nodes < before.max_nodes)
 
 
+def test_what_is_small_is_neither_compiled_nor_in_float8():
+    job = next(path for path in EXAMPLES if path.stem == "llama3-8b")
+    found = small(load_spec(job, ["train.float8=true", "train.compile=true"]))
+    assert (found.train.compile, found.train.float8) == (False, False)
+
+
 def test_the_jobs_own_checkpoints_and_corpus_are_left_alone():
     spec = load_spec(next(path for path in EXAMPLES if path.stem == "llama3-8b"))
     found = small(spec)
