@@ -1,4 +1,4 @@
-"""Applies meshes to a model: EP, TP, CP, recomputation, compile, FSDP2, in that order."""
+"""Applies meshes to a model: float8, EP, TP, CP, recomputation, compile, FSDP2, in that order."""
 
 from __future__ import annotations
 

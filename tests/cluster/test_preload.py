@@ -31,19 +31,27 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("layout", "interleave"),
+    ("layout", "interleave", "more"),
     [
-        (ParallelLayout(cp=2, pp=2, tp=2), 2),
-        pytest.param(ParallelLayout(dp=2, tp=2), 1, marks=pytest.mark.slow),
-        pytest.param(ParallelLayout(cp=2, pp=2), 1, marks=pytest.mark.slow),
-        pytest.param(ParallelLayout(pp=2), 2, marks=pytest.mark.slow),
+        (ParallelLayout(cp=2, pp=2, tp=2), 2, {}),
+        pytest.param(ParallelLayout(dp=2, tp=2), 1, {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(cp=2, pp=2), 1, {}, marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=2), 2, {}, marks=pytest.mark.slow),
+        pytest.param(
+            ParallelLayout(tp=2),
+            1,
+            {"float8": True, "precision": "bf16"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
-def test_a_recovering_worker_imports_nothing_after_the_entry_point(layout, interleave, tmp_path):
+def test_a_recovering_worker_imports_nothing_after_the_entry_point(
+    layout, interleave, more, tmp_path
+):
     """Rank 0: restores, trains two steps, saves."""
     world = layout.world_size
-    options = {"recompute": "selective", "interleave": interleave, "model": SHAPE}
+    options = {"recompute": "selective", "interleave": interleave, "model": SHAPE, **more}
     run = Run(tmp_path, make_config(tmp_path, layout, steps=1, **options))
     run.train(1, world)
     run.write(make_config(tmp_path, layout, steps=3, **options))
