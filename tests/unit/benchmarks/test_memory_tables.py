@@ -50,7 +50,10 @@ def test_the_page_has_the_predictions_of_now(load):
         for line in PAGE.read_text().splitlines()
         if re.match(r"\| \S+, \d+ layers", line)
     ]
-    cases = load("memory_tracked").CASES
+    tracked = load("memory_tracked")
+    whole = len(rows) - len(tracked.CASES)
+    assert whole > 0
+    cases = (*tracked.CASES, *tracked.WHOLE[:whole])
     assert [row[:7] for row in rows] == [case.row() for case in cases], (
         "run: python benchmarks/memory_tracked.py"
     )
