@@ -80,7 +80,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     collectives: bool,
     timeout: float,
     folder: Path | None,
-    fleet: Path,
+    fleet: str,
     sets: Sequence[str],
     as_json: bool,
 ) -> int:
@@ -90,7 +90,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.fleet import Fleet
+    from launcher.fleet import fleet_at
     from launcher.ops.nodes import note_failed
     from launcher.ops.preflight.checks import Expected
     from launcher.ops.preflight.nodes import Preflight, Where
@@ -115,7 +115,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
         reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
         if collectives:
             reports = round_.collectives(reports)
-        out = note_failed(Fleet(fleet), reports, time.time()) if target == "slurm" else []
+        out = note_failed(fleet_at(fleet), reports, time.time()) if target == "slurm" else []
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     failed = [report for report in reports if report.level == "fail"]

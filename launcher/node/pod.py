@@ -45,6 +45,7 @@ from launcher.node.pod_decide import (
 )
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
+from launcher.node.strikes import Strikes
 from launcher.node.taken_signals import Wait, taken_signals
 
 FIRST_PAUSE_S: Final = 10.0
@@ -144,10 +145,14 @@ class Pod:
             shutdown_s=who.shutdown_s,
             leaves=lambda: not stop_request.asked(self._run_dir),
         )
+        # What happens to members is on record by the agent that coordinates, in its own file.
+        strikes = Strikes(self._run_dir, self._env, only=f"agent-{who.pod}")
+        strikes.start()
         try:
             who.agent_file.write_text(f"{agent.pid}\n", encoding="ascii")
             agent_code = agent.serve(self._wait)
         finally:
+            strikes.close()
             with contextlib.suppress(OSError):
                 who.agent_file.unlink()
         say(f"the agent of {who.pod} has ended with {agent_code}")

@@ -125,8 +125,7 @@ def _added(
         )
         for name in names
     ]
-    for entry in entries:
-        fleet.add(entry)
+    fleet.add(*entries)
     return entries
 
 
@@ -173,8 +172,7 @@ def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) ->
         )
         for report in failed
     ]
-    for entry in entries:
-        fleet.add(entry)
+    fleet.add(*entries)
     return entries
 
 

@@ -73,16 +73,21 @@ class RunRecord:
         return fresh
 
 
-def newest_events(run_dir: Path) -> list[Event]:
+def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
     """Return the events at the ends of the files, by time: quick for records of months.
 
     Files that cannot be read are passed over: the others tell enough.
+
+    Args:
+        run_dir: the run.
+        writer: only of the file RUN/events/<writer>.jsonl; None: of all.
 
     Raises:
         UserError: HF613 the folder cannot be read.
     """
     found: list[Event] = []
-    for path, start in _tails(_files(run_dir)).items():
+    files = [each for each in _files(run_dir) if writer in (None, Path(each[0]).stem)]
+    for path, start in _tails(files).items():
         try:
             found += _decoded(_lines(path, start))
         except UserError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, Final, Self
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Kind
 from elastic_trainer.typed import check_types
+from launcher.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0
 """How long a strike counts."""
@@ -142,7 +144,7 @@ def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
     """Return what is held against each machine now; one without anything is left out."""
     strikes: dict[str, list[Entry]] = {}
     outs: dict[str, Entry] = {}
-    for entry in sorted(entries, key=lambda each: (each.t_unix, each.verdict, each.name)):
+    for entry in sorted(entries, key=_in_order):
         mine = strikes.setdefault(entry.machine, [])
         if entry.verdict == Verdict.RELEASE:
             mine.clear()
@@ -158,6 +160,10 @@ def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
         for machine, mine in sorted(strikes.items())
         if mine or machine in outs
     }
+
+
+def _in_order(entry: Entry) -> tuple[float, str, str]:
+    return entry.t_unix, entry.verdict, entry.name
 
 
 def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) -> list[Standing]:
@@ -179,6 +185,41 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
     room = len(set(pool)) - len(chosen) - needed
     most = max(0, min(max(1, int(CAP * len(set(pool)))), room))
     return sorted([*chosen, *rest[:most]], key=lambda each: each.machine)
+
+
+def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[Entry]:
+    """Return entries by time, so many that they take at most `most_bytes` as JSON.
+
+    First go those that say nothing of a machine any more, then releases, then strikes, always the
+    oldest first. What puts a machine out until its release stays.
+
+    Raises:
+        UserError: HF690 that alone is too much.
+    """
+    ordered = sorted(entries, key=_in_order)
+    sizes = [len(json.dumps(each.to_json())) + 2 for each in ordered]
+    over = sum(sizes) - most_bytes
+    if over <= 0:
+        return ordered
+    held = standings(ordered, now_unix).values()
+    counting = {each.name for one in held for each in one.strikes}
+    outs = {one.out.name for one in held if one.out is not None}
+
+    def worth(entry: Entry) -> int:
+        if entry.name in outs:
+            return 3
+        return 2 if entry.name in counting else int(entry.verdict == Verdict.RELEASE)
+
+    gone: set[int] = set()
+    for index in sorted(range(len(ordered)), key=lambda index: (worth(ordered[index]), index)):
+        if over <= 0 or worth(ordered[index]) == 3:
+            break
+        gone.add(index)
+        over -= sizes[index]
+    if over > 0:
+        said = f"the fleet's ledger is full: {len(outs):,} machines are out"
+        raise UserError("HF690", f"{said}; release some (holdfast nodes release)")
+    return [entry for index, entry in enumerate(ordered) if index not in gone]
 
 
 def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:

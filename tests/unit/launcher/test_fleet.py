@@ -15,7 +15,7 @@ from launcher.backends.kubernetes.machines import of_nodes
 from launcher.backends.slurm.machines import of_scontrol
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
-from launcher.fleet import Fleet, folder_of
+from launcher.fleet import MOST_BYTES, Fleet, fleet_at, place_for
 from launcher.ops.nodes import listed, note_failed, release
 from launcher.ops.preflight.checks import Finding, NodeReport
 from launcher.ops.submitting.asking import ask_with_ledger
@@ -26,6 +26,7 @@ from launcher.record.fleet import (
     STRIKE_S,
     Entry,
     Verdict,
+    bounded,
     entries_of,
     kept_off,
     standings,
@@ -148,15 +149,16 @@ def test_a_straggler_and_one_readmitted():
 
 
 def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path):
-    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    folder = tmp_path / "fleet"
+    fleet = Fleet(folder, wall=lambda: NOW)
     assert fleet.entries() == []
-    assert fleet.add(entry())
-    assert not fleet.add(entry())
+    assert fleet.add(entry(), entry("n9")) == [entry(), entry("n9")]
+    assert fleet.add(entry()) == []
     for name, text in {"a": "{", "b": "[]", "c": '{"machine": 7}', "d": "\x00\xff"}.items():
-        (fleet.folder / f"{name}.json").write_text(text, encoding="latin-1")
+        (folder / f"{name}.json").write_text(text, encoding="latin-1")
     odd = {**entry().to_json(), "machine": "n1\n[31m"}
-    (fleet.folder / "e.json").write_text(json.dumps(odd))
-    assert fleet.entries() == [entry()]
+    (folder / "e.json").write_text(json.dumps(odd))
+    assert fleet.entries() == [entry(), entry("n9")]
     old = entry(t=NOW - 100 * DAY)
     fleet.add(old)
     fleet.add(replace(old, verdict=Verdict.OUT))
@@ -177,14 +179,121 @@ def test_a_runs_record_is_harvested_once(tmp_path, newest):
     log = LauncherLog(run, "n0", wall=lambda: NOW)
     log.emit("member.evicted", member="n1", host="n1", reason="XID 79", kind="node_fault")
     log.emit("step.completed", step=3)
-    fleet = Fleet(folder_of(run), wall=lambda: NOW)
-    assert fleet.folder == tmp_path / "runs" / "fleet"
+    assert place_for(run) == str(tmp_path / "runs" / "fleet")
+    fleet = fleet_at(place_for(run), wall=lambda: NOW)
     [found] = fleet.harvest(run, newest=newest)
     assert (found.machine, found.verdict, found.run) == ("n1", "out", "one")
     assert fleet.harvest(run, newest=newest) == []
-    assert fleet.harvest(run, since_unix=NOW + 1, newest=newest) == []
+    another = fleet_at(place_for(run), wall=lambda: NOW)
+    assert another.harvest(run, newest=newest) == []
+    assert another.harvest(run, since_unix=NOW + 1, newest=newest) == []
     (run / "job.json").write_text('{"fleet": "/shared/fleet"}')
-    assert str(folder_of(run)) == "/shared/fleet"
+    assert place_for(run) == "/shared/fleet"
+
+
+def test_a_pod_reads_its_own_record_only(tmp_path):
+    run = tmp_path / "runs" / "one"
+    for name in ("n1", "n2"):
+        log = LauncherLog(run, f"agent-{name}", wall=lambda: NOW)
+        log.emit("member.evicted", member=name, host=name, reason="XID 79", kind="node_fault")
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    [found] = fleet.harvest(run, newest=True, only="agent-n2")
+    assert found.machine == "n2"
+
+
+class Register:
+    """A register in memory; `meanwhile` is called before each swap."""
+
+    name = "memory"
+
+    def __init__(self):
+        self.content, self.version, self.swaps = None, 0, 0
+        self.meanwhile = lambda: None
+
+    def get_state(self):
+        return None if self.content is None else (self.content, self.version)
+
+    def set_state(self, state, token=None):
+        self.swaps += 1
+        self.meanwhile()
+        mine = token == (None if self.content is None else self.version)
+        if mine:
+            self.content, self.version = state, self.version + 1
+        return self.content, self.version, mine
+
+
+def test_a_ledger_in_a_register_keeps_what_several_write_at_once():
+    register = Register()
+    mine, theirs = (Fleet(register, wall=lambda: NOW) for _ in range(2))
+    others = [entry("n2"), entry("n3")]
+    register.meanwhile = lambda: others and theirs.add(others.pop())
+    assert mine.add(entry()) == [entry()]
+    assert mine.entries() == theirs.entries() == [entry(), entry("n2"), entry("n3")]
+    swaps = register.swaps
+    assert mine.add(entry(), entry("n2")) == []
+    assert register.swaps == swaps, "what is there is not written again"
+    mine.add(entry("n4", reason="x" * 9999))
+    assert len(mine.entries()[-1].reason) < 999
+    register.content = b"{"
+    with pytest.raises(UserError, match="HF690"):
+        mine.add(entry("n5"))
+    assert register.content == b"{", "what cannot be read is not written over"
+
+
+def test_who_never_gets_to_write_is_told():
+    register, count = Register(), iter(range(999))
+
+    def others():
+        register.content = json.dumps({"entries": []}).encode()
+        register.version += next(count) + 1
+
+    register.meanwhile = others
+    with pytest.raises(UserError, match="HF690"):
+        Fleet(register, wall=lambda: NOW).add(entry())
+
+
+def test_a_full_ledger_forgets_what_no_longer_counts_first():
+    late = [entry("n1", t=NOW - (7 + k) * DAY) for k in range(20)]
+    counts = [entry("n2", Verdict.OUT), entry("n3")]
+    size = sum(len(json.dumps(each.to_json())) + 2 for each in [*late, *counts])
+    assert bounded([*late, *counts], NOW, size) == sorted(
+        [*late, *counts], key=lambda each: (each.t_unix, each.verdict)
+    )
+    kept = bounded([*late, *counts], NOW, size // 2)
+    assert [each for each in kept if each in counts] == counts
+    assert 5 < len(kept) < 15
+    with pytest.raises(UserError, match="HF690"):
+        bounded([entry(f"n{k}", Verdict.OUT) for k in range(20)], NOW, size // 2)
+    assert MOST_BYTES < 2**20, "of a ConfigMap"
+
+
+ANY_ENTRY = st.builds(
+    entry,
+    st.sampled_from(["n1", "n2", "n3"]),
+    st.sampled_from(list(Verdict)),
+    st.floats(0, 9).map(lambda days: NOW - days * DAY),
+    until_unix=st.sampled_from([None, NOW - 1, NOW + 1]),
+)
+
+
+@given(st.lists(ANY_ENTRY, max_size=30), st.integers(0, 6000))
+def test_what_a_ledger_forgets_makes_no_machine_bad(entries, most):
+    """And as long as only what says nothing goes, and releases, it makes none good either."""
+    before = standings(entries, NOW)
+    try:
+        kept = bounded(entries, NOW, most)
+    except UserError:
+        return
+    assert sum(len(json.dumps(each.to_json())) + 2 for each in kept) <= most
+    assert all(each in entries for each in kept)
+    after = standings(kept, NOW)
+    assert {name for name, each in after.items() if each.is_out} <= out(*entries)
+    assert {name: each.out for name, each in after.items() if each.out} == {
+        name: each.out for name, each in before.items() if each.out
+    }
+    counting = {each.name for one in before.values() for each in one.strikes}
+    if counting <= {each.name for each in kept}:
+        assert after == before
 
 
 class Platform:
@@ -192,8 +301,11 @@ class Platform:
 
     name = "slurm"
 
-    def machines(self):
+    def machines(self, files=None):
         return [Machine(name=f"n{k}") for k in range(1, 6)]
+
+    def register_server(self, of):
+        raise AssertionError
 
     def drain_machines(self, names, reason):
         raise AssertionError
@@ -210,7 +322,7 @@ class Platform:
 
 
 def ask(fleet, needed=3):
-    options = {"spec": None, "ledger": fleet.folder, "needed": needed, "wall": lambda: NOW}
+    options = {"spec": None, "ledger": fleet, "needed": needed, "wall": lambda: NOW}
     answer = ask_with_ledger(Platform(), {}, **options)
     return answer.hosts, [warning.code for warning in answer.warnings]
 
