@@ -17,7 +17,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -38,6 +38,8 @@ from launcher.record.fleet import (
     Verdict,
     bounded,
     entries_of,
+    gpus_seen,
+    moved,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +122,8 @@ class Fleet:
     ) -> list[Entry]:
         """Take over what a run's record holds against machines; return what was new.
 
-        What this object has taken over before is not looked up again.
+        Machines that have a GPU now which something is held against are told, too. What this object
+        has taken over before is not looked up again.
 
         Args:
             run_dir: the run.
@@ -137,11 +140,29 @@ class Fleet:
             events = [event for event in found if event.event in EVIDENCE]
         else:
             events = events_named(run_dir, EVIDENCE, since_unix=since)
-        entries = entries_of(events, run=run_dir.name, by=writer())
+        # Launcher and pods may have the run in folders of other names.
+        run = str(read_json(run_dir / "job.json").get("run_id") or run_dir.name)
+        entries = entries_of(events, run=run, by=writer())
         fresh = [each for each in entries if each.t_unix >= since and each.name not in self._told]
         new = self.add(*fresh)
         self._told |= {each.name for each in fresh}
+        seen = {gpu: at for gpu, at in gpus_seen(events).items() if f"{gpu} {at}" not in self._told}
+        new += self.note_gpus(seen)
+        self._told |= {f"{gpu} {at}" for gpu, at in seen.items()}
         return new
+
+    def note_gpus(self, seen: Mapping[str, tuple[str, float]]) -> list[Entry]:
+        """Hold against machines what is held against GPUs that they have now; return what was new.
+
+        Args:
+            seen: UUID -> machine that has the GPU, and when it was seen there.
+
+        Raises:
+            UserError: HF690.
+        """
+        if not seen:
+            return []
+        return self.add(*moved(self.entries(), seen, self._wall(), by=writer()))
 
 
 def _current_cluster() -> Server:

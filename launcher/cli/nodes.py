@@ -82,7 +82,8 @@ def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
         state = "out" if row["out"] else f"{row['strikes']} strikes" if row["strikes"] else "-"
         until = "" if row["until_unix"] is None else f", until {_date(row['until_unix'])}"
         by = f", by {row['by']}" if row["by"] else ""
-        said = [f"{row['reason']}{by}{until}"] if row["reason"] else []
+        gpus = f" ({', '.join(row['gpus'])})" if row["gpus"] else ""
+        said = [f"{row['reason']}{gpus}{by}{until}"] if row["reason"] else []
         said += [f"{target}: {row['platform']}"] if row["platform"] else []
         click.echo(f"{row['machine']}  {state}  {'; '.join(said)}")
     if not rows:
@@ -135,7 +136,8 @@ def release(
 ) -> int:
     """Let jobs use NODES again, once `holdfast preflight` passes there.
 
-    All of them or none. Exit code 2: one fails its check, and stays out.
+    All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
+    for what is held against that GPU alone, wherever it is.
     """
     from launcher.fleet import fleet_at
     from launcher.ops import nodes as ops
@@ -143,7 +145,7 @@ def release(
     try:
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         place = Path("runs", ".preflight", stamp).absolute()
-        check = partial(ops.failed_check, target=target, folder=place, gpus=gpus)
+        check = partial(ops.checked, target=target, folder=place, gpus=gpus)
         said = f"{reason} (not checked)" if force else reason
         names = _names(nodes)
         done = ops.release(
@@ -163,12 +165,13 @@ def release(
 @fleet_option
 @json_option
 def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
-    """Show all entries of the ledger, or those of NODES, oldest first: who, when, why."""
+    """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
     from launcher.fleet import fleet_at
 
     try:
         wanted = set(_names(nodes))
-        entries = [e for e in fleet_at(fleet).entries() if not wanted or e.machine in wanted]
+        found = fleet_at(fleet).entries()
+        entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     return _told(entries, as_json=as_json)
@@ -200,7 +203,8 @@ def _told(entries: Sequence[Entry], *, as_json: bool) -> int:
         until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
         run = f" ({entry.run})" if entry.run else ""
         what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
-        click.echo(f"{_date(entry.t_unix)}  {entry.machine}  {what}  by {entry.by}")
+        where = f"{entry.machine} {entry.gpu}".rstrip()
+        click.echo(f"{_date(entry.t_unix)}  {where}  {what}  by {entry.by}")
     return EXIT_DONE
 
 

@@ -20,6 +20,8 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
+from launcher.backends.kubernetes.machines import REASON
+
 KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
 _GONE_S = 180.0
 _T = TypeVar("_T")
@@ -96,7 +98,8 @@ class Cluster:
                     self.rbac.delete_cluster_role_binding(name)
                     self.rbac.delete_cluster_role(name)
             for node in self.nodes():
-                self.core.patch_node(node, {"spec": {"unschedulable": None}})
+                gone = {"metadata": {"annotations": {REASON: None}}}
+                self.core.patch_node(node, {**gone, "spec": {"unschedulable": None}})
             self._delete_jobs()
             self.core.delete_namespace(self.namespace, grace_period_seconds=0)
             self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)

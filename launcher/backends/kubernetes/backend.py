@@ -159,7 +159,9 @@ class KubernetesBackend:
             PlatformError: the cluster is away.
         """
         api = self._api("")
-        about = {"metadata": {"annotations": {REASON: reason}}, "spec": {"unschedulable": True}}
+        # With the date: nothing takes the annotation away when the node is uncordoned.
+        said = f"{reason} [{time.strftime('%Y-%m-%d %H:%M', time.localtime(self._wall()))}]"
+        about = {"metadata": {"annotations": {REASON: said}}, "spec": {"unschedulable": True}}
         try:
             for name in names:
                 api.patch(NODE, "", name, about)

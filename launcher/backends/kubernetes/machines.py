@@ -9,7 +9,7 @@ from launcher.backends.base import Machine
 from launcher.backends.kubernetes.documents import Object
 
 RACK: Final = "topology.kubernetes.io/rack"
-REASON: Final = "holdfast.io/drain-reason"
+REASON: Final = "holdfast.dev/drain-reason"
 """Annotation of a node that `holdfast drain` has cordoned: why, and by whom."""
 _OWN: Final = "node.kubernetes.io/"
 """Taints that Kubernetes puts on nodes that are unwell, or cordoned."""

@@ -16,7 +16,7 @@ from launcher.backends.slurm.machines import of_scontrol
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.fleet import MOST_BYTES, Fleet, fleet_at, place_for
-from launcher.ops.nodes import listed, note_failed, release
+from launcher.ops.nodes import Checked, listed, note_failed, note_moved, release
 from launcher.ops.preflight.checks import Finding, NodeReport
 from launcher.ops.submitting.asking import ask_with_ledger
 from launcher.record.files import LauncherLog
@@ -28,10 +28,13 @@ from launcher.record.fleet import (
     Verdict,
     bounded,
     entries_of,
+    held_against_gpus,
     kept_off,
+    moved,
     standings,
 )
 
+GPUS = tuple(f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "012")
 DAY = 86400.0
 NOW = 1_700_000_000.0
 
@@ -341,8 +344,24 @@ def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
         ask(fleet)
 
 
-def report(node, level):
-    return NodeReport(node=node, findings=[Finding(check="gpus", level=level, text="7 of 8")])
+def report(node, level, **more):
+    finding = Finding(check="gpus", level=level, text="7 of 8", **more)
+    return NodeReport(node=node, findings=(finding,))
+
+
+def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path):
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    good = [report(f"n{k}", "ok", seen=(GPUS[k],)) for k in (1, 2)]
+    assert note_moved(fleet, good, NOW) == []
+    bad = Finding(check="kernel", level="fail", text="XID 79", gpus=(GPUS[0],))
+    other = Finding(check="shm", level="fail", text="full")
+    third = NodeReport(node="n3", findings=(bad, other))
+    assert [(each.gpu, each.reason) for each in note_failed(fleet, [*good, third], NOW)] == [
+        (GPUS[0], "preflight: kernel: XID 79"),
+        ("", "preflight: shm: full"),
+    ]
+    [told] = note_moved(fleet, [report("n1", "ok", seen=GPUS)], NOW + 1)
+    assert (told.machine, told.verdict, told.gpu) == ("n1", "out", GPUS[0])
 
 
 def test_preflight_puts_out_the_few_that_fail(tmp_path):
@@ -358,12 +377,94 @@ def test_all_are_released_or_none(tmp_path):
     fleet = Fleet(tmp_path / "fleet")
     fleet.add(entry("n1", Verdict.OUT))
     about = {"reason": "repaired", "now_unix": NOW + 1}
+    failed = Checked(failed={"n2": "gpus: 7 of 8"})
     with pytest.raises(UserError, match="HF692") as error:
-        release(fleet, ["n1", "n2"], check=lambda _: {"n2": "gpus: 7 of 8"}, **about)
+        release(fleet, ["n1", "n2"], check=lambda _: failed, **about)
     assert "n2" in str(error.value)
     assert out(*fleet.entries()) == {"n1"}
-    release(fleet, ["n1", "n2"], check=lambda _: {}, **about)
+    release(fleet, ["n1", "n2"], check=lambda _: Checked(failed={}), **about)
     assert out(*fleet.entries()) == set()
+
+
+def test_a_release_is_of_the_gpus_that_the_check_has_seen_there(tmp_path):
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    fleet.add(entry("n1", Verdict.OUT, gpu=GPUS[0]), entry("n1", Verdict.OUT, gpu=GPUS[1]))
+    about = {"reason": "repaired", "now_unix": NOW + 1}
+    checked = Checked(failed={}, gpus={"n1": {GPUS[0]}})
+    release(fleet, ["n1"], check=lambda _: checked, **about)
+    assert out(*fleet.entries()) == set()
+    assert set(held_against_gpus(fleet.entries(), NOW + 2)) == {GPUS[1]}, "it is elsewhere"
+    [told] = fleet.note_gpus(dict.fromkeys(GPUS[:2], ("n2", NOW + 3)))
+    assert (told.machine, told.verdict, told.source, told.gpu) == ("n2", "out", "gpu", GPUS[1])
+    assert "has come from n1: lost" in told.reason
+    assert fleet.note_gpus(dict.fromkeys(GPUS[:2], ("n2", NOW + 4))) == []
+    assert out(*fleet.entries()) == {"n2"}
+    release(fleet, [GPUS[1]], check=None, reason="new firmware", now_unix=NOW + 5)
+    assert out(*fleet.entries()) == set()
+    assert held_against_gpus(fleet.entries(), NOW + 6) == {}
+    with pytest.raises(UserError, match="HF691"):
+        release(fleet, [GPUS[1]], check=None, **about)
+
+
+def test_a_release_of_one_gpu_leaves_what_else_is_held_against_its_machine():
+    two = [entry("n1", Verdict.OUT, gpu=gpu, reason=gpu) for gpu in GPUS[:2]]
+    one = standings([*two, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[0])], NOW + 2)["n1"]
+    assert (one.is_out, one.gpus, one.reason) == (True, (GPUS[1],), GPUS[1])
+    days = [entry("n1", t=NOW - k * DAY, gpu=GPUS[k % 2]) for k in range(4)]
+    assert out(*days) == {"n1"}
+    assert out(*days, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[1])) == set()
+
+
+ANY_GPU = st.builds(
+    entry,
+    st.sampled_from(["n1", "n2", "n3"]),
+    st.sampled_from(list(Verdict)),
+    st.integers(0, 9).map(lambda days: NOW - days * DAY),
+    gpu=st.sampled_from(["", *GPUS]),
+)
+SEEN = st.dictionaries(
+    st.sampled_from(GPUS),
+    st.tuples(st.sampled_from(["n1", "n2", "n3"]), st.integers(-9, 1).map(lambda d: NOW + d * DAY)),
+)
+
+
+@given(st.lists(ANY_GPU, max_size=12), SEEN)
+def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
+    held, later = held_against_gpus(entries, NOW), NOW + 2 * DAY
+    told = moved(entries, seen, NOW, by="me@head")
+    assert [each.gpu for each in told] == sorted(
+        gpu
+        for gpu, (machine, t) in seen.items()
+        if gpu in held and held[gpu].machine != machine and t > held[gpu].t_unix
+    )
+    for each in told:
+        before = held[each.gpu]
+        assert (each.machine, each.t_unix) == seen[each.gpu]
+        assert (each.verdict, before.machine in each.reason) == (before.verdict, True)
+    assert moved([*entries, *told], seen, NOW, by="me@head") == [], "it is told once"
+    mine = [replace(each, t_unix=later) for each in told]
+    before, after = standings(entries, later), standings([*entries, *mine], later)
+    others = {name for name in before if name not in {each.machine for each in told}}
+    assert {name: after[name] for name in others} == {name: before[name] for name in others}
+    for each in mine:
+        assert each.gpu in after[each.machine].gpus
+        again = [*entries, *mine, entry(each.machine, Verdict.RELEASE, later + 1, gpu=each.gpu)]
+        assert each.gpu not in held_against_gpus(again, later + 2)
+
+
+def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp_path):
+    run, fleet = tmp_path / "runs" / "one", Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    log = LauncherLog(run, "n0", wall=lambda: NOW - 60)
+    log.emit("agent.started", node="a", host="n1", gpus=GPUS)
+    reason = f"NVRM: Xid (PCI:0000:4f:00): 79, GPU has fallen off the bus ({GPUS[2]})"
+    log.emit("member.evicted", member="a", host="n1", reason=reason, kind="node_fault")
+    [found] = fleet.harvest(run)
+    assert (found.machine, found.verdict, found.gpu) == ("n1", "out", GPUS[2])
+    later = LauncherLog(run, "n5", wall=lambda: NOW - 9)
+    later.emit("agent.started", node="b", host="n7", gpus=["no UUID", 7, *GPUS])
+    assert [(each.machine, each.gpu) for each in fleet.harvest(run)] == [("n7", GPUS[2])]
+    assert fleet.harvest(run) == []
+    assert out(*fleet.entries()) == {"n1", "n7"}
 
 
 def test_the_list_has_what_the_platform_says_too(tmp_path):
