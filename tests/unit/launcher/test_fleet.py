@@ -279,7 +279,7 @@ ANY_ENTRY = st.builds(
 )
 
 
-@given(st.lists(ANY_ENTRY, max_size=30), st.integers(0, 6000))
+@given(st.lists(ANY_ENTRY, max_size=30, unique_by=lambda each: each.name), st.integers(0, 6000))
 def test_what_a_ledger_forgets_makes_no_machine_bad(entries, most):
     """And as long as only what says nothing goes, and releases, it makes none good either."""
     before = standings(entries, NOW)
@@ -428,7 +428,7 @@ SEEN = st.dictionaries(
 )
 
 
-@given(st.lists(ANY_GPU, max_size=12), SEEN)
+@given(st.lists(ANY_GPU, max_size=12, unique_by=lambda each: each.name), SEEN)
 def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
     held, later = held_against_gpus(entries, NOW), NOW + 2 * DAY
     told = moved(entries, seen, NOW, by="me@head")
@@ -447,7 +447,8 @@ def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
     others = {name for name in before if name not in {each.machine for each in told}}
     assert {name: after[name] for name in others} == {name: before[name] for name in others}
     for each in mine:
-        assert each.gpu in after[each.machine].gpus
+        assert held_against_gpus([*entries, *mine], later)[each.gpu] == each
+        assert each.machine in after
         again = [*entries, *mine, entry(each.machine, Verdict.RELEASE, later + 1, gpu=each.gpu)]
         assert each.gpu not in held_against_gpus(again, later + 2)
 
@@ -522,27 +523,40 @@ NodeName=n4 State=ALLOCATED+REBOOT_REQUESTED
 
 
 def test_what_kubernetes_says_of_its_nodes():
-    def node(name, *, ready="True", more=(), **spec):
+    def node(name, *, ready="True", more=(), gpus=8, **spec):
         conditions = [{"type": "Ready", "status": ready, "reason": "KubeletX"}, *more]
         labels = {"topology.kubernetes.io/rack": "r1"}
-        meta = {"name": name, "labels": labels}
-        return {"metadata": meta, "spec": spec, "status": {"conditions": conditions}}
+        annotations = {"holdfast.dev/drain-reason": "fan (holdfast drain, me@head)"}
+        meta = {"name": name, "labels": labels, "annotations": annotations}
+        capacity = {"cpu": name, "nvidia.com/gpu": gpus}
+        status = {"conditions": conditions, "capacity": capacity}
+        return {"metadata": meta, "spec": spec, "status": status}
 
     gpu = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    bad = {"key": "example.com/gpu", "value": "xid-79", "effect": "NoExecute"}
+    role = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    soft = {"key": "example.com/slow", "effect": "PreferNoSchedule"}
+    hung = {"type": "KernelDeadlock", "status": "True", "reason": "Hung", "message": "task\n x:1"}
+    cordon = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     found = of_nodes(
         [
             node("n1", taints=[gpu], more=[{"type": "DiskPressure", "status": "False"}]),
-            node("n2", unschedulable=True),
-            node("n3", ready="Unknown"),
-            node("n4", more=[{"type": "KernelDeadlock", "status": "True", "reason": "Hung"}]),
-            node("n5", taints=[{"key": "node.kubernetes.io/network-unavailable"}]),
+            node("n2", taints=[gpu, cordon], unschedulable=True),
+            node("n3", taints=[gpu], ready="Unknown"),
+            node("n4", taints=[gpu, soft], more=[hung]),
+            node("n5", taints=[gpu, {"key": "node.kubernetes.io/network-unavailable"}]),
+            node("n6", taints=[gpu, bad]),
+            node("n7", gpus=0, taints=[role]),
+            *(node(f"c{k}", gpus=0) for k in range(9)),
+            {"metadata": {}},
         ]
     )
-    assert [each.closed for each in found] == [
-        "",
-        "cordoned",
-        "Ready is Unknown: KubeletX",
-        "KernelDeadlock is True: Hung",
-        "taint node.kubernetes.io/network-unavailable",
-    ]
+    assert {each.name: each.closed for each in found if each.closed} == {
+        "n2": "cordoned: fan (holdfast drain, me@head)",
+        "n3": "Ready is Unknown: KubeletX",
+        "n4": "KernelDeadlock is True: Hung: task x:1",
+        "n5": "taint node.kubernetes.io/network-unavailable",
+        "n6": "taint example.com/gpu=xid-79:NoExecute",
+    }
     assert {each.rack for each in found} == {"r1"}
+    assert len(found) == 16
