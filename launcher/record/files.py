@@ -86,7 +86,7 @@ def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
         UserError: HF613 the folder cannot be read.
     """
     found: list[Event] = []
-    files = [each for each in _files(run_dir) if writer in (None, Path(each[0]).stem)]
+    files = _files(run_dir) if writer is None else _file(run_dir, writer)
     for path, start in _tails(files).items():
         try:
             found += _decoded(_lines(path, start))
@@ -141,6 +141,17 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
     except OSError as error:
         raise _unreadable(folder, error) from error
     return sorted(found, key=lambda file: file[0])
+
+
+def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
+    """Return path and state of one writer's file, if there is one; others are not looked at."""
+    path = run_dir / "events" / f"{writer}.jsonl"
+    try:
+        return [(str(path), path.stat())]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:

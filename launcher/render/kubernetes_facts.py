@@ -78,8 +78,9 @@ class PodJob:
         wish, named = self.spec.kubernetes, self.spec.cluster.fleet or ""
         own_board = wish.board == "kubernetes"
         found = [board_name(self.name)] if own_board else []
-        if self.fleet is not None and (own_board or named.startswith(KUBERNETES)):
-            namespace, name = parse_address(self.fleet)
+        ledger = self.fleet or ""
+        if ledger.startswith(KUBERNETES) and (own_board or named.startswith(KUBERNETES)):
+            namespace, name = parse_address(ledger)
             found += [name] if namespace == wish.namespace else []
         return tuple(found)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.board.open_board import KUBERNETES
 from elastic_trainer.config import TrainConfig
 from launcher.backends.base import Backend, JobRef, Machines
 from launcher.errors import Problem, UserError, writing
-from launcher.fleet import FOLDER, Fleet, fleet_at
+from launcher.fleet import FOLDER, fleet_at
 from launcher.installed import installed_version
 from launcher.jobspec.reading import load_spec
 from launcher.jobspec.spec import JobSpec
@@ -195,9 +196,11 @@ def submit(
     """
     slurm = prepared.specs[0].slurm
     spec = prepared.specs[0]
-    ledger = None if all_nodes else _ledger(prepared, backend, wall)
-    if ledger is not None:
-        _take_over(prepared, backend)
+    ledger = None
+    if isinstance(backend, Machines) and not all_nodes:
+        place = _place(prepared)
+        ledger = fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
+        _take_over(prepared, backend, place)
     asked = ask_with_ledger(
         backend,
         prepared.files,
@@ -232,23 +235,20 @@ def submit(
     )
 
 
-def _ledger(prepared: Prepared, backend: Backend, wall: Callable[[], float]) -> Fleet | None:
-    """Return the fleet's ledger that counts for a job, as its job.json says; None: none does."""
-    if not isinstance(backend, Machines):
-        return None
+def _place(prepared: Prepared) -> str:
+    """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
     task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
     named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
-    place = str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
-    return fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
+    return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
 
 
-def _take_over(prepared: Prepared, backend: Backend) -> None:
+def _take_over(prepared: Prepared, backend: Backend, place: str) -> None:
     """Fetch the records of the runs beside this one that run now, for the ledger.
 
-    Where pods share neither folder nor ConfigMap with the launcher, nobody else does. What keeps a
-    record from coming keeps no job from being submitted.
+    Where pods share no folder with the launcher and have no token, nobody else writes what they
+    find. What keeps a record from coming keeps no job from being submitted.
     """
-    if not target_named(prepared.target).sees_other_paths:
+    if not place.startswith(KUBERNETES):
         return
     ours = target_named(prepared.target).backend
     runs = [
