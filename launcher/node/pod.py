@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.atomic_file import publish
+from elastic_trainer.atomic_file import publish, write_atomic
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.failures import (
@@ -147,9 +147,9 @@ class Pod:
         )
         # What happens to members is on record by the agent that coordinates, in its own file.
         strikes = Strikes(self._run_dir, self._env, only=f"agent-{who.pod}")
-        strikes.start()
         try:
-            who.agent_file.write_text(f"{agent.pid}\n", encoding="ascii")
+            write_atomic(who.agent_file, f"{agent.pid}\n")  # preStop may read it at any time
+            strikes.start()
             agent_code = agent.serve(self._wait)
         finally:
             strikes.close()

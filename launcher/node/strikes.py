@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,7 +55,8 @@ class Strikes:
     def close(self) -> None:
         """Look once more, for what came last; not for long."""
         self._over.set()
-        self._thread.join(LAST_S)
+        if self._thread.ident is not None:
+            self._thread.join(LAST_S)
 
     def _serve(self) -> None:
         try:
@@ -64,10 +66,12 @@ class Strikes:
         except (HoldfastError, ValueError) as error:
             say(f"the fleet's ledger is not used: {error}")
             return
-        over = False
-        while not over:
-            over = self._over.wait(self._every_s)
+        # Thousands of pods begin at once, and each asks the ledger about its GPUs.
+        wait_s = self._every_s * random.random()
+        while not self._over.wait(wait_s):
             self._look(fleet)
+            wait_s = self._every_s
+        self._look(fleet)
 
     def _server(self) -> ApiServer:
         # Late: who has a folder needs no HTTP and no TLS.

@@ -7,6 +7,7 @@ import yaml
 from k8s_runs import K8sRun
 from k8s_user import ROOT
 from kubectl import kubectl, why_not
+from kubernetes.client import ApiException
 
 pytestmark = pytest.mark.timeout(600)
 HERE = ("--to", "jobset")
@@ -65,6 +66,31 @@ def test_a_drained_node_is_left_at_a_step_boundary_and_no_step_is_redone(
     assert len(steps) == len(set(steps)), f"no step was done twice\n{run.story()}"
     assert {e["restored_from"] for e in run.events("trainer.started")} <= {"memory", None}
     run.check_ledger()
+
+
+def test_evictions_go_on_down_to_the_smallest_layout(cluster):
+    """Two pods of three at once, as when a rack is drained and nothing has room for them."""
+    run = K8sRun(cluster, "jobset", nodes=3, every=1_000_000)
+    first = run.until_steps(3)
+    for node in cluster.nodes():
+        cluster.core.patch_node(node, {"spec": {"unschedulable": True}})
+    kept, *going = sorted(run.pods())
+
+    def evict(name):
+        about = {"metadata": {"name": name, "namespace": cluster.namespace}}
+        cluster.core.create_namespaced_pod_eviction(name, cluster.namespace, about)
+
+    for name in going:
+        evict(name)
+    last = run.until_steps(1, after=first["epoch"])
+    assert last["members"] == [kept]
+    assert run.events("member.lost") == [], run.story()
+    steps = [event["step"] for event in run.events("step.completed")]
+    assert len(steps) == len(set(steps)), f"no step was done twice\n{run.story()}"
+    run.check_ledger()
+    with pytest.raises(ApiException) as refused:
+        evict(kept)
+    assert refused.value.status == 429, "the smallest layout stays"
 
 
 def test_who_may_not_drain_is_told_what_an_administrator_runs(cluster, user, monkeypatch):
