@@ -344,7 +344,8 @@ class TrainConfig:
     command_dir: str | None = None
     """Absolute working directory of `command`; where a plug-in of `model` is imported from."""
     fleet: str | None = None
-    """Absolute folder of the fleet's ledger; None: beside the run directory."""
+    """Absolute folder of the fleet's ledger, or kubernetes://NAMESPACE/NAME of a ConfigMap; None:
+    beside the run directory."""
     track: tuple[str, ...] | None = None
     """Experiment trackers, of TRACKERS, that `holdfast track` writes the run's curves to."""
     code: CodeSection | None = None
@@ -355,11 +356,14 @@ class TrainConfig:
         """Return the text of job.json, stable under a round trip.
 
         Of `elastic`, `network` and `numbers`, which say how the job is operated, defaults are left
-        out; what is computed is all there.
+        out, and of `train` what is off; what is computed is all there.
         """
         raw = dataclasses.asdict(self)
         raw |= {"ladder": self.ladder.to_ranges(), "model": raw_of(self.model)}
         raw |= {name: _changed(getattr(self, name)) for name in ("elastic", "network", "numbers")}
+        raw["numbers"] = raw["numbers"] or None
+        train = raw["train"].items()
+        raw["train"] = {name: v for name, v in train if v is not None and v is not False}
         given = {name: value for name, value in raw.items() if value is not None}
         return json.dumps(given, separators=(",", ":")) + "\n"
 

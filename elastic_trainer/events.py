@@ -17,7 +17,7 @@ EVENT_VERSION: Final = 1
 
 EVENTS: Final[dict[str, str]] = {
     # agents: membership
-    "agent.started": "An agent came up. pid, host, address, port",
+    "agent.started": "An agent came up. pid, host, address, port, gpus",
     "agent.exit": "An agent ended. code, reason",
     "coordinator.elected": "This agent took the coordinator's lease. term, previous",
     "epoch.formed": "An epoch was published. members, spares, rung, layout, coordinator, reason",

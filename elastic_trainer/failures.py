@@ -95,7 +95,7 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _NAMES_AN_ERROR = re.compile(
     r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Failure|Interrupt|Exit|Warning)\b"
 )
-_VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+_VARIABLE = re.compile(r"GPU-[0-9a-f-]{36}|0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
 _BOILERPLATE = re.compile(
     r"\[(?:enforce fail at |/)[^\]\s]*\.(?:cc|cpp|cu|h):\d+\] ?(?:\. ?)?"

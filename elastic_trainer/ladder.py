@@ -77,7 +77,7 @@ class Ladder:
         An entry has its first rung, with the layout as text, and where it has more: their number
         (`count`) and what each has less than the one before (`nodes_step`, `dp_step`). What else
         differs, of `dp_replicate`, `ep` and `memory_gib`, is a list, a figure a rung. `memory_gib`
-        is left out where it is that of the last rung of the entry before.
+        and `no_sync` are left out where they are those of the last rung of the entry before.
         """
         ranges: list[list[Rung]] = []
         for rung in self.rungs:
@@ -85,7 +85,7 @@ class Ladder:
                 ranges[-1].append(rung)
             else:
                 ranges.append([rung])
-        above = [None, *(rungs[-1].memory_gib for rungs in ranges)]
+        above = [None, *(rungs[-1] for rungs in ranges)]
         return [_range_to_dict(rungs, last) for rungs, last in zip(ranges, above, strict=False)]
 
     @classmethod
@@ -99,7 +99,7 @@ class Ladder:
             raise ValueError(f"a ladder of more than {MAX_RUNGS:,} rungs")
         rungs: list[Rung] = []
         for entry in raw:
-            rungs += _rungs_of(entry, rungs[-1].memory_gib if rungs else None)
+            rungs += _rungs_of(entry, rungs[-1] if rungs else None)
         sizes = [rung.num_nodes for rung in rungs]
         if not sizes or sizes != sorted(set(sizes), reverse=True):
             raise ValueError("the ladder does not go from most nodes to fewest")
@@ -145,7 +145,7 @@ def _continues(rungs: list[Rung], rung: Rung) -> bool:
     return steps is not None and (len(rungs) == 1 or steps == _steps(*rungs[-2:]))
 
 
-def _range_to_dict(rungs: list[Rung], last_gib: float | None) -> dict[str, Any]:
+def _range_to_dict(rungs: list[Rung], last: Rung | None) -> dict[str, Any]:
     first = rungs[0]
     entry: dict[str, Any] = {
         "num_nodes": first.num_nodes,
@@ -154,10 +154,10 @@ def _range_to_dict(rungs: list[Rung], last_gib: float | None) -> dict[str, Any]:
     }
     if first.tokens_per_s is not None:
         entry["tokens_per_s"] = first.tokens_per_s
-    if first.no_sync:
-        entry["no_sync"] = True
+    if first.no_sync != (last is not None and last.no_sync):
+        entry["no_sync"] = first.no_sync
     memory = [rung.memory_gib for rung in rungs]
-    if set(memory) != {last_gib}:
+    if set(memory) != {None if last is None else last.memory_gib}:
         entry["memory_gib"] = memory[0] if len(set(memory)) == 1 else memory
     for name in _SPLITS:
         degrees = [getattr(rung.layout, name) for rung in rungs]
@@ -168,13 +168,13 @@ def _range_to_dict(rungs: list[Rung], last_gib: float | None) -> dict[str, Any]:
     return entry
 
 
-def _rungs_of(entry: dict[str, Any], last_gib: float | None) -> Iterator[Rung]:
-    first = dict(entry)
+def _rungs_of(entry: dict[str, Any], last: Rung | None) -> Iterator[Rung]:
+    first = {"no_sync": last is not None and last.no_sync, **entry}
     count = first.pop("count", 1)
     nodes, dp = first.pop("nodes_step", 0), first.pop("dp_step", 0)
     if isinstance(first["layout"], str):
         first["layout"] = ParallelLayout.parse(first["layout"]).to_dict()
-    memory = first.pop("memory_gib", last_gib)
+    memory = first.pop("memory_gib", None if last is None else last.memory_gib)
     each = memory if isinstance(memory, list) else [memory] * count
     splits = {name: first.pop(name) for name in _SPLITS if name in first}
     rung = Rung.from_dict(first)

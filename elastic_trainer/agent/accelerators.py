@@ -7,24 +7,13 @@ import subprocess
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from elastic_trainer.cpu_list import parse_cpus
+from elastic_trainer.gpus import QUERY, Gpu, answering
 
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
 QUERY_TIMEOUT_S = 30.0
 """A driver that does not answer within this time is broken."""
 DEVICES = Path("/sys/bus/pci/devices")
-
-
-class Gpu(NamedTuple):
-    """A GPU that answers."""
-
-    number: str
-    """Its index, as nvidia-smi counts: in the order of the bus."""
-    uuid: str
-    bus_id: str
-    """As nvidia-smi writes it: 00000000:4F:00.0."""
 
 
 def ask(query: Sequence[str] = QUERY) -> list[Gpu] | None:
@@ -42,16 +31,6 @@ def ask(query: Sequence[str] = QUERY) -> list[Gpu] | None:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return answering(answer.stdout)
-
-
-def answering(answer: str) -> list[Gpu]:
-    """Return the GPUs of QUERY's answer. Pure.
-
-    A GPU that has fallen off the bus has no line in it, or one that says so, or the tool fails as
-    a whole.
-    """
-    rows = ([*map(str.strip, line.split(",")), "", ""][:3] for line in answer.splitlines())
-    return [Gpu(*row) for row in rows if row[0].isdecimal()]
 
 
 def seen(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu | None]:

@@ -76,6 +76,7 @@ from elastic_trainer.agent.workers.settings import AgentConfig, Membership, Snap
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
+from elastic_trainer.gpus import named
 from elastic_trainer.heartbeat import Request
 
 
@@ -140,7 +141,12 @@ class HoldfastAgent(ElasticAgent):
         assert role == self._group.spec.role, f"one role only: {self._group.spec.role}"
         me = self._config.me
         self._log.emit(
-            "agent.started", pid=os.getpid(), host=me.host, address=me.address, port=me.port
+            "agent.started",
+            pid=os.getpid(),
+            host=me.host,
+            address=me.address,
+            port=me.port,
+            gpus=[gpu.uuid for gpu in self._config.gpus if gpu is not None],
         )
         code, reason = 1, ""
         with self._signals:
@@ -277,6 +283,8 @@ class HoldfastAgent(ElasticAgent):
         exited = replace(exited, beat=self._scripts.since_the_beginning(exited.beat))
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
         failure = self._scripts.classify(exited, failure)
+        if failure is not None:
+            failure = named(failure, exited.local_rank, self._config.gpus)
         self._reporter.exited(exited, failure)
         if epoch is None:
             return  # its epoch has failed already

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.accelerators import Gpu, ask, healthy, local_cpus, seen
+from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.command.flags import OptionsError
 from elastic_trainer.agent.command.options import Options
@@ -39,6 +39,7 @@ from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.cpu_list import cpu_list
 from elastic_trainer.event_log import EventLog
+from elastic_trainer.gpus import Gpu
 from elastic_trainer.name_service import ask_for_a_name
 from elastic_trainer.script_steps import WRITER
 from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL
@@ -93,7 +94,7 @@ def run(options: Options) -> int:
         )
         stack.callback(rendezvous.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch, secret_dir, _cpus(gpus)),
+            _agent_config(options, rendezvous, scratch, secret_dir, _seen(gpus)),
             worker_spec(
                 rendezvous,
                 task.target,
@@ -229,9 +230,14 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
     )
 
 
-def _cpus(gpus: Sequence[Gpu] | None) -> tuple[str | None, ...]:
+def _seen(gpus: Sequence[Gpu] | None) -> tuple[Gpu | None, ...]:
+    """Return the GPU of each worker, by local rank; none: they are not known."""
+    return tuple(seen(gpus or (), os.environ.get(_VISIBLE)))
+
+
+def _cpus(gpus: Sequence[Gpu | None]) -> tuple[str | None, ...]:
     """Return the CPUs of each worker, by local rank; none: they run anywhere."""
-    near = local_cpus(seen(gpus or (), os.environ.get(_VISIBLE)), os.sched_getaffinity(0))
+    near = local_cpus(gpus, os.sched_getaffinity(0))
     return tuple(None if cpus is None else cpu_list(cpus) for cpus in near)
 
 
@@ -240,12 +246,13 @@ def _agent_config(
     rendezvous: HoldfastRendezvous,
     scratch: Scratch,
     secret_dir: Path,
-    cpus: tuple[str | None, ...],
+    gpus: tuple[Gpu | None, ...],
 ) -> AgentConfig:
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
-        cpus=cpus,
+        gpus=gpus,
+        cpus=_cpus(gpus),
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         secret_dir=secret_dir,

@@ -36,7 +36,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from elastic_trainer.board.state import Token
@@ -295,6 +295,13 @@ class _Seen:
         return value if isinstance(value, str) else None
 
 
+class Server(Protocol):
+    """Whoever speaks to the API server: `ApiServer`, or the launcher's client."""
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Send one request and return the answer, whatever its status."""
+
+
 class KubernetesBoard:
     """A compare-and-swap register: the ConfigMap `name` in `namespace`.
 
@@ -308,7 +315,7 @@ class KubernetesBoard:
 
     def __init__(
         self,
-        server: ApiServer,
+        server: Server,
         namespace: str,
         name: str,
         *,
@@ -416,7 +423,7 @@ class KubernetesBoard:
         if answer.status in _DENIED:
             return BoardDeniedError(
                 errno.EACCES,
-                f"{verb} of {self._said} is {_DENIED[answer.status]}: bind the pods' service "
+                f"{verb} of {self._said} is {_DENIED[answer.status]}: bind the "
                 f"account to a Role that grants it ({answer.message})",
             )
         if answer.retry_after_s is not None:

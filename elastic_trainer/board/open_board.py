@@ -31,8 +31,10 @@ ELSEWHERE: Final = "elsewhere"
 COPY: Final = "copy.json"
 """File beside it: what was on the board when somebody fetched it, for readers outside."""
 
+KUBERNETES: Final = "kubernetes://"
+"""So begins the address of a ConfigMap."""
 _ADDRESS = re.compile(
-    r"kubernetes://(?P<namespace>[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)"
+    KUBERNETES + r"(?P<namespace>[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?)"
     r"/(?P<name>[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)"
 )
 

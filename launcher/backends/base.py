@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import threading
     from contextlib import AbstractContextManager
 
+    from elastic_trainer.board.kubernetes_board import Server
     from launcher.backends.commands import Answer
     from launcher.errors import Problem
 
@@ -225,8 +226,19 @@ class Machine:
 class Machines(Protocol):
     """What a platform offers besides whose machines can be named."""
 
-    def machines(self) -> list[Machine]:
-        """Return all machines."""
+    def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
+        """Return all machines.
+
+        Args:
+            files: a bundle, which may name another cluster than the user's current one.
+        """
+
+    def register_server(self, of: Mapping[str, str] | JobRef) -> Server:
+        """Return a client of the cluster of a bundle or a job, for the ledger in a ConfigMap.
+
+        Raises:
+            UserError: HF690 there are none on this platform; HF632, HF750 to HF752 no way to it.
+        """
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
         """Let no job begin on these, and ask ours there to leave at a step boundary.

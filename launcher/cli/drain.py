@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -36,7 +35,7 @@ Examples:
 @to_option
 @json_option
 def drain(
-    *, nodes: Sequence[str], reason: str, by: str, fleet: Path, target: str, as_json: bool
+    *, nodes: Sequence[str], reason: str, by: str, fleet: str, target: str, as_json: bool
 ) -> int:
     """Drain nodes, or all of a rack: jobs leave them at a step boundary and redo no step.
 
@@ -45,7 +44,7 @@ def drain(
     switch or block of Slurm's topology, or a value of the label topology.kubernetes.io/rack. Exit
     code 1: something is left there after TIME; it is named, and the drain stays.
     """
-    from launcher.fleet import Fleet
+    from launcher.fleet import fleet_at
     from launcher.ops import drain as ops
     from launcher.ops.nodes import machines_of
     from launcher.targets import target_named
@@ -56,7 +55,7 @@ def drain(
         names = ops.named(nodes, platform.machines())
         done = ops.drain(
             platform,
-            Fleet(fleet),
+            fleet_at(fleet),
             names,
             reason=reason,
             for_s=wait_s,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, path_option, print_json
+from launcher.cli.common import EXIT_DONE, exit_with_problems, json_option, print_json
 from launcher.errors import PlatformError, UserError
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ _UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def fleet_option(function: _Function) -> _Function:
-    """Add `--fleet DIR`, as `fleet`: the folder of the ledger."""
-    return path_option(
+    """Add `--fleet PLACE`, as `fleet`: where the ledger lies."""
+    return click.option(
         "--fleet",
-        default=Path("runs", "fleet"),
-        show_default="./runs/fleet",
-        help="Folder of the fleet's ledger: cluster.fleet of the jobs.",
+        metavar="PLACE",
+        default="runs/fleet",
+        show_default=True,
+        help="The fleet's ledger, as cluster.fleet of the jobs: a folder, or "
+        "kubernetes://NAMESPACE/NAME.",
     )(function)
 
 
@@ -61,14 +63,14 @@ def command() -> None:
 @fleet_option
 @to_option
 @json_option
-def list_nodes(*, fleet: Path, target: str, as_json: bool) -> int:
+def list_nodes(*, fleet: str, target: str, as_json: bool) -> int:
     """List machines that the ledger, or the platform, holds something against."""
-    from launcher.fleet import Fleet
+    from launcher.fleet import fleet_at
     from launcher.ops.nodes import listed
 
     try:
         machines, away = _machines(target)
-        rows = [row.to_json() for row in listed(Fleet(fleet), machines, time.time())]
+        rows = [row.to_json() for row in listed(fleet_at(fleet), machines, time.time())]
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     if as_json:
@@ -80,7 +82,8 @@ def list_nodes(*, fleet: Path, target: str, as_json: bool) -> int:
         state = "out" if row["out"] else f"{row['strikes']} strikes" if row["strikes"] else "-"
         until = "" if row["until_unix"] is None else f", until {_date(row['until_unix'])}"
         by = f", by {row['by']}" if row["by"] else ""
-        said = [f"{row['reason']}{by}{until}"] if row["reason"] else []
+        gpus = f" ({', '.join(row['gpus'])})" if row["gpus"] else ""
+        said = [f"{row['reason']}{gpus}{by}{until}"] if row["reason"] else []
         said += [f"{target}: {row['platform']}"] if row["platform"] else []
         click.echo(f"{row['machine']}  {state}  {'; '.join(said)}")
     if not rows:
@@ -95,19 +98,19 @@ def list_nodes(*, fleet: Path, target: str, as_json: bool) -> int:
 @fleet_option
 @json_option
 def exclude(
-    *, nodes: Sequence[str], reason: str, duration: str | None, fleet: Path, as_json: bool
+    *, nodes: Sequence[str], reason: str, duration: str | None, fleet: str, as_json: bool
 ) -> int:
     """Keep later jobs off NODES (Slurm's lists too, as n[1-4,7]); what runs there goes on.
 
     `holdfast drain` lets running jobs leave as well.
     """
-    from launcher.fleet import Fleet
+    from launcher.fleet import fleet_at
     from launcher.ops import nodes as ops
 
     try:
         for_s = None if duration is None else seconds("--for", duration)
         names = _names(nodes)
-        done = ops.exclude(Fleet(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
+        done = ops.exclude(fleet_at(fleet), names, reason=reason, for_s=for_s, now_unix=time.time())
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     return _told(done, as_json=as_json)
@@ -127,25 +130,30 @@ def release(
     reason: str,
     force: bool,
     gpus: int,
-    fleet: Path,
+    fleet: str,
     target: str,
     as_json: bool,
 ) -> int:
     """Let jobs use NODES again, once `holdfast preflight` passes there.
 
-    All of them or none. Exit code 2: one fails its check, and stays out.
+    All of them or none. Exit code 2: one fails its check, and stays out. The UUID of a GPU stands
+    for what is held against that GPU alone, wherever it is.
     """
-    from launcher.fleet import Fleet
+    from launcher.fleet import fleet_at
     from launcher.ops import nodes as ops
 
     try:
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         place = Path("runs", ".preflight", stamp).absolute()
-        check = partial(ops.failed_check, target=target, folder=place, gpus=gpus)
+        check = partial(ops.checked, target=target, folder=place, gpus=gpus)
         said = f"{reason} (not checked)" if force else reason
         names = _names(nodes)
         done = ops.release(
-            Fleet(fleet), names, check=None if force else check, reason=said, now_unix=time.time()
+            fleet_at(fleet),
+            names,
+            check=None if force else check,
+            reason=said,
+            now_unix=time.time(),
         )
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
@@ -156,13 +164,14 @@ def release(
 @click.argument("nodes", nargs=-1)
 @fleet_option
 @json_option
-def history(*, nodes: Sequence[str], fleet: Path, as_json: bool) -> int:
-    """Show all entries of the ledger, or those of NODES, oldest first: who, when, why."""
-    from launcher.fleet import Fleet
+def history(*, nodes: Sequence[str], fleet: str, as_json: bool) -> int:
+    """Show all entries of the ledger, or those of NODES or GPUs' UUIDs, oldest first: who, why."""
+    from launcher.fleet import fleet_at
 
     try:
         wanted = set(_names(nodes))
-        entries = [e for e in Fleet(fleet).entries() if not wanted or e.machine in wanted]
+        found = fleet_at(fleet).entries()
+        entries = [e for e in found if not wanted or {e.machine, e.gpu} & wanted]
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     return _told(entries, as_json=as_json)
@@ -194,7 +203,8 @@ def _told(entries: Sequence[Entry], *, as_json: bool) -> int:
         until = "" if entry.until_unix is None else f" until {_date(entry.until_unix)}"
         run = f" ({entry.run})" if entry.run else ""
         what = f"{entry.verdict}{until}  {entry.source}{run}: {entry.reason}"
-        click.echo(f"{_date(entry.t_unix)}  {entry.machine}  {what}  by {entry.by}")
+        where = f"{entry.machine} {entry.gpu}".rstrip()
+        click.echo(f"{_date(entry.t_unix)}  {where}  {what}  by {entry.by}")
     return EXIT_DONE
 
 

@@ -27,6 +27,7 @@ from launcher.errors import UserError
 if TYPE_CHECKING:
     from launcher.ops.preflight.checks import Expected, NodeReport
     from launcher.ops.preflight.nodes import Where
+    from launcher.record.fleet import Entry
 
 EPILOG = """\b
 Examples:
@@ -80,7 +81,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     collectives: bool,
     timeout: float,
     folder: Path | None,
-    fleet: Path,
+    fleet: str,
     sets: Sequence[str],
     as_json: bool,
 ) -> int:
@@ -90,8 +91,6 @@ def preflight(  # noqa: PLR0917  click passes options by name
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
     0 all nodes are fit (warnings included), 1 a node fails, 2 the input is wrong.
     """
-    from launcher.fleet import Fleet
-    from launcher.ops.nodes import note_failed
     from launcher.ops.preflight.checks import Expected
     from launcher.ops.preflight.nodes import Preflight, Where
 
@@ -115,7 +114,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
         reports = round_.run(expected, names=names, skip=skip, timeout_s=timeout)
         if collectives:
             reports = round_.collectives(reports)
-        out = note_failed(Fleet(fleet), reports, time.time()) if target == "slurm" else []
+        out = _noted(fleet, reports) if target == "slurm" else []
     except UserError as error:
         return exit_with_problems(error, as_json=as_json)
     failed = [report for report in reports if report.level == "fail"]
@@ -127,9 +126,25 @@ def preflight(  # noqa: PLR0917  click passes options by name
         _print_table(reports)
         kept = f"; what they wrote is in {place}" if failed and place.is_dir() else ""
         for entry in out:
-            click.echo(f"{entry.machine}: later jobs are kept off it; see holdfast nodes release")
+            gpu = f" ({entry.gpu})" if entry.gpu else ""
+            click.echo(f"{entry.machine}{gpu}: {_FOLLOWS[entry.verdict]}")
         click.echo(f"{len(reports) - len(failed)} of {counted(len(reports), 'node')} fit{kept}")
     return EXIT_FAILED if failed else EXIT_DONE
+
+
+_FOLLOWS = {
+    "out": "later jobs are kept off it; see holdfast nodes release",
+    "strike": "has a strike that came with this GPU; see holdfast nodes history",
+}
+
+
+def _noted(place: str, reports: Sequence[NodeReport]) -> list[Entry]:
+    """Write what was found into the fleet's ledger."""
+    from launcher.fleet import fleet_at
+    from launcher.ops.nodes import note_failed, note_moved
+
+    ledger, now = fleet_at(place), time.time()
+    return [*note_failed(ledger, reports, now), *note_moved(ledger, reports, now)]
 
 
 def _asked(

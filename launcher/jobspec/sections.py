@@ -145,7 +145,10 @@ class Cluster(Section):
         None, description="Main memory of a node; null: not known, so not counted by check."
     )
     fleet: Text | None = Field(
-        None, description="Folder of the fleet's ledger; null: `fleet` beside the run directory."
+        None,
+        description="The fleet's ledger: a folder, or kubernetes://NAMESPACE/NAME of a ConfigMap; "
+        "null: `fleet` beside the run directory, or on Kubernetes, where the launcher does not see "
+        "the claim, kubernetes://NAMESPACE/holdfast-fleet.",
     )
 
 

@@ -16,11 +16,9 @@ from typing import Final
 
 from launcher.backends.commands import SystemCommands
 from launcher.backends.processes import start_ticks
-from launcher.errors import HoldfastError
-from launcher.fleet import Fleet, folder_of
 from launcher.node.attempt import Attempt
 from launcher.node.leaving import Drains, look_after
-from launcher.node.say import say
+from launcher.node.strikes import Strikes
 
 BEAT_S = 2.0
 """One small write to shared storage by one node; watchdogs read it five times as rarely."""
@@ -47,12 +45,10 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
     script = int(named) if named.isdigit() and start_ticks(int(named)) else os.getppid()
     born = start_ticks(script)
     # Threads of their own: what stalls them must not stop the beat more than it does itself.
+    Strikes(attempt.run_dir, env, every_s=HARVESTS * period_s(env)).start()
     drains = Drains(attempt, env, SystemCommands(env))
-    for work, *more in (
-        (_harvest, attempt, HARVESTS * period_s(env)),
-        (look_after, attempt, drains, DRAINS * period_s(env)),
-    ):
-        threading.Thread(target=work, args=more, daemon=True).start()
+    args = (attempt, drains, DRAINS * period_s(env))
+    threading.Thread(target=look_after, args=args, daemon=True).start()
     count = 0
     while born is not None and start_ticks(script) == born:
         count += 1
@@ -66,18 +62,6 @@ def beat(attempt: Attempt, env: Mapping[str, str]) -> int:
                 os.close(fd)
         time.sleep(period_s(env))
     return 0
-
-
-def _harvest(attempt: Attempt, every_s: float) -> None:
-    """Write what the run holds against machines into the fleet's ledger, again and again."""
-    fleet, since, said = Fleet(folder_of(attempt.run_dir)), time.time(), ""
-    while True:
-        time.sleep(every_s)
-        try:
-            fleet.harvest(attempt.run_dir, since_unix=since, newest=True)
-        except HoldfastError as error:
-            if said != (said := str(error)):
-                say(f"the fleet's ledger misses what happens here: {error}")
 
 
 def read(attempt: Attempt) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.atomic_file import publish
+from elastic_trainer.atomic_file import publish, write_atomic
 from elastic_trainer.board.state import BoardState
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.failures import (
@@ -45,6 +45,7 @@ from launcher.node.pod_decide import (
 )
 from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
+from launcher.node.strikes import Strikes
 from launcher.node.taken_signals import Wait, taken_signals
 
 FIRST_PAUSE_S: Final = 10.0
@@ -144,10 +145,14 @@ class Pod:
             shutdown_s=who.shutdown_s,
             leaves=lambda: not stop_request.asked(self._run_dir),
         )
+        # What happens to members is on record by the agent that coordinates, in its own file.
+        strikes = Strikes(self._run_dir, self._env, only=f"agent-{who.pod}")
         try:
-            who.agent_file.write_text(f"{agent.pid}\n", encoding="ascii")
+            write_atomic(who.agent_file, f"{agent.pid}\n")  # preStop may read it at any time
+            strikes.start()
             agent_code = agent.serve(self._wait)
         finally:
+            strikes.close()
             with contextlib.suppress(OSError):
                 who.agent_file.unlink()
         say(f"the agent of {who.pod} has ended with {agent_code}")

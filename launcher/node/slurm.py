@@ -19,7 +19,7 @@ from launcher.backends.slurm.machines import machines
 from launcher.backends.slurm.parse import expand_nodes, of_scontrol, parse_scontrol
 from launcher.backends.slurm.status_text import SCRIPT
 from launcher.errors import HoldfastError, TemporaryError, UserError
-from launcher.fleet import Fleet, folder_of
+from launcher.fleet import fleet_at, place_for
 from launcher.node.attempt import Attempt, lineage, pasts
 from launcher.node.decide import a_few, what_now
 from launcher.node.end import end, put_summary
@@ -145,8 +145,8 @@ def carry_out(
 
 def _of_ledger(attempt: Attempt, since: float, commands: Commands) -> list[str]:
     """Return the nodes that the fleet's ledger keeps this run off; it has the run's own by then."""
-    fleet = Fleet(folder_of(attempt.run_dir))
     try:
+        fleet = fleet_at(place_for(attempt.run_dir))
         fleet.harvest(attempt.run_dir, since_unix=since)
         held = standings(fleet.entries(), time.time())
         if not any(each.is_out for each in held.values()):

@@ -80,8 +80,7 @@ def drain(
     drained = partial(
         Entry, t_unix=now_unix, verdict=Verdict.DRAIN, source="operator", reason=reason, by=who
     )
-    for name in names:
-        fleet.add(drained(machine=name))
+    fleet.add(*(drained(machine=name) for name in names))
     shown: dict[str, str] = {}
 
     def look() -> dict[str, str]:

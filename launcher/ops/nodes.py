@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.gpus import uuids_in
 from launcher.backends.base import Backend, Machine, Machines
 from launcher.errors import UserError
 from launcher.fleet import Fleet, writer
 from launcher.ops.preflight.checks import Expected, NodeReport
 from launcher.ops.preflight.nodes import Preflight, Where
-from launcher.record.fleet import Entry, Standing, Verdict, standings
+from launcher.record.fleet import Entry, Standing, Verdict, held_against_gpus, standings
 
 CHECK_S = 300.0
 """A node's check may take so long, with its wait in the queue."""
@@ -37,6 +38,7 @@ class Row:
             "reason": "" if held is None else held.reason,
             "by": held.out.by if held is not None and held.out is not None else "",
             "until_unix": None if held is None else held.until_unix,
+            "gpus": [] if held is None else list(held.gpus),
             "platform": "" if self.platform is None else self.platform.closed,
             "rack": "" if self.platform is None else self.platform.rack,
         }
@@ -73,65 +75,91 @@ def exclude(
         UserError: HF690 the ledger cannot be written.
     """
     until = None if for_s is None else now_unix + for_s
-    return _added(fleet, names, Verdict.OUT, reason, until_unix=until, now_unix=now_unix)
+    targets = ((name, "") for name in names)
+    return _added(fleet, targets, Verdict.OUT, reason=reason, until_unix=until, now_unix=now_unix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What a check of machines has found."""
+
+    failed: Mapping[str, str]
+    """Machine -> what is wrong there."""
+    gpus: Mapping[str, Collection[str]] = field(default_factory=dict)
+    """Machine -> UUIDs of the GPUs that answer there."""
 
 
 def release(
     fleet: Fleet,
     names: Sequence[str],
     *,
-    check: Callable[[Sequence[str]], dict[str, str]] | None,
+    check: Callable[[Sequence[str]], Checked] | None,
     reason: str,
     now_unix: float,
 ) -> list[Entry]:
-    """Let jobs use machines again.
+    """Let jobs use machines again, and with them the GPUs that a check has seen there.
 
     Args:
         fleet: the ledger.
-        names: machines.
-        check: returns what is wrong with which of them; None: they are not checked.
+        names: machines; or UUIDs of GPUs, which are released on the machine that had them last.
+        check: of machines; None: they are not checked, and what is held against their GPUs stays:
+            these may be elsewhere by now.
         reason: for the record.
         now_unix: the time.
 
     Raises:
-        UserError: HF692 one fails its check, and none is released; HF690.
+        UserError: HF692 one fails its check, and none is released; HF691 nothing is held against a
+            GPU; HF690.
     """
-    failed = {} if check is None else check(names)
-    if failed:
-        raise UserError(
-            "HF692", "; ".join(f"{name}: {said}" for name, said in sorted(failed.items()))
-        )
-    return _added(fleet, names, Verdict.RELEASE, reason, until_unix=None, now_unix=now_unix)
+    held = held_against_gpus(fleet.entries(), now_unix)
+    if unknown := [name for name in names if uuids_in(name) and name not in held]:
+        raise UserError("HF691", f"nothing is held against {unknown[0]}; see holdfast nodes list")
+    gpus = [(held[name].machine, name) for name in names if uuids_in(name)]
+    machines = [name for name in names if not uuids_in(name)]
+    if check is not None:
+        checked = check(list(dict.fromkeys([*machines, *(machine for machine, _ in gpus)])))
+        if checked.failed:
+            said = (f"{name}: {words}" for name, words in sorted(checked.failed.items()))
+            raise UserError("HF692", "; ".join(said))
+        gpus += [
+            (name, gpu)
+            for name in machines
+            for gpu in sorted(checked.gpus.get(name, ()))
+            if gpu in held
+        ]
+    targets = [*((machine, "") for machine in machines), *gpus]
+    return _added(fleet, targets, Verdict.RELEASE, reason=reason, now_unix=now_unix)
 
 
 def _added(
     fleet: Fleet,
-    names: Sequence[str],
+    targets: Iterable[tuple[str, str]],
     verdict: Verdict,
-    reason: str,
     *,
-    until_unix: float | None,
+    reason: str,
     now_unix: float,
+    until_unix: float | None = None,
 ) -> list[Entry]:
+    """Add an operator's entries; `targets` are machines, each with a GPU or none."""
     entries = [
         Entry(
             t_unix=now_unix,
-            machine=name,
+            machine=machine,
             verdict=verdict,
             source="operator",
             reason=reason,
             by=writer(),
             until_unix=until_unix,
+            gpu=gpu,
         )
-        for name in names
+        for machine, gpu in targets
     ]
-    for entry in entries:
-        fleet.add(entry)
+    fleet.add(*entries)
     return entries
 
 
-def failed_check(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> dict[str, str]:
-    """Run `holdfast preflight` on machines; return what fails there.
+def checked(names: Sequence[str], *, target: str, folder: Path, gpus: int) -> Checked:
+    """Run `holdfast preflight` on machines.
 
     Raises:
         UserError: HF692 there is no check on this platform.
@@ -147,7 +175,7 @@ def failed_check(names: Sequence[str], *, target: str, folder: Path, gpus: int) 
     failed = {report.node: _said(report) for report in reports if report.level == "fail"}
     if not failed:
         round_.tidy()
-    return failed
+    return Checked(failed=failed, gpus={report.node: _seen(report) for report in reports})
 
 
 def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
@@ -168,14 +196,39 @@ def note_failed(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) ->
             machine=report.node,
             verdict=Verdict.OUT,
             source="preflight",
-            reason=f"preflight: {_said(report)}",
+            reason=f"preflight: {said}",
             by=writer(),
+            gpu=gpu,
         )
         for report in failed
+        for gpu, said in _by_gpu(report).items()
     ]
-    for entry in entries:
-        fleet.add(entry)
+    fleet.add(*entries)
     return entries
+
+
+def note_moved(fleet: Fleet, reports: Sequence[NodeReport], now_unix: float) -> list[Entry]:
+    """Hold against machines what is held against GPUs that have come to them; return the entries.
+
+    Raises:
+        UserError: HF690 the ledger cannot be read or written.
+    """
+    return fleet.note_gpus(
+        {gpu: (report.node, now_unix) for report in reports for gpu in _seen(report)}
+    )
+
+
+def _seen(report: NodeReport) -> set[str]:
+    return {gpu for finding in report.findings for gpu in finding.seen}
+
+
+def _by_gpu(report: NodeReport) -> dict[str, str]:
+    """Return what fails, by UUID of the GPU; that of the node itself has none."""
+    found: dict[str, list[str]] = {}
+    for each in report.findings:
+        for gpu in (each.gpus or ("",)) if each.level == "fail" else ():
+            found.setdefault(gpu, []).append(f"{each.check}: {each.text}")
+    return {gpu: "; ".join(said) for gpu, said in found.items()}
 
 
 def _said(report: NodeReport) -> str:

@@ -73,16 +73,21 @@ class RunRecord:
         return fresh
 
 
-def newest_events(run_dir: Path) -> list[Event]:
+def newest_events(run_dir: Path, *, writer: str | None = None) -> list[Event]:
     """Return the events at the ends of the files, by time: quick for records of months.
 
     Files that cannot be read are passed over: the others tell enough.
+
+    Args:
+        run_dir: the run.
+        writer: only of the file RUN/events/<writer>.jsonl; None: of all.
 
     Raises:
         UserError: HF613 the folder cannot be read.
     """
     found: list[Event] = []
-    for path, start in _tails(_files(run_dir)).items():
+    files = _files(run_dir) if writer is None else _file(run_dir, writer)
+    for path, start in _tails(files).items():
         try:
             found += _decoded(_lines(path, start))
         except UserError:
@@ -136,6 +141,17 @@ def _files(run_dir: Path) -> list[tuple[str, os.stat_result]]:
     except OSError as error:
         raise _unreadable(folder, error) from error
     return sorted(found, key=lambda file: file[0])
+
+
+def _file(run_dir: Path, writer: str) -> list[tuple[str, os.stat_result]]:
+    """Return path and state of one writer's file, if there is one; others are not looked at."""
+    path = run_dir / "events" / f"{writer}.jsonl"
+    try:
+        return [(str(path), path.stat())]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _lines(path: str, start: int = 0) -> Iterator[bytes]:

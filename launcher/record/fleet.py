@@ -3,12 +3,16 @@
 Entries are only ever added. A strike counts for STRIKE_S, three put a machine out; evidence of
 broken hardware, a failed check and an operator put it out at once, until it is released. What a
 program does to itself is no strike: the event of an exclusion says of which kind its failure was.
+
+GPUs move when machines are repaired. What is held against one by its UUID follows it: the machine
+that has it next is told.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,7 +20,9 @@ from typing import Any, Final, Self
 
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Kind
+from elastic_trainer.gpus import uuids_in
 from elastic_trainer.typed import check_types
+from launcher.errors import UserError
 
 STRIKE_S: Final = 7 * 86400.0
 """How long a strike counts."""
@@ -36,9 +42,9 @@ _MACHINE_CHARS: Final = 253
 
 EVIDENCE: Final = (
     *("member.evicted", "member.readmitted", "member.lost", "member.leaving"),
-    *("worker.slow", "epoch.formed"),
+    *("worker.slow", "epoch.formed", "agent.started"),
 )
-"""Events that say something of machines, or of whether a loss was one."""
+"""Events that say something of machines and their GPUs, or of whether a loss was one."""
 _HARD: Final = frozenset({Kind.NODE_FAULT, Kind.CORRUPTION})
 _OF_THE_PROGRAM: Final = frozenset(
     {Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY, Kind.FAULT, Kind.SERVICE}
@@ -65,7 +71,7 @@ class Entry:
     verdict: str
     """One of Verdict; others, of later versions, say nothing here."""
     source: str
-    """operator, preflight, exclusion, loss, straggler."""
+    """operator, preflight, exclusion, loss, straggler; gpu: it has come from another machine."""
     reason: str
     by: str
     """user@host who wrote it."""
@@ -74,7 +80,8 @@ class Entry:
     until_unix: float | None = None
     """Of an OUT: when it ends by itself; None: by a release."""
     gpu: str = ""
-    """UUID of the GPU; empty: not known, or it is the machine."""
+    """UUID of the GPU that it is about; empty: not known, or it is the machine. A release of one
+    leaves what else is held against the machine."""
 
     @property
     def name(self) -> str:
@@ -108,8 +115,18 @@ class Standing:
     machine: str
     strikes: tuple[Entry, ...] = ()
     """That count, oldest first."""
-    out: Entry | None = None
-    """What put it out at once; None: only its strikes do, if any."""
+    outs: tuple[Entry, ...] = ()
+    """What put it out at once, oldest first: the newest of the machine, and of each GPU."""
+
+    @property
+    def out(self) -> Entry | None:
+        """The newest of what put it out at once; None: only its strikes do, if any."""
+        return self.outs[-1] if self.outs else None
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs that anything of it is about."""
+        return tuple(sorted({each.gpu for each in (*self.strikes, *self.outs) if each.gpu}))
 
     @property
     def is_out(self) -> bool:
@@ -119,13 +136,14 @@ class Standing:
     @property
     def by_operator(self) -> bool:
         """Whether a person put it out: no cap applies."""
-        return self.out is not None and self.out.source == "operator"
+        return any(each.source == "operator" for each in self.outs)
 
     @property
     def until_unix(self) -> float | None:
         """When it is no longer out by itself; None: by a release, or it is not out."""
-        if self.out is not None:
-            return self.out.until_unix
+        if self.outs:
+            ends = [each.until_unix for each in self.outs]
+            return None if None in ends else max(end for end in ends if end is not None)
         return self.strikes[-STRIKES].t_unix + STRIKE_S if self.is_out else None
 
     @property
@@ -141,23 +159,104 @@ class Standing:
 def standings(entries: Iterable[Entry], now_unix: float) -> dict[str, Standing]:
     """Return what is held against each machine now; one without anything is left out."""
     strikes: dict[str, list[Entry]] = {}
-    outs: dict[str, Entry] = {}
-    for entry in sorted(entries, key=lambda each: (each.t_unix, each.verdict, each.name)):
-        mine = strikes.setdefault(entry.machine, [])
+    outs: dict[str, dict[str, Entry]] = {}
+    for entry in sorted(entries, key=_in_order):
+        mine, out = strikes.setdefault(entry.machine, []), outs.setdefault(entry.machine, {})
         if entry.verdict == Verdict.RELEASE:
-            mine.clear()
-            outs.pop(entry.machine, None)
+            mine[:] = [each for each in mine if entry.gpu and each.gpu != entry.gpu]
+            for gpu in [entry.gpu] if entry.gpu else list(out):
+                out.pop(gpu, None)
+        elif not _is_open(entry, now_unix):
+            continue
         elif entry.verdict == Verdict.OUT:
-            if entry.until_unix is None or entry.until_unix > now_unix:
-                outs[entry.machine] = entry
-        elif entry.verdict == Verdict.STRIKE and entry.t_unix > now_unix - STRIKE_S:
+            out.pop(entry.gpu, None)
+            out[entry.gpu] = entry
+        elif entry.verdict == Verdict.STRIKE:
             burst = bool(mine) and entry.t_unix - mine[-1].t_unix <= BURST_S
             mine += [] if burst else [entry]
     return {
-        machine: Standing(machine=machine, strikes=tuple(mine), out=outs.get(machine))
+        machine: Standing(machine=machine, strikes=tuple(mine), outs=tuple(outs[machine].values()))
         for machine, mine in sorted(strikes.items())
-        if mine or machine in outs
+        if mine or outs[machine]
     }
+
+
+def _is_open(entry: Entry, now_unix: float) -> bool:
+    """Whether a strike or an exclusion has not run out by itself."""
+    if entry.verdict == Verdict.OUT:
+        return entry.until_unix is None or entry.until_unix > now_unix
+    return entry.verdict == Verdict.STRIKE and entry.t_unix > now_unix - STRIKE_S
+
+
+def held_against_gpus(entries: Iterable[Entry], now_unix: float) -> dict[str, Entry]:
+    """Return the newest of what is held against each GPU: UUID -> entry.
+
+    A release of its machine is none of the GPU: it may have left it before. A release of the GPU
+    ends all, on whatever machine it was.
+    """
+    found: dict[str, Entry] = {}
+    for entry in sorted(entries, key=_in_order):
+        if not entry.gpu:
+            continue
+        if entry.verdict == Verdict.RELEASE:
+            found.pop(entry.gpu, None)
+        elif _is_open(entry, now_unix):
+            found[entry.gpu] = entry
+    return found
+
+
+def moved(
+    entries: Iterable[Entry], seen: Mapping[str, tuple[str, float]], now_unix: float, *, by: str
+) -> list[Entry]:
+    """Return what is held against machines for GPUs that have come from others.
+
+    Args:
+        entries: of the ledger.
+        seen: UUID -> machine that has the GPU, and when it was seen there.
+        now_unix: the time.
+        by: who writes the entries, user@host.
+    """
+    held = held_against_gpus(entries, now_unix)
+    found = []
+    for gpu, (machine, t_unix) in sorted(seen.items()):
+        before = held.get(gpu)
+        if before is None or before.machine == machine or t_unix <= before.t_unix:
+            continue
+        found.append(
+            Entry(
+                t_unix=t_unix,
+                machine=machine,
+                verdict=before.verdict,
+                source="gpu",
+                reason=f"{gpu} has come from {before.machine}: {before.reason}",
+                by=by,
+                until_unix=before.until_unix,
+                gpu=gpu,
+            )
+        )
+    return found
+
+
+def gpus_seen(events: Iterable[Event]) -> dict[str, tuple[str, float]]:
+    """Return where a run's agents have seen GPUs last: UUID -> machine, time.
+
+    Args:
+        events: those of EVIDENCE, in order of time.
+    """
+    found: dict[str, tuple[str, float]] = {}
+    for event in events:
+        host, gpus = event.fields.get("host"), event.fields.get("gpus")
+        if event.event == "agent.started" and isinstance(host, str) and isinstance(gpus, list):
+            found |= {gpu: (host, event.t_unix) for gpu in gpus if _is_uuid(gpu)}
+    return found
+
+
+def _is_uuid(value: object) -> bool:
+    return isinstance(value, str) and uuids_in(value) == [value]
+
+
+def _in_order(entry: Entry) -> tuple[float, str, str]:
+    return entry.t_unix, entry.verdict, entry.name
 
 
 def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) -> list[Standing]:
@@ -181,6 +280,42 @@ def kept_off(known: Mapping[str, Standing], pool: Sequence[str], needed: int) ->
     return sorted([*chosen, *rest[:most]], key=lambda each: each.machine)
 
 
+def bounded(entries: Iterable[Entry], now_unix: float, most_bytes: int) -> list[Entry]:
+    """Return entries by time, so many that they take at most `most_bytes` as JSON.
+
+    First go those that say nothing of a machine any more, then releases, then strikes, always the
+    oldest first. What puts a machine out until its release stays.
+
+    Raises:
+        UserError: HF690 that alone is too much.
+    """
+    ordered = sorted(entries, key=_in_order)
+    sizes = [len(json.dumps(each.to_json())) + 2 for each in ordered]
+    over = sum(sizes) - most_bytes
+    if over <= 0:
+        return ordered
+    held = standings(ordered, now_unix).values()
+    counting = {each.name for one in held for each in one.strikes}
+    counting |= {each.name for each in held_against_gpus(ordered, now_unix).values()}
+    outs = {each.name for one in held for each in one.outs}
+
+    def worth(entry: Entry) -> int:
+        if entry.name in outs:
+            return 3
+        return 2 if entry.name in counting else int(entry.verdict == Verdict.RELEASE)
+
+    gone: set[int] = set()
+    for index in sorted(range(len(ordered)), key=lambda index: (worth(ordered[index]), index)):
+        if over <= 0 or worth(ordered[index]) == 3:
+            break
+        gone.add(index)
+        over -= sizes[index]
+    if over > 0:
+        said = f"the fleet's ledger is full: {len(outs):,} machines are out"
+        raise UserError("HF690", f"{said}; release some (holdfast nodes release)")
+    return [entry for index, entry in enumerate(ordered) if index not in gone]
+
+
 def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]:
     """Yield what a run's events hold against machines.
 
@@ -198,12 +333,13 @@ def entries_of(events: Iterable[Event], *, run: str, by: str) -> Iterator[Entry]
             continue
         host = hosts[member] = str(event.fields.get("host") or hosts.get(member) or member)
         reason = str(event.fields.get("reason") or "no reason was written")
+        gpu = next(iter(uuids_in(reason)), "")
         entry = partial(Entry, t_unix=event.t_unix, machine=host, run=run, by=by)
         if event.event == "member.evicted":
             kind = str(event.fields.get("kind") or "")
             if kind not in _OF_THE_PROGRAM:
                 verdict = Verdict.OUT if kind in _HARD else Verdict.STRIKE
-                yield entry(verdict=verdict, source="exclusion", reason=reason)
+                yield entry(verdict=verdict, source="exclusion", reason=reason, gpu=gpu)
         elif event.event == "member.readmitted":
             told = f"readmitted to the run: {reason}"
             yield entry(verdict=Verdict.RELEASE, source="operator", reason=told)

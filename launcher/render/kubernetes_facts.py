@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from elastic_trainer.board.open_board import KUBERNETES, parse_address
 from elastic_trainer.config import NO_DOMAIN
 from launcher.errors import Problem, UserError
 from launcher.jobspec.kubernetes import quantity_bytes
@@ -21,8 +22,10 @@ from launcher.render.kubernetes_names import (
     RUN_DIR_ANNOTATION,
     RUN_ID_ANNOTATION,
     RUN_LABEL,
+    board_name,
     job_name,
     labels_of,
+    ledger_url,
     pod_run_dir,
 )
 from launcher.render.local import resolve
@@ -57,11 +60,29 @@ class PodJob:
     clock: PodClock
     shm: str
     """Size of /dev/shm."""
+    fleet: str | None
+    """Where the fleet's ledger lies; None: in the folder beside the run directory."""
 
     @property
     def num_pods(self) -> int:
         """Nodes that train, and spares."""
         return self.plan.ladder.max_nodes + self.spec.cluster.spares
+
+    @property
+    def registers(self) -> tuple[str, ...]:
+        """Names of the ConfigMaps of its namespace that its agents write; they need a token then.
+
+        Without a board there, a ledger is written by pods only where the job file asks for it:
+        other pods get no token, and the launcher does it.
+        """
+        wish, named = self.spec.kubernetes, self.spec.cluster.fleet or ""
+        own_board = wish.board == "kubernetes"
+        found = [board_name(self.name)] if own_board else []
+        ledger = self.fleet or ""
+        if ledger.startswith(KUBERNETES) and (own_board or named.startswith(KUBERNETES)):
+            namespace, name = parse_address(ledger)
+            found += [name] if namespace == wish.namespace else []
+        return tuple(found)
 
     @property
     def restart_limit(self) -> int:
@@ -118,6 +139,7 @@ def pod_job(
         *_secrets(spec),
         *_gang(spec, kind),
         *_domain(spec),
+        *_fleet(spec),
     ]
     shm = wish.shm or _shm(spec, plan)
     problems += _tight(spec, shm)
@@ -128,19 +150,24 @@ def pod_job(
     if problems:
         raise UserError.many(problems)
     assert image is not None, "a missing one is a problem"
+    inside = pod_run_dir(mount=wish.mount, run_id=run_id, run_dir=str(run_dir))
+    fleet = spec.cluster.fleet
+    if fleet is None and inside != str(run_dir):
+        fleet = ledger_url(wish.namespace)
     return PodJob(
         spec=spec,
         plan=plan,
         kind=kind,
         name=job_name(run_id),
         run_id=run_id,
-        run_dir=pod_run_dir(mount=wish.mount, run_id=run_id, run_dir=str(run_dir)),
+        run_dir=inside,
         base_dir=base_dir,
         image=image,
         python=python,
         venv=venv,
         clock=clock,
         shm=shm,
+        fleet=fleet if fleet is None or fleet.startswith(KUBERNETES) else resolve(fleet, base_dir),
     )
 
 
@@ -243,6 +270,14 @@ def _domain(spec: JobSpec) -> Iterator[Problem]:
             f"{NO_DOMAIN}"
         )
         yield spec.problem("HF727", "elastic.failure_domain", message)
+
+
+def _fleet(spec: JobSpec) -> Iterator[Problem]:
+    try:
+        if (spec.cluster.fleet or "").startswith(KUBERNETES):
+            parse_address(str(spec.cluster.fleet))
+    except ValueError as error:
+        yield spec.problem("HF690", "cluster.fleet", str(error))
 
 
 def _shm(spec: JobSpec, plan: Plan) -> str:

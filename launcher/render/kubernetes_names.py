@@ -30,6 +30,8 @@ MANAGED_LABEL: Final = "app.kubernetes.io/managed-by"
 RUN_ID_ANNOTATION: Final = "holdfast.dev/run-id"
 RUN_DIR_ANNOTATION: Final = "holdfast.dev/run-dir"
 """Run directory as the pods see it."""
+LEDGER: Final = "holdfast-fleet"
+"""ConfigMap with the fleet's ledger, for jobs whose claim the launcher does not see."""
 QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 
 CONFIG_DIR: Final = "/etc/holdfast"
@@ -80,6 +82,11 @@ def secret_name(name: str) -> str:
 def board_url(namespace: str, name: str) -> str:
     """Return what HOLDFAST_BOARD says of that board."""
     return f"kubernetes://{namespace}/{board_name(name)}"
+
+
+def ledger_url(namespace: str) -> str:
+    """Return where the fleet's ledger of a namespace lies, unless the job file says so."""
+    return f"kubernetes://{namespace}/{LEDGER}"
 
 
 def own_account(name: str) -> str:

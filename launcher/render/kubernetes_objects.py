@@ -45,9 +45,14 @@ def kubernetes_bundle(job: PodJob, documents: list[Object]) -> Bundle:
     """
     # Paths in job.json are those that pods see.
     files = render_local(
-        job.spec, job.plan, run_id=job.run_id, run_dir=job.run_dir, base_dir=job.base_dir
+        job.spec,
+        job.plan,
+        run_id=job.run_id,
+        run_dir=job.run_dir,
+        base_dir=job.base_dir,
+        fleet=job.fleet,
     )
-    before = [config_map(job, files["job.json"]), *board_objects(job), *disruption_budget(job)]
+    before = [config_map(job, files["job.json"]), *register_objects(job), *disruption_budget(job)]
     spares = job.spec.cluster.spares
     besides = f" and {counted(spares, 'spare')}" if spares else ""
     head = (
@@ -73,7 +78,9 @@ def check_pods(
         UserError: HF160, HF720 to HF726.
     """
     job = pod_job(spec, plan, kind=kind, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
-    config = to_train_config(spec, plan, run_id=run_id, run_dir=job.run_dir, base_dir=base_dir)
+    config = to_train_config(
+        spec, plan, run_id=run_id, run_dir=job.run_dir, base_dir=base_dir, fleet=job.fleet
+    )
     config_map(job, config.to_json())
 
 
@@ -123,14 +130,14 @@ def config_map(job: PodJob, job_json: str) -> Object:
     }
 
 
-def board_objects(job: PodJob) -> list[Object]:
-    """Return the ConfigMap that is the board, and the right to write it, where it is asked for.
+def register_objects(job: PodJob) -> list[Object]:
+    """Return the ConfigMap that is the board, and the right to write it and the fleet's ledger.
 
     The board is made here, empty, so that agents need no right to create any: a right to create
-    cannot name what is created.
+    cannot name what is created. The ledger is there already: it is not this run's.
     """
     wish = job.spec.kubernetes
-    if wish.board == "file":
+    if not job.registers:
         return []
     kept = {KEEP_ANNOTATION: "true"}
     board = {
@@ -150,7 +157,7 @@ def board_objects(job: PodJob) -> list[Object]:
         "namespace": wish.namespace,
     }
     return [
-        board,
+        *([board] if wish.board == "kubernetes" else ()),
         *([account] if wish.service_account is None else ()),
         {
             "apiVersion": f"{group}/v1",
@@ -160,7 +167,7 @@ def board_objects(job: PodJob) -> list[Object]:
                 {
                     "apiGroups": [""],
                     "resources": ["configmaps"],
-                    "resourceNames": [board_name(job.name)],
+                    "resourceNames": list(job.registers),
                     "verbs": ["get", "update"],
                 }
             ],
@@ -176,10 +183,12 @@ def board_objects(job: PodJob) -> list[Object]:
 
 
 def disruption_budget(job: PodJob) -> list[Object]:
-    """Return the PodDisruptionBudget: drains may take one pod at a time, after its save.
+    """Return the PodDisruptionBudget: drains may take pods down to the smallest layout, or one.
 
-    A whole number of pods that stay: for pods of other controllers than the built-in ones
-    nothing else is allowed (disruption controller, getExpectedPodCount).
+    Each leaves after its save. Were all but one to stay, `kubectl drain` of a second node would
+    wait for the first one's successor, for which there may be no room. A whole number of pods that
+    stay: for pods of other controllers than the built-in ones nothing else is allowed (disruption
+    controller, getExpectedPodCount).
     """
     if job.num_pods < 2:
         return []
@@ -189,7 +198,7 @@ def disruption_budget(job: PodJob) -> list[Object]:
             "kind": "PodDisruptionBudget",
             "metadata": metadata(job, job.name),
             "spec": {
-                "minAvailable": job.num_pods - 1,
+                "minAvailable": min(job.plan.ladder.min_nodes, job.num_pods - 1),
                 "selector": {"matchLabels": {RUN_LABEL: job.name}},
                 "unhealthyPodEvictionPolicy": "AlwaysAllow",
             },

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path, PurePath
 from typing import Final
 
+from elastic_trainer.board.open_board import KUBERNETES
 from elastic_trainer.config import CheckpointSection, TrainConfig
 from launcher.errors import UserError
 from launcher.jobspec.source import read_source, write_sets
@@ -19,7 +20,13 @@ HEAD: Final = "# Relative paths are relative to "
 
 
 def to_train_config(
-    spec: JobSpec, plan: Plan, *, run_id: str, run_dir: str | Path, base_dir: str | Path
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    run_id: str,
+    run_dir: str | Path,
+    base_dir: str | Path,
+    fleet: str | None = None,
 ) -> TrainConfig:
     """Return the contents of job.json.
 
@@ -30,6 +37,7 @@ def to_train_config(
         run_dir: where job.json will lie, absolute, on shared storage.
         base_dir: folder that relative paths of the spec are relative to: the job
             file's, `Path(job_file).absolute().parent`.
+        fleet: where the fleet's ledger lies; None: where the job file says.
     """
     checkpoint = dict(spec.checkpoint) | {
         "dir": checkpoint_dir(spec, run_dir=run_dir, base_dir=base_dir),
@@ -60,9 +68,14 @@ def to_train_config(
         interleave=spec.layout.interleave,
         command=spec.command,
         track=spec.track or None,
-        fleet=None if spec.cluster.fleet is None else resolve(spec.cluster.fleet, base_dir),
+        fleet=fleet or _fleet(spec, base_dir),
         command_dir=resolve(spec.code.dir, base_dir) if spec.runs_own_code else None,
     )
+
+
+def _fleet(spec: JobSpec, base_dir: str | Path) -> str | None:
+    named = spec.cluster.fleet
+    return named if named is None or named.startswith(KUBERNETES) else resolve(named, base_dir)
 
 
 def checkpoint_dir(spec: JobSpec, *, run_dir: str | Path, base_dir: str | Path) -> str:
@@ -94,13 +107,17 @@ def render_local(
     run_dir: str | Path,
     base_dir: str | Path,
     python: str = "",
+    fleet: str | None = None,
 ) -> Bundle:
     """Return job.json and job.yaml, the job file, which are kept with the run.
 
-    `python` is for platforms whose nodes run a script; here nothing is made of it.
+    `python` is for platforms whose nodes run a script; here nothing is made of it. For `fleet` see
+    `to_train_config`.
     """
     del python
-    config = to_train_config(spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir)
+    config = to_train_config(
+        spec, plan, run_id=run_id, run_dir=run_dir, base_dir=base_dir, fleet=fleet
+    )
     return {"job.json": config.to_json(), JOB_FILE: job_file(spec, base_dir)}
 
 

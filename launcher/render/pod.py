@@ -117,12 +117,11 @@ def _spec(job: PodJob) -> Object:
 
 def _rendered_spec(job: PodJob) -> Object:
     wish = job.spec.kubernetes
-    own_board = wish.board == "kubernetes"
-    account = wish.service_account or (own_account(job.name) if own_board else None)
+    account = wish.service_account or (own_account(job.name) if job.registers else None)
     return _given(
         serviceAccountName=account,
         # No rights in pods that need none.
-        automountServiceAccountToken=own_board,
+        automountServiceAccountToken=bool(job.registers),
         enableServiceLinks=False,
         schedulerName=wish.scheduler,
         priorityClassName=wish.priority_class,

@@ -20,6 +20,8 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 from kubernetes.stream import stream
 
+from launcher.backends.kubernetes.machines import REASON
+
 KINDS = {"pytorchjob": "pytorchjobs", "jobset": "jobsets", "trainjob": "trainjobs"}
 _GONE_S = 180.0
 _T = TypeVar("_T")
@@ -59,6 +61,7 @@ class Cluster:
         self._folder = folder
         self._storage_class, self._shared = storage_class, shared
         self._down: list[str] = []
+        self._cluster_roles: list[str] = []
         self.api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
         self._dynamic = DynamicClient(self.api)
         self.core = client.CoreV1Api(self.api)
@@ -90,8 +93,13 @@ class Cluster:
         for node in list(self._down):
             self.restore(node)
         try:
+            for name in self._cluster_roles:
+                with contextlib.suppress(client.ApiException):
+                    self.rbac.delete_cluster_role_binding(name)
+                    self.rbac.delete_cluster_role(name)
             for node in self.nodes():
-                self.core.patch_node(node, {"spec": {"unschedulable": None}})
+                gone = {"metadata": {"annotations": {REASON: None}}}
+                self.core.patch_node(node, {**gone, "spec": {"unschedulable": None}})
             self._delete_jobs()
             self.core.delete_namespace(self.namespace, grace_period_seconds=0)
             self.wait("the end of the namespace", self._is_gone, timeout_s=_GONE_S)
@@ -238,22 +246,36 @@ class Cluster:
 
         self.wait(f"node {node} ready: {ready}", look, timeout_s=timeout_s)
 
-    def kubeconfig_for(self, *rules: dict[str, Any], name: str = "limited") -> Path:
-        """Return a kubeconfig of a new service account that a Role with these rules binds."""
+    def kubeconfig_for(
+        self, *rules: dict[str, Any], name: str = "limited", everywhere: bool = False
+    ) -> Path:
+        """Return a kubeconfig of a new service account that a Role with these rules binds.
+
+        Args:
+            rules: what it may do.
+            name: of the account.
+            everywhere: in all of the cluster: a ClusterRole.
+        """
         space = self.namespace
         self.core.create_namespaced_service_account(space, {"metadata": {"name": name}})
-        role = {"metadata": {"name": name}, "rules": list(rules)}
-        self.rbac.create_namespaced_role(space, role)
+        bound = f"{space}-{name}" if everywhere else name
+        role = {"metadata": {"name": bound}, "rules": list(rules)}
         binding = {
-            "metadata": {"name": name},
+            "metadata": {"name": bound},
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": space}],
             "roleRef": {
-                "kind": "Role",
-                "name": name,
+                "kind": "ClusterRole" if everywhere else "Role",
+                "name": bound,
                 "apiGroup": "rbac.authorization.k8s.io",
             },
         }
-        self.rbac.create_namespaced_role_binding(space, binding)
+        if everywhere:
+            self._cluster_roles.append(bound)
+            self.rbac.create_cluster_role(role)
+            self.rbac.create_cluster_role_binding(binding)
+        else:
+            self.rbac.create_namespaced_role(space, role)
+            self.rbac.create_namespaced_role_binding(space, binding)
         asked = {"spec": {"audiences": [], "expirationSeconds": 3600}}
         token = self.core.create_namespaced_service_account_token(name, space, asked)
         return self._kubeconfig_with(token.status.token, name)

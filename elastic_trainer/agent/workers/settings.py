@@ -8,6 +8,7 @@ from typing import Protocol
 
 from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.gpus import Gpu
 from elastic_trainer.ladder import Ladder
 
 
@@ -47,6 +48,8 @@ class AgentConfig:
     me: Member
     workers: int
     """Per node."""
+    gpus: tuple[Gpu | None, ...] = ()
+    """By local rank; None or no entry: not known."""
     cpus: tuple[str | None, ...] = ()
     """By local rank: CPUs that the worker runs on, as 0-3,8; None or no entry: all."""
     scratch: Path

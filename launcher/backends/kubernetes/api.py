@@ -16,6 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from elastic_trainer.board.kubernetes_board import Answer
 from launcher.backends.kubernetes.documents import Object, Resource
 from launcher.backends.kubernetes.errors import (
     BrokenOffError,
@@ -201,6 +202,42 @@ class KubernetesApi:
         """Change an object by a merge patch."""
         call = self._call("patch", resource, namespace, name)
         return self._object("PATCH", call, body=change, content_type=_MERGE_PATCH)
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        """Send one request and return the answer, whatever its status: for a register.
+
+        Nothing is tried again here; see `elastic_trainer.board.kubernetes_board`.
+
+        Raises:
+            UserError: HF752 there are no credentials any more.
+            BrokenOffError: whether it was carried out is not known.
+        """
+        from kubernetes.client.exceptions import ApiException
+
+        limits = (self._patience.connect_s, self._patience.read_s)
+        call = Call(verb=method, resource=Resource("v1", path), namespace="", server=self.server)
+        with self._failures(call):
+            try:
+                found = self._dynamic.request(
+                    method,
+                    path,
+                    body=body,
+                    header_params={"Accept": _JSON},
+                    content_type=_JSON,
+                    serialize=False,
+                    _request_timeout=limits,
+                )
+                status, data = int(found.status), bytes(found.read())
+                found.release_conn()
+            except ApiException as error:
+                if not error.status:
+                    raise
+                status, data = int(error.status), str(error.body or "").encode()
+        try:
+            parsed = json.loads(data)
+        except ValueError:
+            parsed = {}
+        return Answer(status, parsed if isinstance(parsed, dict) else {})
 
     def log(self, namespace: str, pod: str, query: _Query) -> str:
         """Return what a container has written; empty where it has not started. Not tried again.

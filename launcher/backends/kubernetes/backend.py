@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,12 +44,12 @@ from launcher.backends.kubernetes.machines import REASON, of_nodes
 from launcher.backends.kubernetes.pods import (
     has_ended,
     host_of,
-    is_alive,
     is_ending,
     is_true,
     label_of,
     made_at,
     name_of,
+    phase_of,
     runs,
     trouble_of,
 )
@@ -72,6 +73,11 @@ _MOST_NAMES: Final = 40
 """Jobs that a selector names one by one; of more, all of ours are listed."""
 _MOST_NODES: Final = 16
 """Nodes that are asked about one by one."""
+_DRAIN_OPTIONS: Final = (
+    "--ignore-daemonsets",
+    "--delete-emptydir-data",  # /dev/shm is one
+    f"--pod-selector={MANAGED_LABEL}={MANAGED_BY}",
+)
 _FILES: Final = {JOB_FILE, MANIFESTS, *FORMER_NAMES.values()}
 
 
@@ -134,18 +140,38 @@ class KubernetesBackend:
         where = f"context {context}" if context else "this cluster"
         return [f"Kubernetes would take it, in namespace {creation.namespace} of {where}"]
 
-    def machines(self) -> list[Machine]:
-        """Return the nodes of the current context's cluster."""
-        return of_nodes(self._api("").list_all(NODE, "")[0])
+    def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
+        """Return the nodes of the bundle's cluster, or of the current context's."""
+        context = "" if files is None else read_bundle(files).context
+        return of_nodes(self._api(context).list_all(NODE, "")[0])
+
+    def register_server(self, of: Mapping[str, str] | JobRef) -> KubernetesApi:
+        """Return the client of the cluster of a bundle or a job."""
+        return self._at(of).api if isinstance(of, JobRef) else self._api(read_bundle(of).context)
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
-        """Cordon nodes and evict our pods there, which leave at a step boundary."""
+        """Cordon nodes and delete our pods there, which leave at a step boundary.
+
+        Without a cordon the new pods could come back to the same nodes: then nothing is done.
+
+        Raises:
+            UserError: HF693 the user may not, and what an administrator runs instead.
+            PlatformError: the cluster is away.
+        """
         api = self._api("")
-        about = {"metadata": {"annotations": {REASON: reason}}, "spec": {"unschedulable": True}}
-        for name in names:
-            api.patch(NODE, "", name, about)
-        for pod in self._pods_on(names):
-            api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
+        # With the date: nothing takes the annotation away when the node is uncordoned.
+        said = f"{reason} [{time.strftime('%Y-%m-%d %H:%M', time.localtime(self._wall()))}]"
+        about = {"metadata": {"annotations": {REASON: said}}, "spec": {"unschedulable": True}}
+        try:
+            for name in names:
+                api.patch(NODE, "", name, about)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(partial(_delete_pod, api), self._pods_on(names)))
+        except UserError as error:
+            if error.code != "HF753":
+                raise
+            command = shlex.join(["kubectl", "drain", *names, *_DRAIN_OPTIONS])
+            raise UserError("HF693", f"{error.message}; or an administrator: {command}") from error
 
     def still_on(self, names: Sequence[str]) -> dict[str, str]:
         """Return the nodes with pods of ours, and which."""
@@ -156,9 +182,13 @@ class KubernetesBackend:
         return found
 
     def _pods_on(self, names: Sequence[str]) -> list[Object]:
-        """Return the pods of ours on nodes that have not ended, of all namespaces."""
+        """Return the pods of ours on nodes that have not ended, of all namespaces.
+
+        Also those that are yet to start: they have their node.
+        """
         found, _ = self._api("").list_all(POD, "", labels=f"{MANAGED_LABEL}={MANAGED_BY}")
-        return [pod for pod in found if host_of(pod) in names and is_alive(pod)]
+        ended = ("Succeeded", "Failed")
+        return [pod for pod in found if host_of(pod) in names and phase_of(pod) not in ended]
 
     def nodes_run_dir(self, run_dir: Path, files: Mapping[str, str]) -> str:
         """Return where the pods see `run_dir`."""
@@ -524,6 +554,11 @@ class _Look:
         except (UserError, PlatformError):
             return None
         return False if node is None else is_true(node, "Ready") is not None
+
+
+def _delete_pod(api: KubernetesApi, pod: Object) -> None:
+    """Delete a pod with its own grace period: its agent leaves the job, its state is saved."""
+    api.delete(POD, pod["metadata"]["namespace"], name_of(pod))
 
 
 def _selector(names: Sequence[str]) -> str:

@@ -23,6 +23,10 @@ ACCOUNTS_ROLE: Final = "holdfast-accounts"
 """The one for runs that have an account of their own."""
 SECRETS_ROLE: Final = "holdfast-secrets"
 """The one for runs whose board is a ConfigMap."""
+NODES_ROLE: Final = "holdfast-nodes"
+"""The ClusterRole for looking at nodes."""
+OPERATOR_ROLE: Final = "holdfast-operator"
+"""The ClusterRole for draining them."""
 _OF_ACCOUNTS: Final = ("serviceaccounts", "roles", "rolebindings")
 _OF_NODES: Final = ("pods/log", "pods/exec")
 """What the server hands on to the node of a pod."""
@@ -99,7 +103,8 @@ class Call:
     def __str__(self) -> str:
         """Return it for people: create pytorchjobs.kubeflow.org in namespace train."""
         name = f" {self.name}" if self.name else ""
-        return f"{self.verb} {self.resource.name}{name} in namespace {self.namespace}"
+        where = f" in namespace {self.namespace}" if self.namespace else ""
+        return f"{self.verb} {self.resource.name}{name}{where}"
 
 
 def refusal(call: Call, status: int, body: str, headers: Mapping[str, str]) -> HoldfastError:
@@ -210,17 +215,24 @@ def missing_right(
     Args:
         verb: as in rules of Roles.
         resource: as names of CRDs have it.
-        namespace: where.
+        namespace: where; empty: in all of the cluster.
         who: the user; empty: not known.
         said: what else is known.
     """
-    plain = resource.partition(".")[0]
+    plain, user = resource.partition(".")[0], shlex.quote(who) if who else "YOU"
+    if not namespace:  # nodes, and the pods of all namespaces
+        looks = plain == "nodes" and verb in ("get", "list")
+        role = NODES_ROLE if looks else OPERATOR_ROLE
+        return (
+            f"you may not {verb} {resource} of the cluster{said}; the ClusterRole {role} of "
+            "manifests/base grants it: an administrator binds you: kubectl create "
+            f"clusterrolebinding NAME --clusterrole {role} --user {user}"
+        )
     role = ACCOUNTS_ROLE if plain in _OF_ACCOUNTS else SECRETS_ROLE if plain == "secrets" else ROLE
     return (
         f"you may not {verb} {resource} in namespace {namespace}{said}; the Role {role} of "
         "manifests/base grants it: an administrator applies that to the namespace once, and binds "
-        f"you: kubectl create rolebinding NAME --role {role} --user "
-        f"{shlex.quote(who) if who else 'YOU'} --namespace {namespace}"
+        f"you: kubectl create rolebinding NAME --role {role} --user {user} --namespace {namespace}"
     )
 
 

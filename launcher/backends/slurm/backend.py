@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from launcher import stop_request
 from launcher.atomic_file import read_json
@@ -174,9 +174,15 @@ class SlurmBackend:
         found = self.status([timeless])[timeless].submitted
         return job if found is None else dataclasses.replace(job, submit_time=found)
 
-    def machines(self) -> list[Machine]:
+    def machines(self, files: Mapping[str, str] | None = None) -> list[Machine]:
         """Return the nodes, with what Slurm says against them."""
+        del files
         return machines.machines(self._commands)
+
+    def register_server(self, of: Mapping[str, str] | JobRef) -> NoReturn:
+        """Refuse: Slurm's nodes share a folder."""
+        del of
+        raise UserError("HF690", "cluster.fleet: on Slurm the ledger is a folder; name one")
 
     def drain_machines(self, names: Sequence[str], reason: str) -> None:
         """Set nodes to DRAIN; each job's batch host sees it and lets its nodes leave."""

@@ -19,16 +19,18 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.gpus import QUERY, Gpu, answering
 from launcher.installed import DISTRIBUTION
 from launcher.ops.preflight.hardware import (
     Wrong,
     dcgm_problems,
     gpu_identity,
+    gpu_information,
     gpu_problems,
     kernel_problems,
     nvlink_problems,
@@ -38,6 +40,7 @@ from launcher.ops.preflight.hardware import (
 
 GROUP: Final = "holdfast.preflight"
 """Entry points of this group are checks, too."""
+DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 SHM: Final = Path("/dev/shm")  # noqa: S108  where agents keep snapshots
 _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
@@ -82,6 +85,10 @@ class Finding:
     """For people: what was found, and for warn and fail how to fix it."""
     value: Any = None
     """What is compared between nodes: a number or a text; None: nothing is."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that fail."""
+    seen: tuple[str, ...] = ()
+    """UUIDs of all GPUs that answer, where they were looked for."""
 
 
 Check = Callable[[Expected], Finding]
@@ -121,27 +128,40 @@ def check_gpus(expected: Expected) -> Finding:
     name = "gpus"
     if expected.gpus == 0:
         return Finding(check=name, text="none expected", value=None)
-    found, how = _count_gpus()
+    gpus, how = _answering()
+    found, seen = len(gpus), tuple(gpu.uuid for gpu in gpus if gpu.uuid)
     if found == expected.gpus:
-        return Finding(check=name, text=f"{found} answer", value=found)
+        return Finding(check=name, text=f"{found} answer", value=found, seen=seen)
     return Finding(
         check=name,
         level="fail",
         text=f"{found} of {expected.gpus} GPUs answer {how}: take the node out and look at it",
         value=found,
+        seen=seen,
     )
 
 
-def _count_gpus() -> tuple[int, str]:
+def _answering() -> tuple[list[Gpu], str]:
+    """Return the GPUs that answer, each once, and whom."""
     try:
-        said, _ = _output(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"])
+        said, _ = _output(QUERY)
     except FileNotFoundError:
-        folder = Path("/proc/driver/nvidia/gpus")
-        return len(list(folder.iterdir())) if folder.is_dir() else 0, "the driver"
+        return _of_driver(), "the driver"
     except TimeoutError as error:
-        return 0, str(error)
-    lines = {line.strip() for line in said.splitlines()}
-    return len({line for line in lines if line.isdecimal()}), "nvidia-smi"
+        return [], str(error)
+    return list({gpu.number: gpu for gpu in answering(said)}.values()), "nvidia-smi"
+
+
+def _of_driver() -> list[Gpu]:
+    """Return the GPUs that the driver has known since it was loaded."""
+    found = []
+    for path in sorted(DRIVER.glob("*")):
+        try:
+            gpu = gpu_information((path / "information").read_text(errors="replace"))
+        except OSError:
+            gpu = None
+        found.append(gpu or Gpu("", "", path.name))
+    return found
 
 
 def _output(argv: Sequence[str]) -> tuple[str, str]:
@@ -188,7 +208,13 @@ def check_dcgm(expected: Expected) -> Finding:
 
 def check_kernel(expected: Expected) -> Finding:
     """Look for the XIDs since boot that count against the machine."""
-    return _by_tool("kernel", ["dmesg"], kernel_problems, expected)
+
+    def problems(text: str) -> Iterator[Wrong]:
+        # Who has fallen off the bus is known to the driver only.
+        gpus = [*_answering()[0], *_of_driver()] if "Xid" in text else ()
+        return kernel_problems(text, gpus)
+
+    return _by_tool("kernel", ["dmesg"], problems, expected)
 
 
 def check_nics(expected: Expected) -> Finding:
@@ -222,10 +248,12 @@ def _by_tool(
         return Finding(check=name, level="not here", text=complaint.strip().splitlines()[-1])
     found = list(problems(said))
     if found:
-        level = "fail" if any(level == "fail" for level, _ in found) else "warn"
-        words = [words for _, words in sorted(found)]  # fail comes before warn
+        level = "fail" if any(wrong.level == "fail" for wrong in found) else "warn"
+        words = [wrong.words for wrong in sorted(found)]  # fail comes before warn
         more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
-        return Finding(check=name, level=level, text="; ".join(words[:_SHOWN]) + more)
+        gpus = {wrong.gpu for wrong in found if wrong.level == "fail"} - {""}
+        text = "; ".join(words[:_SHOWN]) + more
+        return Finding(check=name, level=level, text=text, gpus=tuple(sorted(gpus)))
     value = identity(said)
     return Finding(check=name, text=value or "nothing wrong", value=value)
 
@@ -418,4 +446,4 @@ def _values(reports: Sequence[NodeReport], check: str) -> dict[str, Any]:
 
 
 def _worse(finding: Finding, level: str, text: str) -> Finding:
-    return Finding(check=finding.check, level=level, text=text, value=finding.value)
+    return replace(finding, level=level, text=text)

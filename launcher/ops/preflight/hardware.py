@@ -9,15 +9,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 from xml.etree import ElementTree as ET
 
+from elastic_trainer.gpus import Gpu, of_xid, uuids_in
 from elastic_trainer.quantities import counted
 from elastic_trainer.signatures import Remedy, signatures
 
-Wrong = tuple[str, str]
-"""Level, as of Finding, and words."""
+
+class Wrong(NamedTuple):
+    """What is wrong."""
+
+    level: str
+    """As of Finding."""
+    words: str
+    gpu: str = ""
+    """UUID of the GPU that it is about; empty: not known, or it is the node."""
+
 
 _UNCORRECTABLE: Final = (
     "dram_uncorrectable",
@@ -42,13 +51,15 @@ def gpu_problems(text: str) -> Iterator[Wrong]:
     """
     root = _xml(text)
     if root is None:
-        yield "warn", "what nvidia-smi -q -x prints cannot be read: update the driver's tools"
+        yield Wrong(
+            "warn", "what nvidia-smi -q -x prints cannot be read: update the driver's tools"
+        )
         return
     for gpu in root.iter("gpu"):
         name = f"GPU {gpu.get('id', '?')}"
         for look in (_memory_problems, _state_problems, _link_problems):
-            for level, words in look(gpu):
-                yield level, f"{name} {words}"
+            for wrong in look(gpu):
+                yield wrong._replace(words=f"{name} {wrong.words}", gpu=gpu.findtext("uuid", ""))
 
 
 def gpu_identity(text: str) -> str | None:
@@ -78,47 +89,49 @@ def _xml(text: str) -> ET.Element | None:
 
 def _memory_problems(gpu: ET.Element) -> Iterator[Wrong]:
     if _says(gpu, "remapped_rows/remapped_row_failure", "Yes"):
-        yield "fail", "could not remap a row of its memory: have it replaced"
+        yield Wrong("fail", "could not remap a row of its memory: have it replaced")
     elif _says(gpu, "remapped_rows/remapped_row_pending", "Yes"):
-        yield "warn", f"has a row to remap: {_RESET}"
+        yield Wrong("warn", f"has a row to remap: {_RESET}")
     if _says(gpu, "ecc_errors/aggregate/sram_threshold_exceeded", "Yes"):
-        yield "fail", "has had more SRAM errors than it may: have it replaced"
+        yield Wrong("fail", "has had more SRAM errors than it may: have it replaced")
     found = sum(_number(gpu, f"ecc_errors/volatile/{kind}") for kind in _UNCORRECTABLE)
     if found:
-        yield "fail", f"has {counted(found, 'uncorrectable ECC error')} since its reset: {_RESET}"
+        yield Wrong(
+            "fail", f"has {counted(found, 'uncorrectable ECC error')} since its reset: {_RESET}"
+        )
     if _says(gpu, "ecc_mode/current_ecc", "Disabled"):
-        yield "warn", "runs without ECC: nvidia-smi -e 1, then reset it"
+        yield Wrong("warn", "runs without ECC: nvidia-smi -e 1, then reset it")
 
 
 def _state_problems(gpu: ET.Element) -> Iterator[Wrong]:
     action = gpu.findtext("gpu_recovery_action", "None")
     if action not in ("None", "N/A"):
-        yield "fail", f"needs recovery, says its driver: {action}"
+        yield Wrong("fail", f"needs recovery, says its driver: {action}")
     # `throttle` until driver 535, `event` since.
     for word in ("throttle", "event"):
         for reason, way_out in _SLOWED.items():
             place = f"clocks_{word}_reasons/clocks_{word}_reason_{reason}"
             if _says(gpu, place, "Active"):
                 level = "fail" if reason.startswith("hw_") else "warn"
-                yield level, f"is slowed down ({reason}): {way_out}"
+                yield Wrong(level, f"is slowed down ({reason}): {way_out}")
     for process in gpu.iterfind("processes/process_info"):
         who = f"{process.findtext('pid', '?')} ({process.findtext('process_name', '?')})"
-        yield "warn", f"is used by process {who}: end it if it is no job's"
+        yield Wrong("warn", f"is used by process {who}: end it if it is no job's")
 
 
 def _link_problems(gpu: ET.Element) -> Iterator[Wrong]:
     info = "pci/pci_gpu_link_info/link_widths"
     now, most = _width(gpu, f"{info}/current_link_width"), _width(gpu, f"{info}/max_link_width")
     if now < most:
-        yield "fail", f"has {now} of {most} PCIe lanes: reseat it, look at riser and slot"
+        yield Wrong("fail", f"has {now} of {most} PCIe lanes: reseat it, look at riser and slot")
     state, status = gpu.findtext("fabric/state", "N/A"), gpu.findtext("fabric/status", "N/A")
     way_out = "restart nvidia-fabricmanager, then reset all GPUs of the node"
     if state not in ("N/A", "Completed"):
-        yield "fail", f"is not registered with the NVLink fabric ({state}): {way_out}"
+        yield Wrong("fail", f"is not registered with the NVLink fabric ({state}): {way_out}")
     elif status not in ("N/A", "Success", "OK"):
-        yield "fail", f"has no working NVLink fabric ({status}): {way_out}"
+        yield Wrong("fail", f"has no working NVLink fabric ({status}): {way_out}")
     if _says(gpu, "fabric/health/bandwidth", "Degraded"):
-        yield "fail", f"has a degraded NVLink fabric: {way_out}"
+        yield Wrong("fail", f"has a degraded NVLink fabric: {way_out}")
 
 
 def _says(gpu: ET.Element, place: str, word: str) -> bool:
@@ -142,11 +155,13 @@ def nvlink_problems(text: str) -> Iterator[Wrong]:
     """
     up: dict[str, int] = {}
     down: dict[str, list[str]] = {}
+    uuids: dict[str, str] = {}
     gpu = ""
     for line in text.splitlines():
         if match := re.match(r"GPU (\d+):", line):
             gpu = match[1]
             up[gpu], down[gpu] = 0, []
+            uuids[gpu] = next(iter(uuids_in(line)), "")
         elif gpu and (match := re.match(r"\s*Link (\d+): (.*)", line)):
             if re.match(r"[\d.]+ GB/s", match[2]):
                 up[gpu] += 1
@@ -156,30 +171,51 @@ def nvlink_problems(text: str) -> Iterator[Wrong]:
     for gpu, number in up.items():
         if number < most:
             which = f" (down: {', '.join(down[gpu])})" if down[gpu] else ""
-            yield (
+            yield Wrong(
                 "fail",
                 f"GPU {gpu} has {number} of {most} NVLinks{which}: reset all GPUs of the node",
+                uuids[gpu],
             )
 
 
-def kernel_problems(text: str) -> Iterator[Wrong]:
+def kernel_problems(text: str, gpus: Sequence[Gpu] = ()) -> Iterator[Wrong]:
     """Read the kernel's log since boot: what the table of signatures holds against the machine.
 
     A program's own faults (XID 13, 31, 43), and what is only recorded, do not count.
+
+    Args:
+        text: what dmesg prints.
+        gpus: of the machine, also those that no longer answer.
     """
-    found: Counter[tuple[str, str]] = Counter()
-    last: dict[tuple[str, str], str] = {}
+    found: Counter[tuple[str, str, str]] = Counter()
+    last: dict[tuple[str, str, str], str] = {}
     known = [each for each in signatures() if each.kind == "node_fault"]
     for line in text.splitlines():
         if "NVRM:" not in line and "SXid" not in line:
             continue
         hit = next((each for each in known if each.pattern.search(line)), None)
         if hit is not None and hit.action is Remedy.RESTART_ELSEWHERE:
-            key = (hit.of.title, hit.of.fix)
+            gpu = of_xid(line, gpus)
+            key = (hit.of.title, hit.of.fix, "" if gpu is None else gpu.uuid)
             found[key] += 1
             last[key] = line.strip()[-160:]
-    for (title, fix), times in found.items():
-        yield "fail", f"{title}, {times} times since boot, last: {last[title, fix]}; {fix}"
+    for key, times in found.items():
+        title, fix, uuid = key
+        of = f" of {uuid}" if uuid else ""
+        yield Wrong(
+            "fail", f"{title}{of}, {times} times since boot, last: {last[key]}; {fix}", uuid
+        )
+
+
+def gpu_information(text: str) -> Gpu | None:
+    """Read /proc/driver/nvidia/gpus/ADDRESS/information; None: it names no UUID.
+
+    It is there for GPUs that have fallen off the bus too, which nvidia-smi no longer lists.
+    """
+    rows = (line.partition(":") for line in text.splitlines())
+    found = {key.strip(): value.strip() for key, _, value in rows}
+    uuid, address = found.get("GPU UUID", ""), found.get("Bus Location", "")
+    return Gpu("", uuid, address) if uuids_in(uuid) == [uuid] else None
 
 
 def port_problems(text: str) -> Iterator[Wrong]:
@@ -189,9 +225,11 @@ def port_problems(text: str) -> Iterator[Wrong]:
         if state == "Active" or (state == "Down" and physical == "Disabled"):
             continue
         if physical == "LinkUp":
-            yield "warn", f"{port} is {state}: the subnet manager has not taken it up"
+            yield Wrong("warn", f"{port} is {state}: the subnet manager has not taken it up")
         else:
-            yield "warn", f"{port} is {state} ({physical}): look at cable, transceiver and switch"
+            yield Wrong(
+                "warn", f"{port} is {state} ({physical}): look at cable, transceiver and switch"
+            )
 
 
 def port_rates(text: str) -> list[float]:
@@ -227,7 +265,7 @@ def dcgm_problems(text: str) -> Iterator[Wrong]:
     try:
         raw = json.loads(text[text.index("{") :])
     except ValueError:
-        yield "warn", "what dcgmi diag -j prints cannot be read: see dcgmi diag -r 1"
+        yield Wrong("warn", "what dcgmi diag -j prints cannot be read: see dcgmi diag -r 1")
         return
     seen = False
     for name, result in _results(raw):
@@ -237,9 +275,9 @@ def dcgm_problems(text: str) -> Iterator[Wrong]:
             gpu = result.get("gpu_ids", result.get("entity_id", "?"))
             why = _first_text(result.get("warnings")) or _first_text(result.get("info"))
             level = "fail" if status.startswith("fail") else "warn"
-            yield level, f"DCGM: {name} on GPU {gpu}: {why or status}"
+            yield Wrong(level, f"DCGM: {name} on GPU {gpu}: {why or status}")
     if not seen:
-        yield "warn", "dcgmi diag has run no test: see dcgmi diag -r 1"
+        yield Wrong("warn", "dcgmi diag has run no test: see dcgmi diag -r 1")
 
 
 def _results(raw: Any) -> Iterator[tuple[str, dict[str, Any]]]:

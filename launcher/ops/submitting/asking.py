@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from launcher.backends.base import Backend, Machines
 from launcher.errors import NOWHERE, PlatformError, Problem, UserError
@@ -69,7 +68,7 @@ def ask_with_ledger(
     files: Bundle,
     *,
     spec: JobSpec | None,
-    ledger: Path | None,
+    ledger: Fleet | None,
     needed: int,
     excluded: Sequence[ExcludedMachine] = (),
     force: bool = False,
@@ -84,7 +83,7 @@ def ask_with_ledger(
         backend: the platform's.
         files: the bundle.
         spec: see `ask`.
-        ledger: its folder; None: every machine may be used.
+        ledger: the fleet's; None: every machine may be used.
         needed: machines of the job.
         excluded: what the run itself has excluded.
         force: see `ask`.
@@ -94,7 +93,9 @@ def ask_with_ledger(
         UserError: as `ask`.
     """
     known = {each.host for each in excluded}
-    chosen, warnings = _of_ledger(backend, ledger, needed, known, wall())
+    chosen, warnings = _of_ledger(
+        backend, files, ledger, needed=needed, known=known, now_unix=wall()
+    )
 
     def answer(standings: Sequence[Standing]) -> Answer:
         more = [_excluded(each) for each in standings]
@@ -116,17 +117,32 @@ def ask_with_ledger(
     return replace(found, warnings=(*found.warnings, _warning("HF189", said)))
 
 
+def prepare_ledger(ledger: Fleet) -> list[Problem]:
+    """Make a ledger that is a ConfigMap, should there be none; return why it could not be made."""
+    try:
+        ledger.prepare()
+    except (UserError, PlatformError) as error:
+        return [_warning("HF189", f"pods cannot write the fleet's ledger: {error}")]
+    return []
+
+
 def _of_ledger(
-    backend: Backend, ledger: Path | None, needed: int, known: Collection[str], now_unix: float
+    backend: Backend,
+    files: Bundle,
+    ledger: Fleet | None,
+    *,
+    needed: int,
+    known: Collection[str],
+    now_unix: float,
 ) -> tuple[list[Standing], list[Problem]]:
     """Return what the ledger keeps the job off, and why it could not be asked."""
     if ledger is None or not isinstance(backend, Machines):
         return [], []
     try:
-        held = standings(Fleet(ledger).entries(), now_unix)
+        held = standings(ledger.entries(), now_unix)
         if not any(each.is_out for each in held.values()):
             return [], []
-        pool = [machine.name for machine in backend.machines()]
+        pool = [machine.name for machine in backend.machines(files)]
     except (UserError, PlatformError) as error:
         return [], [_warning("HF189", f"the fleet's ledger is not used: {error}")]
     return [each for each in kept_off(held, pool, needed) if each.machine not in known], []

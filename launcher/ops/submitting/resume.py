@@ -15,9 +15,9 @@ from typing import Final
 from elastic_trainer.config import TrainConfig
 from launcher import stop_request
 from launcher.atomic_file import write_atomic
-from launcher.backends.base import Backend, JobRef, JobState
-from launcher.errors import Problem, UserError, writing
-from launcher.fleet import Fleet, folder_of
+from launcher.backends.base import Backend, JobRef, JobState, Machines
+from launcher.errors import PlatformError, Problem, UserError, writing
+from launcher.fleet import fleet_at, place_for
 from launcher.jobspec.reading import load_spec
 from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
@@ -220,11 +220,14 @@ def _answer(
     wall: Callable[[], float],
 ) -> Answer:
     """Ask platform and ledger; what the runs' records hold against machines is in it then."""
-    ledger = folder_of(runs[0].path)
-    if target_named(_submission(runs[0]).target).exclude is not None:
+    ledger = None
+    if isinstance(backend, Machines):
+        ledger = fleet_at(
+            place_for(runs[0].path), lambda: backend.register_server(files), wall=wall
+        )
         for run in runs:
-            with contextlib.suppress(UserError):  # the answer says what is wrong with the ledger
-                Fleet(ledger, wall=wall).harvest(run.path)
+            with contextlib.suppress(UserError, PlatformError):  # the answer says what is wrong
+                ledger.harvest(run.path)
     return ask_with_ledger(
         backend,
         files,

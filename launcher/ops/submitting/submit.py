@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.board.open_board import KUBERNETES
 from elastic_trainer.config import TrainConfig
-from launcher.backends.base import Backend, JobRef
+from launcher.backends.base import Backend, JobRef, Machines
 from launcher.errors import Problem, UserError, writing
-from launcher.fleet import FOLDER
+from launcher.fleet import FOLDER, fleet_at
 from launcher.installed import installed_version
 from launcher.jobspec.reading import load_spec
 from launcher.jobspec.spec import JobSpec
@@ -24,8 +25,17 @@ from launcher.ops import permissions
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.acts import note_act
 from launcher.ops.checkpoints.commits import refuse_foreign
-from launcher.ops.runs import SWEEP, Run, Submission, is_run, write_submitted
-from launcher.ops.submitting.asking import ask_with_ledger
+from launcher.ops.fetching import fetch_running
+from launcher.ops.runs import (
+    SWEEP,
+    Run,
+    Submission,
+    current_job,
+    find_runs,
+    is_run,
+    write_submitted,
+)
+from launcher.ops.submitting.asking import ask_with_ledger, prepare_ledger
 from launcher.ops.submitting.environment import Environment, describe, record_environment
 from launcher.ops.submitting.freeze import (
     CodeFiles,
@@ -186,15 +196,21 @@ def submit(
     """
     slurm = prepared.specs[0].slurm
     spec = prepared.specs[0]
+    ledger = None
+    if isinstance(backend, Machines) and not all_nodes:
+        place = _place(prepared)
+        ledger = fleet_at(place, lambda: backend.register_server(prepared.files), wall=wall)
+        _take_over(prepared, backend, place)
     asked = ask_with_ledger(
         backend,
         prepared.files,
         spec=spec,
-        ledger=None if all_nodes else _ledger(prepared),
+        ledger=ledger,
         needed=spec.cluster.nodes + spec.cluster.spares,
         force=force,
         wall=wall,
     )
+    warnings = [*asked.warnings, *(() if ledger is None else prepare_ledger(ledger))]
     # For sbatch too, which hands it on to the job.
     with permissions.umask(slurm.umask):
         with _undone_on_failure(prepared.run_dir) as made:
@@ -215,16 +231,32 @@ def submit(
         run_dir=prepared.run_dir,
         runs=runs,
         frozen=frozen,
-        warnings=asked.warnings,
+        warnings=tuple(warnings),
     )
 
 
-def _ledger(prepared: Prepared) -> Path:
-    """Return the folder of the fleet's ledger that counts for a job."""
-    named = prepared.specs[0].cluster.fleet
-    if named is None:
-        return prepared.run_dir.parent / FOLDER
-    return Path(resolve(named, prepared.base_dir))
+def _place(prepared: Prepared) -> str:
+    """Return where the fleet's ledger lies that counts for a job, as its job.json says."""
+    task = "" if prepared.tasks is None else f"{prepared.tasks[0]}/"
+    named = json.loads(prepared.files[f"{task}{run_dirs.JOB_JSON}"]).get("fleet")
+    return str(prepared.run_dir.parent / FOLDER) if named is None else str(named)
+
+
+def _take_over(prepared: Prepared, backend: Backend, place: str) -> None:
+    """Fetch the records of the runs beside this one that run now, for the ledger.
+
+    Where pods share no folder with the launcher and have no token, nobody else writes what they
+    find. What keeps a record from coming keeps no job from being submitted.
+    """
+    if not place.startswith(KUBERNETES):
+        return
+    ours = target_named(prepared.target).backend
+    runs = [
+        run
+        for run in find_runs(prepared.run_dir.parent)
+        if run.submission is not None and target_named(run.submission.target).backend == ours
+    ]
+    fetch_running(backend, [current_job(run) for run in runs])
 
 
 def _render_sweep(

@@ -42,6 +42,7 @@ from elastic_trainer.agent.workers.hang_monitor import AGREE_S
 from elastic_trainer.agent.workers.workers import Workers, has_run
 from elastic_trainer.failures import Action, Kind
 from elastic_trainer.flight_recorder import Front
+from elastic_trainer.gpus import Gpu
 from elastic_trainer.heartbeat import Beat, Request, Section
 
 __all__ = ["bench"]  # the fixture
@@ -219,6 +220,22 @@ def test_the_first_failure_is_reported_and_the_rest_killed(
     assert exits[1]["kind"] == kind
     assert exits[0]["kind"] is None
     assert "killed by the agent" in exits[0]["detail"]
+
+
+def test_a_fault_of_a_gpu_names_the_gpu_of_the_worker(bench: Bench) -> None:
+    uuids = [f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "01"]
+    bench.config["gpus"] = tuple(Gpu(str(i), uuid, f"0:{i}:0") for i, uuid in enumerate(uuids))
+    bench.env |= {"CHILD_ACT": "train", "CHILD_ACT_1": "raise uncorrectable ECC error"}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert failed.failure.detail.endswith(f"uncorrectable ECC error ({uuids[1]})")
+        m.no_more_reports()
+
+    _, _, events = bench.run(script)
+    assert [event.fields["gpus"] for event in named(events, "agent.started")] == [uuids]
 
 
 def test_a_consequence_waits_for_its_cause(bench: Bench) -> None:

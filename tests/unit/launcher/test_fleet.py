@@ -15,8 +15,8 @@ from launcher.backends.kubernetes.machines import of_nodes
 from launcher.backends.slurm.machines import of_scontrol
 from launcher.cli.main import run_cli
 from launcher.errors import UserError
-from launcher.fleet import Fleet, folder_of
-from launcher.ops.nodes import listed, note_failed, release
+from launcher.fleet import MOST_BYTES, Fleet, fleet_at, place_for
+from launcher.ops.nodes import Checked, listed, note_failed, note_moved, release
 from launcher.ops.preflight.checks import Finding, NodeReport
 from launcher.ops.submitting.asking import ask_with_ledger
 from launcher.record.files import LauncherLog
@@ -26,11 +26,15 @@ from launcher.record.fleet import (
     STRIKE_S,
     Entry,
     Verdict,
+    bounded,
     entries_of,
+    held_against_gpus,
     kept_off,
+    moved,
     standings,
 )
 
+GPUS = tuple(f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "012")
 DAY = 86400.0
 NOW = 1_700_000_000.0
 
@@ -148,15 +152,16 @@ def test_a_straggler_and_one_readmitted():
 
 
 def test_the_ledger_keeps_each_entry_once_and_passes_over_what_is_none(tmp_path):
-    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    folder = tmp_path / "fleet"
+    fleet = Fleet(folder, wall=lambda: NOW)
     assert fleet.entries() == []
-    assert fleet.add(entry())
-    assert not fleet.add(entry())
+    assert fleet.add(entry(), entry("n9")) == [entry(), entry("n9")]
+    assert fleet.add(entry()) == []
     for name, text in {"a": "{", "b": "[]", "c": '{"machine": 7}', "d": "\x00\xff"}.items():
-        (fleet.folder / f"{name}.json").write_text(text, encoding="latin-1")
+        (folder / f"{name}.json").write_text(text, encoding="latin-1")
     odd = {**entry().to_json(), "machine": "n1\n[31m"}
-    (fleet.folder / "e.json").write_text(json.dumps(odd))
-    assert fleet.entries() == [entry()]
+    (folder / "e.json").write_text(json.dumps(odd))
+    assert fleet.entries() == [entry(), entry("n9")]
     old = entry(t=NOW - 100 * DAY)
     fleet.add(old)
     fleet.add(replace(old, verdict=Verdict.OUT))
@@ -177,14 +182,121 @@ def test_a_runs_record_is_harvested_once(tmp_path, newest):
     log = LauncherLog(run, "n0", wall=lambda: NOW)
     log.emit("member.evicted", member="n1", host="n1", reason="XID 79", kind="node_fault")
     log.emit("step.completed", step=3)
-    fleet = Fleet(folder_of(run), wall=lambda: NOW)
-    assert fleet.folder == tmp_path / "runs" / "fleet"
+    assert place_for(run) == str(tmp_path / "runs" / "fleet")
+    fleet = fleet_at(place_for(run), wall=lambda: NOW)
     [found] = fleet.harvest(run, newest=newest)
     assert (found.machine, found.verdict, found.run) == ("n1", "out", "one")
     assert fleet.harvest(run, newest=newest) == []
-    assert fleet.harvest(run, since_unix=NOW + 1, newest=newest) == []
+    another = fleet_at(place_for(run), wall=lambda: NOW)
+    assert another.harvest(run, newest=newest) == []
+    assert another.harvest(run, since_unix=NOW + 1, newest=newest) == []
     (run / "job.json").write_text('{"fleet": "/shared/fleet"}')
-    assert str(folder_of(run)) == "/shared/fleet"
+    assert place_for(run) == "/shared/fleet"
+
+
+def test_a_pod_reads_its_own_record_only(tmp_path):
+    run = tmp_path / "runs" / "one"
+    for name in ("n1", "n2"):
+        log = LauncherLog(run, f"agent-{name}", wall=lambda: NOW)
+        log.emit("member.evicted", member=name, host=name, reason="XID 79", kind="node_fault")
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    [found] = fleet.harvest(run, newest=True, only="agent-n2")
+    assert found.machine == "n2"
+
+
+class Register:
+    """A register in memory; `meanwhile` is called before each swap."""
+
+    name = "memory"
+
+    def __init__(self):
+        self.content, self.version, self.swaps = None, 0, 0
+        self.meanwhile = lambda: None
+
+    def get_state(self):
+        return None if self.content is None else (self.content, self.version)
+
+    def set_state(self, state, token=None):
+        self.swaps += 1
+        self.meanwhile()
+        mine = token == (None if self.content is None else self.version)
+        if mine:
+            self.content, self.version = state, self.version + 1
+        return self.content, self.version, mine
+
+
+def test_a_ledger_in_a_register_keeps_what_several_write_at_once():
+    register = Register()
+    mine, theirs = (Fleet(register, wall=lambda: NOW) for _ in range(2))
+    others = [entry("n2"), entry("n3")]
+    register.meanwhile = lambda: others and theirs.add(others.pop())
+    assert mine.add(entry()) == [entry()]
+    assert mine.entries() == theirs.entries() == [entry(), entry("n2"), entry("n3")]
+    swaps = register.swaps
+    assert mine.add(entry(), entry("n2")) == []
+    assert register.swaps == swaps, "what is there is not written again"
+    mine.add(entry("n4", reason="x" * 9999))
+    assert len(mine.entries()[-1].reason) < 999
+    register.content = b"{"
+    with pytest.raises(UserError, match="HF690"):
+        mine.add(entry("n5"))
+    assert register.content == b"{", "what cannot be read is not written over"
+
+
+def test_who_never_gets_to_write_is_told():
+    register, count = Register(), iter(range(999))
+
+    def others():
+        register.content = json.dumps({"entries": []}).encode()
+        register.version += next(count) + 1
+
+    register.meanwhile = others
+    with pytest.raises(UserError, match="HF690"):
+        Fleet(register, wall=lambda: NOW).add(entry())
+
+
+def test_a_full_ledger_forgets_what_no_longer_counts_first():
+    late = [entry("n1", t=NOW - (7 + k) * DAY) for k in range(20)]
+    counts = [entry("n2", Verdict.OUT), entry("n3")]
+    size = sum(len(json.dumps(each.to_json())) + 2 for each in [*late, *counts])
+    assert bounded([*late, *counts], NOW, size) == sorted(
+        [*late, *counts], key=lambda each: (each.t_unix, each.verdict)
+    )
+    kept = bounded([*late, *counts], NOW, size // 2)
+    assert [each for each in kept if each in counts] == counts
+    assert 5 < len(kept) < 15
+    with pytest.raises(UserError, match="HF690"):
+        bounded([entry(f"n{k}", Verdict.OUT) for k in range(20)], NOW, size // 2)
+    assert MOST_BYTES < 2**20, "of a ConfigMap"
+
+
+ANY_ENTRY = st.builds(
+    entry,
+    st.sampled_from(["n1", "n2", "n3"]),
+    st.sampled_from(list(Verdict)),
+    st.floats(0, 9).map(lambda days: NOW - days * DAY),
+    until_unix=st.sampled_from([None, NOW - 1, NOW + 1]),
+)
+
+
+@given(st.lists(ANY_ENTRY, max_size=30, unique_by=lambda each: each.name), st.integers(0, 6000))
+def test_what_a_ledger_forgets_makes_no_machine_bad(entries, most):
+    """And as long as only what says nothing goes, and releases, it makes none good either."""
+    before = standings(entries, NOW)
+    try:
+        kept = bounded(entries, NOW, most)
+    except UserError:
+        return
+    assert sum(len(json.dumps(each.to_json())) + 2 for each in kept) <= most
+    assert all(each in entries for each in kept)
+    after = standings(kept, NOW)
+    assert {name for name, each in after.items() if each.is_out} <= out(*entries)
+    assert {name: each.out for name, each in after.items() if each.out} == {
+        name: each.out for name, each in before.items() if each.out
+    }
+    counting = {each.name for one in before.values() for each in one.strikes}
+    if counting <= {each.name for each in kept}:
+        assert after == before
 
 
 class Platform:
@@ -192,8 +304,11 @@ class Platform:
 
     name = "slurm"
 
-    def machines(self):
+    def machines(self, files=None):
         return [Machine(name=f"n{k}") for k in range(1, 6)]
+
+    def register_server(self, of):
+        raise AssertionError
 
     def drain_machines(self, names, reason):
         raise AssertionError
@@ -210,7 +325,7 @@ class Platform:
 
 
 def ask(fleet, needed=3):
-    options = {"spec": None, "ledger": fleet.folder, "needed": needed, "wall": lambda: NOW}
+    options = {"spec": None, "ledger": fleet, "needed": needed, "wall": lambda: NOW}
     answer = ask_with_ledger(Platform(), {}, **options)
     return answer.hosts, [warning.code for warning in answer.warnings]
 
@@ -229,8 +344,24 @@ def test_a_submission_is_kept_off_unless_it_would_never_start(tmp_path):
         ask(fleet)
 
 
-def report(node, level):
-    return NodeReport(node=node, findings=[Finding(check="gpus", level=level, text="7 of 8")])
+def report(node, level, **more):
+    finding = Finding(check="gpus", level=level, text="7 of 8", **more)
+    return NodeReport(node=node, findings=(finding,))
+
+
+def test_preflight_puts_out_gpus_by_name_and_knows_them_again_elsewhere(tmp_path):
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    good = [report(f"n{k}", "ok", seen=(GPUS[k],)) for k in (1, 2)]
+    assert note_moved(fleet, good, NOW) == []
+    bad = Finding(check="kernel", level="fail", text="XID 79", gpus=(GPUS[0],))
+    other = Finding(check="shm", level="fail", text="full")
+    third = NodeReport(node="n3", findings=(bad, other))
+    assert [(each.gpu, each.reason) for each in note_failed(fleet, [*good, third], NOW)] == [
+        (GPUS[0], "preflight: kernel: XID 79"),
+        ("", "preflight: shm: full"),
+    ]
+    [told] = note_moved(fleet, [report("n1", "ok", seen=GPUS)], NOW + 1)
+    assert (told.machine, told.verdict, told.gpu) == ("n1", "out", GPUS[0])
 
 
 def test_preflight_puts_out_the_few_that_fail(tmp_path):
@@ -246,12 +377,95 @@ def test_all_are_released_or_none(tmp_path):
     fleet = Fleet(tmp_path / "fleet")
     fleet.add(entry("n1", Verdict.OUT))
     about = {"reason": "repaired", "now_unix": NOW + 1}
+    failed = Checked(failed={"n2": "gpus: 7 of 8"})
     with pytest.raises(UserError, match="HF692") as error:
-        release(fleet, ["n1", "n2"], check=lambda _: {"n2": "gpus: 7 of 8"}, **about)
+        release(fleet, ["n1", "n2"], check=lambda _: failed, **about)
     assert "n2" in str(error.value)
     assert out(*fleet.entries()) == {"n1"}
-    release(fleet, ["n1", "n2"], check=lambda _: {}, **about)
+    release(fleet, ["n1", "n2"], check=lambda _: Checked(failed={}), **about)
     assert out(*fleet.entries()) == set()
+
+
+def test_a_release_is_of_the_gpus_that_the_check_has_seen_there(tmp_path):
+    fleet = Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    fleet.add(entry("n1", Verdict.OUT, gpu=GPUS[0]), entry("n1", Verdict.OUT, gpu=GPUS[1]))
+    about = {"reason": "repaired", "now_unix": NOW + 1}
+    checked = Checked(failed={}, gpus={"n1": {GPUS[0]}})
+    release(fleet, ["n1"], check=lambda _: checked, **about)
+    assert out(*fleet.entries()) == set()
+    assert set(held_against_gpus(fleet.entries(), NOW + 2)) == {GPUS[1]}, "it is elsewhere"
+    [told] = fleet.note_gpus(dict.fromkeys(GPUS[:2], ("n2", NOW + 3)))
+    assert (told.machine, told.verdict, told.source, told.gpu) == ("n2", "out", "gpu", GPUS[1])
+    assert "has come from n1: lost" in told.reason
+    assert fleet.note_gpus(dict.fromkeys(GPUS[:2], ("n2", NOW + 4))) == []
+    assert out(*fleet.entries()) == {"n2"}
+    release(fleet, [GPUS[1]], check=None, reason="new firmware", now_unix=NOW + 5)
+    assert out(*fleet.entries()) == set()
+    assert held_against_gpus(fleet.entries(), NOW + 6) == {}
+    with pytest.raises(UserError, match="HF691"):
+        release(fleet, [GPUS[1]], check=None, **about)
+
+
+def test_a_release_of_one_gpu_leaves_what_else_is_held_against_its_machine():
+    two = [entry("n1", Verdict.OUT, gpu=gpu, reason=gpu) for gpu in GPUS[:2]]
+    one = standings([*two, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[0])], NOW + 2)["n1"]
+    assert (one.is_out, one.gpus, one.reason) == (True, (GPUS[1],), GPUS[1])
+    days = [entry("n1", t=NOW - k * DAY, gpu=GPUS[k % 2]) for k in range(4)]
+    assert out(*days) == {"n1"}
+    assert out(*days, entry("n1", Verdict.RELEASE, NOW + 1, gpu=GPUS[1])) == set()
+
+
+ANY_GPU = st.builds(
+    entry,
+    st.sampled_from(["n1", "n2", "n3"]),
+    st.sampled_from(list(Verdict)),
+    st.integers(0, 9).map(lambda days: NOW - days * DAY),
+    gpu=st.sampled_from(["", *GPUS]),
+)
+SEEN = st.dictionaries(
+    st.sampled_from(GPUS),
+    st.tuples(st.sampled_from(["n1", "n2", "n3"]), st.integers(-9, 1).map(lambda d: NOW + d * DAY)),
+)
+
+
+@given(st.lists(ANY_GPU, max_size=12, unique_by=lambda each: each.name), SEEN)
+def test_what_is_held_against_a_gpu_follows_it_once(entries, seen):
+    held, later = held_against_gpus(entries, NOW), NOW + 2 * DAY
+    told = moved(entries, seen, NOW, by="me@head")
+    assert [each.gpu for each in told] == sorted(
+        gpu
+        for gpu, (machine, t) in seen.items()
+        if gpu in held and held[gpu].machine != machine and t > held[gpu].t_unix
+    )
+    for each in told:
+        before = held[each.gpu]
+        assert (each.machine, each.t_unix) == seen[each.gpu]
+        assert (each.verdict, before.machine in each.reason) == (before.verdict, True)
+    assert moved([*entries, *told], seen, NOW, by="me@head") == [], "it is told once"
+    mine = [replace(each, t_unix=later) for each in told]
+    before, after = standings(entries, later), standings([*entries, *mine], later)
+    others = {name for name in before if name not in {each.machine for each in told}}
+    assert {name: after[name] for name in others} == {name: before[name] for name in others}
+    for each in mine:
+        assert held_against_gpus([*entries, *mine], later)[each.gpu] == each
+        assert each.machine in after
+        again = [*entries, *mine, entry(each.machine, Verdict.RELEASE, later + 1, gpu=each.gpu)]
+        assert each.gpu not in held_against_gpus(again, later + 2)
+
+
+def test_an_exclusion_names_the_gpu_and_the_next_machine_that_has_it_is_told(tmp_path):
+    run, fleet = tmp_path / "runs" / "one", Fleet(tmp_path / "fleet", wall=lambda: NOW)
+    log = LauncherLog(run, "n0", wall=lambda: NOW - 60)
+    log.emit("agent.started", node="a", host="n1", gpus=GPUS)
+    reason = f"NVRM: Xid (PCI:0000:4f:00): 79, GPU has fallen off the bus ({GPUS[2]})"
+    log.emit("member.evicted", member="a", host="n1", reason=reason, kind="node_fault")
+    [found] = fleet.harvest(run)
+    assert (found.machine, found.verdict, found.gpu) == ("n1", "out", GPUS[2])
+    later = LauncherLog(run, "n5", wall=lambda: NOW - 9)
+    later.emit("agent.started", node="b", host="n7", gpus=["no UUID", 7, *GPUS])
+    assert [(each.machine, each.gpu) for each in fleet.harvest(run)] == [("n7", GPUS[2])]
+    assert fleet.harvest(run) == []
+    assert out(*fleet.entries()) == {"n1", "n7"}
 
 
 def test_the_list_has_what_the_platform_says_too(tmp_path):
@@ -309,27 +523,40 @@ NodeName=n4 State=ALLOCATED+REBOOT_REQUESTED
 
 
 def test_what_kubernetes_says_of_its_nodes():
-    def node(name, *, ready="True", more=(), **spec):
+    def node(name, *, ready="True", more=(), gpus=8, **spec):
         conditions = [{"type": "Ready", "status": ready, "reason": "KubeletX"}, *more]
         labels = {"topology.kubernetes.io/rack": "r1"}
-        meta = {"name": name, "labels": labels}
-        return {"metadata": meta, "spec": spec, "status": {"conditions": conditions}}
+        annotations = {"holdfast.dev/drain-reason": "fan (holdfast drain, me@head)"}
+        meta = {"name": name, "labels": labels, "annotations": annotations}
+        capacity = {"cpu": name, "nvidia.com/gpu": gpus}
+        status = {"conditions": conditions, "capacity": capacity}
+        return {"metadata": meta, "spec": spec, "status": status}
 
     gpu = {"key": "nvidia.com/gpu", "effect": "NoSchedule"}
+    bad = {"key": "example.com/gpu", "value": "xid-79", "effect": "NoExecute"}
+    role = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    soft = {"key": "example.com/slow", "effect": "PreferNoSchedule"}
+    hung = {"type": "KernelDeadlock", "status": "True", "reason": "Hung", "message": "task\n x:1"}
+    cordon = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
     found = of_nodes(
         [
             node("n1", taints=[gpu], more=[{"type": "DiskPressure", "status": "False"}]),
-            node("n2", unschedulable=True),
-            node("n3", ready="Unknown"),
-            node("n4", more=[{"type": "KernelDeadlock", "status": "True", "reason": "Hung"}]),
-            node("n5", taints=[{"key": "node.kubernetes.io/network-unavailable"}]),
+            node("n2", taints=[gpu, cordon], unschedulable=True),
+            node("n3", taints=[gpu], ready="Unknown"),
+            node("n4", taints=[gpu, soft], more=[hung]),
+            node("n5", taints=[gpu, {"key": "node.kubernetes.io/network-unavailable"}]),
+            node("n6", taints=[gpu, bad]),
+            node("n7", gpus=0, taints=[role]),
+            *(node(f"c{k}", gpus=0) for k in range(9)),
+            {"metadata": {}},
         ]
     )
-    assert [each.closed for each in found] == [
-        "",
-        "cordoned",
-        "Ready is Unknown: KubeletX",
-        "KernelDeadlock is True: Hung",
-        "taint node.kubernetes.io/network-unavailable",
-    ]
+    assert {each.name: each.closed for each in found if each.closed} == {
+        "n2": "cordoned: fan (holdfast drain, me@head)",
+        "n3": "Ready is Unknown: KubeletX",
+        "n4": "KernelDeadlock is True: Hung: task x:1",
+        "n5": "taint node.kubernetes.io/network-unavailable",
+        "n6": "taint example.com/gpu=xid-79:NoExecute",
+    }
     assert {each.rack for each in found} == {"r1"}
+    assert len(found) == 16

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_trainer.gpus import Gpu, answering
 from launcher.ops.preflight.hardware import (
     dcgm_problems,
     gpu_identity,
+    gpu_information,
     gpu_problems,
     kernel_problems,
     nvlink_problems,
@@ -100,7 +102,7 @@ USED = """\
 
 
 def levels(problems):
-    return [level for level, _ in problems]
+    return [wrong.level for wrong in problems]
 
 
 def test_a_healthy_gpu_has_no_problem_and_an_identity():
@@ -133,8 +135,8 @@ def test_a_healthy_gpu_has_no_problem_and_an_identity():
 )
 def test_each_fault_of_a_gpu_is_named(healthy, sick, level, word):
     assert SMI.count(healthy) >= 1
-    [(found, words)] = gpu_problems(SMI.replace(healthy, sick, 1))
-    assert found == level
+    [(found, words, uuid)] = gpu_problems(SMI.replace(healthy, sick, 1))
+    assert (found, uuid) == (level, "GPU-11111111-2222-3333-4444-555555555555")
     assert words.startswith("GPU 00000000:1B:00.0 ")
     assert word in words
 
@@ -151,11 +153,12 @@ def test_entities_are_not_expanded():
     assert gpu_identity(bomb) is None
 
 
-NVLINK = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
+UUIDS = [f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "01"]
+NVLINK = f"""\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: {UUIDS[0]})
 \t Link 0: 26.562 GB/s
 \t Link 1: 26.562 GB/s
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: {UUIDS[1]})
 \t Link 0: 26.562 GB/s
 \t Link 1: 26.562 GB/s
 """
@@ -164,8 +167,8 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)
 def test_a_link_that_is_down_is_named():
     assert levels(nvlink_problems(NVLINK)) == []
     broken = NVLINK[::-1].replace("26.562 GB/s"[::-1], "<inactive>"[::-1], 1)[::-1]
-    [(level, words)] = nvlink_problems(broken)
-    assert level == "fail"
+    [(level, words, uuid)] = nvlink_problems(broken)
+    assert (level, uuid) == ("fail", UUIDS[1])
     assert "GPU 1 has 1 of 2 NVLinks (down: 1)" in words
 
 
@@ -198,6 +201,37 @@ def test_xids_that_count_against_the_machine(xid, what, level):
     if found:
         assert f"): {xid}," in found[0][1]
         assert "2 times since boot" in found[0][1]
+
+
+INFORMATION = """\
+Model: \t\t NVIDIA H100 80GB HBM3
+IRQ:   \t\t 423
+GPU UUID: \t GPU-4a6f3f5e-0d3e-9f4a-8a53-8f9a2c1b7d60
+Video BIOS: \t 96.00.74.00.01
+Bus Type: \t PCIe
+DMA Size: \t 52 bits
+DMA Mask: \t 0xfffffffffffff
+Bus Location: \t 0000:1b:00.0
+Device Minor: \t 0
+GPU Firmware: \t 570.86.15
+GPU Excluded:\t No
+"""
+
+
+def test_an_xid_names_the_gpu_also_one_that_has_fallen_off_the_bus():
+    """nvidia-smi no longer lists it; the driver still does."""
+    lost = gpu_information(INFORMATION)
+    assert lost == Gpu("", "GPU-4a6f3f5e-0d3e-9f4a-8a53-8f9a2c1b7d60", "0000:1b:00.0")
+    assert gpu_information(INFORMATION.replace("4a6f3f5e", "????????")) is None
+    others = answering(f"0, {UUIDS[0]}, 00000000:4F:00.0\n1, {UUIDS[1]}, 00000000:5D:00.0\n")
+    text = XID.format(n=1, xid=79, what="GPU has fallen off the bus.")
+    text += XID.format(n=2, xid=48, what="DBE").replace(":1b:", ":5d:")
+    text += XID.format(n=3, xid=74, what="NVLink").replace(":1b:", ":77:")
+    found = {wrong.gpu: wrong.words for wrong in kernel_problems(text, [*others, lost])}
+    assert found.keys() == {lost.uuid, UUIDS[1], ""}
+    assert lost.uuid in found[lost.uuid]
+    assert "): 79," in found[lost.uuid]
+    assert "): 48," in found[UUIDS[1]]
 
 
 IBSTAT = """\
@@ -239,7 +273,7 @@ def test_ports_that_are_half_up_are_named(state, physical, word):
     assert levels(port_problems(IBSTAT)) == []
     assert port_rates(IBSTAT) == [400.0, 400.0]
     sick = IBSTAT.replace("State: Active", f"State: {state}", 1).replace("LinkUp", physical, 1)
-    [(level, words)] = port_problems(sick)
+    [(level, words, _)] = port_problems(sick)
     assert (level, port_rates(sick)) == ("warn", [400.0])
     assert words.startswith(f"mlx5_0/1 is {state}")
     assert word in words
@@ -260,7 +294,7 @@ def dcgm(status, version=3):
 def test_a_failed_diagnostic_is_named(version):
     for fine in ("Pass", "PASS", "Skip"):
         assert levels(dcgm_problems("WARNING: something\n" + dcgm(fine, version))) == []
-    [(level, words)] = dcgm_problems(dcgm("Fail", version))
+    [(level, words, _)] = dcgm_problems(dcgm("Fail", version))
     assert (level, words) == ("fail", "DCGM: PCIe on GPU 3: no peer access")
     assert levels(dcgm_problems(dcgm("WARN", version))) == ["warn"]
 
@@ -273,7 +307,7 @@ READERS = (gpu_problems, nvlink_problems, kernel_problems, port_problems, dcgm_p
 def test_cut_or_garbled_output_is_no_traceback(reader, text, data):
     cut = data.draw(st.integers(0, len(text)))
     junk = data.draw(st.text(max_size=20))
-    for level, words in reader(text[:cut] + junk):
+    for level, words, _ in reader(text[:cut] + junk):
         assert level in ("warn", "fail")
         assert words
     port_rates(text[:cut] + junk)

@@ -17,6 +17,7 @@ PURE = {
     "config",
     "failures",
     "signatures",
+    "gpus",
     "events",
     "ledger_audit",
     "hf_config",

@@ -30,9 +30,52 @@ from launcher.render.kubernetes_names import SHM_VOLUME
 __all__ = ["kind"]  # the fixture
 
 
-def test_a_drain_takes_one_pod_at_a_time(kind):
-    (budget,) = [each for each in documents_of({}, kind) if each["kind"] == "PodDisruptionBudget"]
-    assert budget["spec"]["minAvailable"] == 4, "of five"
+BOARD, LEDGER = "a-job-1-board", "holdfast-fleet"
+OWN_BOARD = {"kubernetes.board": "kubernetes"}
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "maps"),
+    [
+        ({}, "kubernetes://train/holdfast-fleet", None),
+        (OWN_BOARD, "kubernetes://train/holdfast-fleet", [BOARD, LEDGER]),
+        ({**OWN_BOARD, "cluster.fleet": "/holdfast/fleet"}, "/holdfast/fleet", [BOARD]),
+        ({"cluster.fleet": "kubernetes://train/own"}, "kubernetes://train/own", ["own"]),
+        ({"cluster.fleet": "kubernetes://site/all"}, "kubernetes://site/all", None),
+        ({**OWN_BOARD, "cluster.fleet": "kubernetes://site/all"}, "kubernetes://site/all", [BOARD]),
+        ({"cluster.fleet": "/holdfast/fleet"}, "/holdfast/fleet", None),
+    ],
+)
+def test_pods_get_a_token_for_board_and_ledger_only(kind, values, place, maps):
+    values = {"kubernetes.namespace": "train", **values}
+    assert TrainConfig.from_json(bundle_of(values, kind)["job.json"]).fleet == place
+    documents = documents_of(values, kind)
+    roles = [each["rules"] for each in documents if each["kind"] == "Role"]
+    pod = template_of(documents)["spec"]
+    assert pod["automountServiceAccountToken"] == (maps is not None)
+    if maps is None:
+        assert roles == []
+        return
+    assert [rule["resourceNames"] for [rule] in roles] == [maps]
+    assert {verb for [rule] in roles for verb in rule["verbs"]} == {"get", "update"}
+    assert [each["kind"] for each in documents].count("ConfigMap") == 1 + (BOARD in maps)
+
+
+def test_a_ledger_beside_a_run_that_the_launcher_sees_is_a_folder(kind):
+    bundle = bundle_of({}, kind, run_dir="/holdfast/a-job-1")
+    assert TrainConfig.from_json(bundle["job.json"]).fleet is None
+
+
+def test_an_address_of_a_ledger_that_is_none_is_refused(kind):
+    with pytest.raises(UserError, match="HF690"):
+        bundle_of({"cluster.fleet": "kubernetes://Train/x"}, kind)
+
+
+@pytest.mark.parametrize(("least", "stay"), [(2, 2), (4, 4)])
+def test_drains_may_take_pods_down_to_the_smallest_layout(kind, least, stay):
+    documents = documents_of({"elastic.min_nodes": least}, kind)
+    (budget,) = [each for each in documents if each["kind"] == "PodDisruptionBudget"]
+    assert budget["spec"]["minAvailable"] == stay, "of five"
     assert budget["spec"]["selector"]["matchLabels"] == {"holdfast.dev/run": "a-job-1"}
     one = {"cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"}}
     kinds = [each["kind"] for each in documents_of(one, kind)]
@@ -250,7 +293,8 @@ def test_what_a_server_takes_wrongly_cannot_be_said(values, kind, run_id):
         assert job["spec"].get("suspend", False) == ("kubernetes.queue" in values)
     assert restarts >= pods, "one restart of each pod ends nothing"
     budgets = [each["spec"] for each in documents if each["kind"] == "PodDisruptionBudget"]
-    assert [each["minAvailable"] for each in budgets] == ([pods - 1] if pods > 1 else [])
+    assert len(budgets) == (pods > 1)
+    assert all(0 < each["minAvailable"] < pods for each in budgets), "one can always be drained"
     assert len(f"{job['metadata']['name']}-{'node'}-0-{pods}-abcde") <= 63
     given = variables_of(pod)
     times = [int(given[f"HOLDFAST_{name}_S"]) for name in ("SAVE_WAIT", "SHUTDOWN")]

@@ -233,7 +233,7 @@ def test_pods_have_no_token_unless_the_board_needs_one(kind):
     assert kinds[:5] == ["ConfigMap", "ConfigMap", "ServiceAccount", "Role", "RoleBinding"]
     assert "data" not in documents[1], "it would empty the board of a run that goes on"
     (rule,) = documents[3]["rules"]
-    assert rule["resourceNames"] == ["a-job-1-board"]
+    assert rule["resourceNames"] == ["a-job-1-board", "holdfast-fleet"]
     assert rule["verbs"] == ["get", "update"]
 
 
@@ -257,14 +257,15 @@ def test_a_board_in_kubernetes_comes_with_a_secret_by_reference(kind, security, 
     assert "secret" not in bundle_of({}, kind)["manifests.yaml"], "with files it is one too"
 
 
-def test_an_account_of_the_admin_may_write_the_board_of_this_run_alone(kind):
+def test_an_account_of_the_admin_may_write_this_runs_board_and_the_ledger_alone(kind):
     values = {"kubernetes.board": "kubernetes", "kubernetes.service_account": "agents"}
     documents = documents_of(values, kind)
     assert template_of(documents)["spec"]["serviceAccountName"] == "agents"
     found = {each["kind"]: each for each in documents}
     assert "ServiceAccount" not in found
     (rule,) = found["Role"]["rules"]
-    assert (rule["resourceNames"], rule["verbs"]) == (["a-job-1-board"], ["get", "update"])
+    assert rule["resourceNames"] == ["a-job-1-board", "holdfast-fleet"]
+    assert rule["verbs"] == ["get", "update"]
     (subject,) = found["RoleBinding"]["subjects"]
     assert (subject["name"], subject["namespace"]) == ("agents", "default")
 
