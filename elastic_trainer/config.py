@@ -16,6 +16,8 @@ from elastic_trainer.models import ModelShape, raw_of, says, shape_of
 from elastic_trainer.typed import check_types, parse_json
 
 TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
+METRICS_TARGETS: Final = "targets.json"
+"""In the run directory: the agents that serve metrics, in the form of Prometheus' file_sd."""
 JOB_JSON_VERSION = 2
 """2: the ladder in ranges, and no defaults of how a job is operated. Version 1 is read too.
 
@@ -278,6 +280,10 @@ class NetworkSection:
         default=None, metadata=says("Network the addresses are taken from, as 10.0.0.0/8.")
     )
     ports: str | None = field(default=None, metadata=says("low-high; null: the system picks."))
+    metrics_port: int | None = field(
+        default=None,
+        metadata=says("Port at which each agent serves its node's metrics; null: it does not."),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

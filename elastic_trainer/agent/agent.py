@@ -24,6 +24,7 @@ import select
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -72,7 +73,13 @@ from elastic_trainer.agent.workers.group import (
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running
 from elastic_trainer.agent.workers.scripts import Scripts
-from elastic_trainer.agent.workers.settings import AgentConfig, Membership, SnapshotKeeper
+from elastic_trainer.agent.workers.settings import (
+    AgentConfig,
+    Membership,
+    SnapshotKeeper,
+    Watchers,
+)
+from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
@@ -95,6 +102,7 @@ class HoldfastAgent(ElasticAgent):
         log: the agent's events.
         scripts: what is done for scripts of others.
         keeper: of the node's snapshots; None: it keeps none.
+        watchers: those who are shown how the node is; None: nobody.
         clock: monotonic seconds.
     """
 
@@ -108,9 +116,11 @@ class HoldfastAgent(ElasticAgent):
         log: EventLog,
         scripts: Scripts | None = None,
         keeper: SnapshotKeeper | None = None,
+        watchers: Watchers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._workers = config, workers
+        self._watchers = watchers
         self._membership: Membership = spec.rdzv_handler
         self._waker, self._log, self._clock = waker, log, clock
         self._keeper = keeper
@@ -130,6 +140,9 @@ class HoldfastAgent(ElasticAgent):
         self._failures: dict[int, ProcessFailure] = {}
         self._succeeded: list[int] = []
         """Ranks of this node that failed and that ended well in the newest epoch."""
+        self._formed: EpochFormed | None = None
+        """The newest epoch, with this node in it or not."""
+        self._faults: Counter[str] = Counter()
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
         """Return torchelastic's view of this node's workers."""
@@ -208,6 +221,34 @@ class HoldfastAgent(ElasticAgent):
         if self._stopped is None and not self._left:
             self._serve_workers()
             self._look_at_heartbeats()
+        if self._watchers is not None:
+            self._watchers.show(self._status())
+
+    def _status(self) -> NodeStatus:
+        formed, epoch, me = self._formed, self._epoch, self._config.me
+        if self._left:
+            state = "left"
+        elif epoch is not None:
+            state = "in"
+        else:
+            spares = () if formed is None else formed.spares
+            state = "spare" if any(each.agent_id == me.agent_id for each in spares) else "waiting"
+        return NodeStatus(
+            state=state,
+            epoch=0 if formed is None else formed.epoch,
+            step=0 if epoch is None else epoch.step,
+            committed=0 if epoch is None else epoch.committed,
+            workers=self._workers.alive,
+            idle_s=None if epoch is None else epoch.monitor.longest_idle_s(),
+            coordinator=formed is not None and formed.coordinator == me.node,
+            faults=dict(self._faults),
+        )
+
+    def _list_agents(self, formed: EpochFormed) -> None:
+        """The coordinator has the run's agents listed: it knows them all, and is one only."""
+        if self._watchers is not None and formed.coordinator == self._config.me.node:
+            everyone = (*formed.members, *formed.spares, *formed.left)
+            self._watchers.list_agents(formed.epoch, everyone)
 
     def _serve_notice(self, notice: Notice) -> None:
         match notice:
@@ -227,13 +268,19 @@ class HoldfastAgent(ElasticAgent):
                     self._scripts.ask(notice.request, self._clock())
                     self._forgive(self._epoch)
             case JobStopped():
-                self._stopped = notice
+                self._stop(notice)
+
+    def _stop(self, notice: JobStopped) -> None:
+        self._stopped = notice
+        if self._formed is not None and not notice.serves:  # else the others go on
+            self._list_agents(replace(self._formed, members=(), spares=(), left=()))
 
     def _form(self, formed: EpochFormed) -> None:
         if formed.epoch <= self._newest:
             return  # an older one, late: the epoch fences everything
-        self._newest = formed.epoch
+        self._newest, self._formed = formed.epoch, formed
         self._kill_workers("a new epoch")
+        self._list_agents(formed)
         config, me = self._config, self._config.me
         if self._left or group_rank_of(formed, me) < 0:
             return  # a spare, or not fit for any more
@@ -345,6 +392,7 @@ class HoldfastAgent(ElasticAgent):
         if epoch.failed:
             return
         epoch.failed = True
+        self._faults[str(report.failure.kind)] += 1
         self._group.state = WorkerState.UNHEALTHY
         self._membership.report(report)  # first: the other nodes wait for it
         if report.failure.kind is Kind.HANG:

@@ -21,6 +21,7 @@ from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.wire.addresses import local_address
@@ -37,6 +38,7 @@ from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
+from elastic_trainer.config import METRICS_TARGETS
 from elastic_trainer.cpu_list import cpu_list
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.gpus import Gpu
@@ -93,6 +95,9 @@ def run(options: Options) -> int:
             options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
         )
         stack.callback(rendezvous.close)
+        metrics = _metrics(options, address)
+        if metrics is not None:
+            stack.callback(metrics.close)
         agent = HoldfastAgent(
             _agent_config(options, rendezvous, scratch, secret_dir, _seen(gpus)),
             worker_spec(
@@ -108,6 +113,7 @@ def run(options: Options) -> int:
             log=log,
             scripts=_scripts(options, log),
             keeper=keeper,
+            watchers=metrics,
         )
         names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
         names.start()
@@ -150,6 +156,18 @@ def _environment(options: Options, address: str) -> dict[str, str]:
     if options.board is not None:
         env[BOARD_VARIABLE] = options.board
     return env
+
+
+def _metrics(options: Options, address: str) -> NodeMetrics | None:
+    """Serve this node's metrics where the job asks for them, at the address of its network."""
+    port = options.network.metrics_port
+    if port is None:
+        return None
+    # By the name of its directory, as `holdfast metrics` has it.
+    run = options.record_dir.name
+    metrics = NodeMetrics(run, options.node, path=options.record_dir / METRICS_TARGETS, port=port)
+    metrics.start(address)
+    return metrics
 
 
 def _keeper(

@@ -41,14 +41,15 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
     "--targets",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the address there, for Prometheus' file_sd_configs.",
+    help="Write the address there, and those of agents, for Prometheus' file_sd_configs.",
 )
 @click.option("--once", is_flag=True, help="Print the metrics of now and end.")
 def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: bool) -> int:
     """Serve the metrics of all runs of a folder, and of its users' folders, until interrupted.
 
     They come from the runs' records, on Slurm as on Kubernetes, so no node is asked, and totals
-    outlive every node. Nobody has to prove anything to read them: see docs/metrics.md.
+    outlive every node. Agents that serve metrics of their own (network.metrics_port) are listed in
+    FILE, too. Nobody has to prove anything to read them: see docs/metrics.md.
     """
     from prometheus_client import generate_latest, start_http_server
 
@@ -69,8 +70,9 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
                 "HF696", f"cannot listen on {where}: {error.strerror or error}; see --listen"
             ) from error
         address = f"{listen[0]}:{server.server_port}"
+        agents = collector.agents()
         if targets is not None:
-            write_targets(targets, address)
+            write_targets(targets, address, agents)
     except UserError as error:
         return exit_with_problems(error, as_json=False)
     click.echo(f"serving http://{address}/metrics", err=True)
@@ -78,8 +80,15 @@ def metrics(*, runs: Path, listen: tuple[str, int], targets: Path | None, once: 
     try:
         while not threading.Event().wait(_EVERY_S):
             collector.poll()
-            if collector.problems != said:
-                said = collector.problems
+            problems = list(collector.problems)
+            if targets is not None and (found := collector.agents()) != agents:
+                try:
+                    write_targets(targets, address, found)
+                    agents = found
+                except UserError as error:  # tried again with the next poll
+                    problems.append(f"{error.code}: {error.message}")
+            if problems != said:
+                said = problems
                 click.echo("\n".join(said), err=True)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -49,6 +49,7 @@ Examples:
 @click.option("--gpus", type=click.IntRange(min=0), metavar="N", help="GPUs of a node.")
 @click.option("--dir", "directory", metavar="DIR", help="Shared folder that is written to.")
 @click.option("--free-gib", type=float, default=1.0, show_default=True, help="Free in DIR.")
+@click.option("--write-mib", type=float, default=0.0, help="MiB/s that a node must write to DIR.")
 @click.option("--shm-gib", type=float, default=1.0, show_default=True, help="Free in /dev/shm.")
 @click.option(
     "--check", "names", multiple=True, metavar="NAME", help="Only this check; repeatable."
@@ -75,6 +76,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     gpus: int | None,
     directory: str | None,
     free_gib: float,
+    write_mib: float,
     shm_gib: float,
     names: Sequence[str],
     skip: Sequence[str],
@@ -85,7 +87,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
     sets: Sequence[str],
     as_json: bool,
 ) -> int:
-    """Check every node of a partition or a list: GPUs, storage, /dev/shm, clocks, versions.
+    """Check every node of a partition or a list: GPUs, links, storage, clocks, versions, orphans.
 
     With JOB, partition, GPUs, the folder and the environment are the job's. On Slurm a node that
     fails where most are fit goes into the fleet's ledger: later jobs are kept off it. Exit codes:
@@ -104,6 +106,7 @@ def preflight(  # noqa: PLR0917  click passes options by name
                 directory=str(Path(directory or ".").absolute()),
                 min_free_gib=free_gib,
                 min_shm_gib=shm_gib,
+                min_write_mib_s=write_mib,
             ),
             given={"gpus": gpus is not None, "directory": directory is not None},
         )

@@ -44,8 +44,10 @@ _CALM: Final = re.compile(
 """Lines logged below an error."""
 _LOUD: Final = re.compile(
     r"NCCL WARN|\b(?:ERROR|CRITICAL|FATAL|Traceback)\b|\b[A-Z]\w*(?:Error|Exception): "
+    r"|Unexpected error from cuda\w+\(\)"
 )
-"""Lines that say an error, whatever else they say. NCCL logs its errors as WARN."""
+"""Lines that say an error, whatever else they say. NCCL logs its errors as WARN, torch those of
+CUDA's start as UserWarning."""
 _SURVIVED: Final = re.compile(
     r"\b(?:retry(?! count)|retrying|retries left|will (?:be )?retr|[Rr]etry (?:in|after|\d)"
     r"|[Aa]ttempt \d+ ?(?:/|of) ?\d+"
@@ -60,11 +62,11 @@ _SURVIVED: Final = re.compile(
 )
 """Words of a failure that was got over, or of none at all."""
 _PROGRESS: Final = re.compile(
-    r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,4}\d+.{0,200}?"
+    r"\b(?:[Ss]tep(?!Id)|STEP|[Ii]ter(?:ation)?|global_step|[Ee]poch)\w*\b\W{0,12}\d+.{0,200}?"
     r"\b(?:[Ll]oss|lr|tok|grad|ms|time|samples|elapsed|acc|TFLOP)|\d+(?:\.\d+)?(?:it/s|s/it)"
     r"|[Ll]oss\W{1,4}\d"
 )
-_NOT_A_NUMBER: Final = re.compile(r"\b(?:nan|NaN|inf|Inf)\b")
+_NOT_A_NUMBER: Final = re.compile(r"\b(?:nan|NaN|inf|Inf)\b(?! iterations)")
 _DONE: Final = re.compile(
     r"[Tt]raining (?:is )?(?:complete|completed|finished|done)\b|[Ff]inished training"
     r"|Succeeded\b|\bCOMPLETED\b.*\b0:0|exited with code 0\b|[Ee]xit code:? 0\b"

@@ -257,6 +257,7 @@ class Network(Section):
     interface: Interface = _network("interface")
     cidr: Cidr | None = _network("cidr")
     ports: Ports | None = _network("ports")
+    metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = _network("metrics_port")
 
 
 class Numbers(Section):

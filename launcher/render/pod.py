@@ -51,6 +51,8 @@ from launcher.render.kubernetes_names import (
 )
 
 Object = dict[str, Any]
+METRICS_PORT: Final = "metrics"
+"""Name of the port, as in manifests/monitoring/agents.yaml."""
 HOSTNAME: Final = "kubernetes.io/hostname"
 TMP: Final = "/tmp"  # noqa: S108  the pod's own
 SHM: Final = "/dev/shm"  # noqa: S108  the pod's own
@@ -145,6 +147,7 @@ def _container(job: PodJob) -> Object:
         imagePullPolicy=wish.image_pull_policy,
         command=[escape(word) for word in node_command(job, "pod")],
         env=_environment(job),
+        ports=_ports(job),
         resources={"requests": resources, "limits": resources} if resources else None,
         volumeMounts=_mounts(job),
         securityContext=_container_security(wish),
@@ -152,6 +155,12 @@ def _container(job: PodJob) -> Object:
         # What the agent said last, for `kubectl describe`.
         terminationMessagePolicy="FallbackToLogsOnError",
     )
+
+
+def _ports(job: PodJob) -> list[Object] | None:
+    """Return what a PodMonitor finds by its name; agents find each other without."""
+    port = job.spec.network.metrics_port
+    return None if port is None else [{"name": METRICS_PORT, "containerPort": port}]
 
 
 def _environment(job: PodJob) -> list[Object]:

@@ -211,7 +211,9 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         ladder=Ladder.data_parallel(max_nodes=high, min_nodes=low, workers=workers),
         task=task,
         elastic=ElasticSection(**{"min_nodes": low, **elastic}),  # type: ignore[arg-type]
-        network=NetworkSection(**{key: conf[key] for key in CONF_TEXTS if key in conf}),
+        network=NetworkSection(
+            **{key: conf[key] for key in CONF_TEXTS if key in conf}  # type: ignore[arg-type]
+        ),
         role=args.role or "default",
         event_log_handler=event_log_handler(args.event_log_handler),
         streams=shown,

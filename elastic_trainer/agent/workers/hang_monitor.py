@@ -84,6 +84,10 @@ class HangMonitor:
             self._watch.learn(own_now, self._workers.paces())
         return self._progress
 
+    def longest_idle_s(self) -> float | None:
+        """Return how long the worker that is still for longest is; None: none has begun."""
+        return max((progress.idle_s for progress in self._progress), default=None)
+
     def stalled(self) -> bool:
         """Whether a worker hangs or nearly does, or waits for one; true once in a while only."""
         hangs = any(progress.hangs for progress in self._progress)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.gpus import Gpu
 from elastic_trainer.ladder import Ladder
 
@@ -39,6 +41,16 @@ class SnapshotKeeper(Protocol):
 
     def holds_any(self) -> bool:
         """Return whether there is an image that was not freed."""
+
+
+class Watchers(Protocol):
+    """Those who are shown how the node is (`agent/metrics.py`). Neither call may wait."""
+
+    def show(self, status: NodeStatus) -> None:
+        """Take the newest look at the node."""
+
+    def list_agents(self, epoch: int, members: Sequence[Member]) -> None:
+        """Take all agents of the run, from the one that coordinates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

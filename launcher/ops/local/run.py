@@ -129,14 +129,21 @@ class LocalRun:
         return False
 
     def _strike(self, pending: list[Fault], begun: frozenset[Phase]) -> list[Fault]:
-        """Inject what is due; return what is not. A parked job gets its nodes back at once."""
+        """Inject what is due; return what is not.
+
+        A parked job gets its nodes back at once. A run that says nothing may have no room to say it
+        in; it may also be starting slowly, so nothing is freed that is yet to be filled.
+        """
         kept = []
         parked = self.progress.parked is not None
         silent = self.mono() - self._heard > _SILENT_S
+        full = not any(fault.action is FaultAction.FILL_DISK for fault in pending)
         for fault in pending:
             due = self.progress.step >= fault.step and fault.phase in (None, *begun)
-            due |= parked and fault.brings_back
-            due |= silent and fault.action is FaultAction.FREE_DISK
+            if fault.action is FaultAction.FREE_DISK:
+                due |= full and (parked or silent)
+            else:
+                due |= parked and fault.brings_back
             if not due or not self._ready(fault):
                 kept.append(fault)
             else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from xml.etree import ElementTree as ET
 
@@ -63,7 +63,7 @@ def gpu_problems(text: str) -> Iterator[Wrong]:
 
 
 def gpu_identity(text: str) -> str | None:
-    """Return driver, models and PCIe links of a node's GPUs, to be compared; None: unreadable."""
+    """Return models and PCIe links of a node's GPUs, to be compared; None: unreadable."""
     root = _xml(text)
     if root is None:
         return None
@@ -73,7 +73,7 @@ def gpu_identity(text: str) -> str | None:
         for gpu in root.iter("gpu")
     )
     gpus = "; ".join(f"{number} x {what}" for what, number in sorted(each.items()))
-    return f"driver {root.findtext('driver_version', '?')}, {gpus or 'no GPU'}"
+    return gpus or "no GPU"
 
 
 def _xml(text: str) -> ET.Element | None:
@@ -218,9 +218,9 @@ def gpu_information(text: str) -> Gpu | None:
     return Gpu("", uuid, address) if uuids_in(uuid) == [uuid] else None
 
 
-def port_problems(text: str) -> Iterator[Wrong]:
-    """Read `ibstat`: no port may be half up. Ports without a cable (Disabled) do not count."""
-    for port, found in ports(text).items():
+def port_problems(there: Mapping[str, Mapping[str, str]]) -> Iterator[Wrong]:
+    """Look at `ports`: none may be half up. Those without a cable (Disabled) do not count."""
+    for port, found in there.items():
         state, physical = found.get("State", "?"), found.get("Physical state", "?")
         if state == "Active" or (state == "Down" and physical == "Disabled"):
             continue
@@ -232,11 +232,11 @@ def port_problems(text: str) -> Iterator[Wrong]:
             )
 
 
-def port_rates(text: str) -> list[float]:
+def port_rates(there: Mapping[str, Mapping[str, str]]) -> list[float]:
     """Return the rates of the active ports in Gb/s, to be compared."""
     return sorted(
         float(match[0])
-        for found in ports(text).values()
+        for found in there.values()
         if found.get("State") == "Active"
         and (match := re.match(r"[\d.]+", found.get("Rate", ""))) is not None
         and match[0].count(".") <= 1

@@ -12,6 +12,7 @@ import contextlib
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,10 @@ class _Asked:
     job: Any
     answer: Answer | None = None
     problem: str = ""
+    at: float = 0.0
+    """This machine's time before it was asked."""
+    clock: tuple[float, float] | None = None
+    """Bounds of how far its clock is ahead of this machine's, in seconds."""
 
 
 @dataclass(slots=True)
@@ -128,7 +133,9 @@ class Preflight:
             self._cancel([one for one in asked if one.answer is None])
         for one in asked:
             findings = one.answer.findings if one.answer else ()
-            reports.append(NodeReport(node=one.node, findings=findings, problem=one.problem))
+            reports.append(
+                NodeReport(node=one.node, findings=findings, problem=one.problem, clock=one.clock)
+            )
         order = list(states)
         return evaluate(sorted(reports, key=lambda report: order.index(report.node)), expected)
 
@@ -217,8 +224,9 @@ class Preflight:
                 local_python=python,
             )
             executor.update_parameters(**self._parameters(node))
+            at = time.time()
             try:
-                return _Asked(node, executor.submit(*call(node)))
+                return _Asked(node, executor.submit(*call(node)), at=at)
             except submitit.core.utils.FailedJobError as error:
                 return _Asked(node, None, problem=f"sbatch refuses: {_last_line(error)}")
             except submitit.core.utils.FailedSubmissionError as error:
@@ -287,6 +295,9 @@ class Preflight:
         if paths.result_pickle.exists():
             try:
                 one.answer = one.job.result()
+                if isinstance(one.answer, Answer):
+                    at = one.answer.at
+                    one.clock = at - time.time(), at - one.at
             except Exception as error:  # noqa: BLE001  whatever the node's process raised
                 one.problem = f"the checks failed: {_last_line(error)}"
             return True

@@ -48,10 +48,12 @@ kept=$3; run=$2; shift 3
 "$@"
 code=$?
 rm -f "$run/.filler"
-cp -R "$run/events" "$kept/events"
+for part in events logs board ledger job.json job.rendered.json job.yaml summary.json; do
+    [ ! -e "$run/$part" ] || cp -R "$run/$part" "$kept/$part"
+done
 exit $code
 """
-"""Arguments: bytes, run directory, where the record is kept, command."""
+"""Arguments: bytes, run directory, where what `holdfast why` reads of it is kept, command."""
 _OWN_MOUNTS: Final = ("unshare", "--user", "--map-root-user", "--mount", "--")
 _LEAST_DISK: Final = 64 << 20
 _DISK_FACTOR: Final = 4

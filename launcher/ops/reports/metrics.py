@@ -5,13 +5,17 @@ A coordinator's death, a requeue or a lost node changes nothing here: totals are
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from elastic_trainer.config import METRICS_TARGETS
+from elastic_trainer.regular_file import read_regular
+from elastic_trainer.typed import parse_json
 from launcher.atomic_file import write_atomic
 from launcher.errors import HoldfastError, UserError
 from launcher.ops import run_dir as run_dirs
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 GOODPUT_S: Final = 3600.0
 """Window of the goodput."""
+_MOST_BYTES: Final = 4 << 20
+"""Of one run's list of agents: 16,384 take less than 1 MB."""
 FORGET_S: Final = 6 * 3600.0
 """After its end a run's series stay so long: an alert has seen them."""
 
@@ -102,6 +108,12 @@ class RunsCollector:
         yield GaugeMetricFamily("holdfast_unread_runs", "Runs that cannot be read.", unread)
         yield from _newest(shown)
         yield from _totals(shown)
+
+    def agents(self) -> list[str]:
+        """Return where the agents of the runs that have not ended serve their metrics."""
+        with self._lock:
+            live = [path for path, each in self._runs.items() if each.ended_unix is None]
+        return sorted(target for path in live for target in agents_of(path))
 
     def registry(self) -> CollectorRegistry:
         """Return a registry of nothing else."""
@@ -213,14 +225,40 @@ def _totals(runs: list[_Followed]) -> Iterator[Metric]:
         yield total
 
 
-def write_targets(path: Path, address: str) -> None:
+def agents_of(run: Path) -> list[str]:
+    """Return where the agents of a run serve their metrics; none: they do not, or it is unreadable.
+
+    The file is the run's user's, and Prometheus may reach more than they: only numeric addresses
+    are taken, and no label, which could name another path or protocol.
+    """
+    try:
+        raw = parse_json(read_regular(run / METRICS_TARGETS, _MOST_BYTES).decode())
+        targets = [each for group in raw for each in group["targets"]]
+        return [each for each in targets if _is_numeric(each)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _is_numeric(target: object) -> bool:
+    if not isinstance(target, str):
+        return False
+    address, _, port = target.rpartition(":")
+    try:
+        ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return port.isdecimal() and 1024 <= int(port) < 1 << 16
+
+
+def write_targets(path: Path, address: str, agents: Sequence[str] = ()) -> None:
     """Write the file that Prometheus' file_sd_configs reads, complete or not at all.
 
     Raises:
         UserError: HF695 it cannot be written.
     """
+    groups = [[address], *([list(agents)] if agents else [])]
     try:
-        write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
+        write_atomic(path, json.dumps([{"targets": group} for group in groups]) + "\n")
     except OSError as error:
         reason = error.strerror or error
         raise UserError("HF695", f"{path} cannot be written: {reason}; name another") from error

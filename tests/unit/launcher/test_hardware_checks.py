@@ -19,6 +19,7 @@ from launcher.ops.preflight.hardware import (
     nvlink_problems,
     port_problems,
     port_rates,
+    ports,
 )
 
 SMI = """\
@@ -107,7 +108,7 @@ def levels(problems):
 
 def test_a_healthy_gpu_has_no_problem_and_an_identity():
     assert levels(gpu_problems(SMI)) == []
-    assert gpu_identity(SMI) == "driver 570.86.15, 1 x NVIDIA H100 80GB HBM3, PCIe 5 16x"
+    assert gpu_identity(SMI) == "1 x NVIDIA H100 80GB HBM3, PCIe 5 16x"
 
 
 @pytest.mark.parametrize(
@@ -270,13 +271,37 @@ CA 'mlx5_2'
     ],
 )
 def test_ports_that_are_half_up_are_named(state, physical, word):
-    assert levels(port_problems(IBSTAT)) == []
-    assert port_rates(IBSTAT) == [400.0, 400.0]
+    assert levels(port_problems(ports(IBSTAT))) == []
+    assert port_rates(ports(IBSTAT)) == [400.0, 400.0]
     sick = IBSTAT.replace("State: Active", f"State: {state}", 1).replace("LinkUp", physical, 1)
-    [(level, words, _)] = port_problems(sick)
-    assert (level, port_rates(sick)) == ("warn", [400.0])
+    [(level, words, _)] = port_problems(ports(sick))
+    assert (level, port_rates(ports(sick))) == ("warn", [400.0])
     assert words.startswith(f"mlx5_0/1 is {state}")
     assert word in words
+
+
+# https://github.com/leptonai/gpud/pull/752: a device that vanished while it was read.
+CUT = """\
+CA 'mlx5_7'
+\tCA type: MT4129
+\tNumber of ports: 1
+\tFirmware version: 28.39.1002
+\tHardware version: 0
+\tPort 1:
+\t\tState: Active
+\t\tPhysical state: LinkUp
+\t\tRate: 200
+\t\tBase lid: 13305
+\t\tLMC: 0
+\t\tSM lid: 1
+\t\tLink layer: InfiniBand
+ibpanic: [1323906] main: stat of IB device 'mlx5_8' failed: No such file or directory
+"""
+
+
+def test_a_device_that_cannot_be_read_counts_as_no_port():
+    assert port_rates(ports(CUT)) == [200.0]
+    assert levels(port_problems(ports(CUT))) == []
 
 
 def dcgm(status, version=3):
@@ -299,7 +324,11 @@ def test_a_failed_diagnostic_is_named(version):
     assert levels(dcgm_problems(dcgm("WARN", version))) == ["warn"]
 
 
-READERS = (gpu_problems, nvlink_problems, kernel_problems, port_problems, dcgm_problems)
+def read_ports(text):
+    return port_problems(ports(text))
+
+
+READERS = (gpu_problems, nvlink_problems, kernel_problems, read_ports, dcgm_problems)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -310,7 +339,7 @@ def test_cut_or_garbled_output_is_no_traceback(reader, text, data):
     for level, words, _ in reader(text[:cut] + junk):
         assert level in ("warn", "fail")
         assert words
-    port_rates(text[:cut] + junk)
+    port_rates(ports(text[:cut] + junk))
     gpu_identity(text[:cut] + junk)
     gpu_identity(junk + text[cut:])
 

@@ -80,6 +80,15 @@ class Cluster:
         self.calls.append(("resume", name))
         self.nodes[name].paused = False
 
+    def check_small_disk(self):
+        pass
+
+    def fill_disk(self, left_bytes):
+        self.calls.append(("fill", left_bytes))
+
+    def free_disk(self):
+        self.calls.append(("free",))
+
     def stop(self):
         self.calls.append(("stop",))
         self.end(91)
@@ -200,6 +209,24 @@ def test_a_parked_job_gets_its_node_back_at_once(tmp_path):
     story.run.run()
     assert ("return", "node1") in story.cluster.calls
     assert "parked: 2 nodes left, the smallest layout needs 3" in story.out.getvalue()
+
+
+@pytest.mark.parametrize("silent_before", [0, 20])
+def test_a_full_disk_silences_the_run_and_is_freed_but_not_before_it_is_full(
+    tmp_path, silent_before
+):
+    quiet = [lambda _: None]
+    story = Story(
+        tmp_path,
+        ["fill-disk:1@5", "free-disk@50"],
+        [*quiet * silent_before, form(*NODES), steps(4), steps(6), *quiet * 20],
+    )
+    story.run.run()
+    assert [call for call in story.cluster.calls if call[0] != "kill all"] == [
+        ("fill", 1024),
+        ("free",),
+    ]
+    assert injected(story) == [("fill-disk", None, 6), ("free-disk", None, 6)]
 
 
 def test_when_faults_have_killed_every_node_one_comes_back(tmp_path):

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 from kubectl import install, kubectl, minor_version, why_not
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from elastic_trainer.agent.metrics import NodeMetrics
+from elastic_trainer.agent.workers.status import NodeStatus
 from launcher.ops.reports.metrics import RunsCollector
 from launcher.render.kubernetes_names import MANAGED_LABEL, labels_of
+from launcher.render.pod import METRICS_PORT
 
 CLUSTER_WIDE = {"Namespace", "ClusterRole", "Topology", "ResourceFlavor", "ClusterQueue"}
 ROOT = Path(__file__).parents[3] / "manifests"
@@ -189,10 +192,34 @@ def test_alerts_say_what_to_do():
         )
 
 
+def of_agents():
+    """Return the names of all series that an agent serves."""
+    agent, registry = NodeMetrics("r", "n", path=None, port=0), CollectorRegistry()
+    agent.show(NodeStatus(idle_s=0.0, committed=1))
+    registry.register(agent)
+    text = generate_latest(registry).decode()
+    return {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+
+
+def test_prometheus_may_reach_the_port_of_the_metrics_and_no_other():
+    policy = named("monitoring", "NetworkPolicy", "holdfast-metrics")["spec"]
+    monitor = named("monitoring", "PodMonitor", "holdfast-agents")["spec"]
+    ours = {"matchLabels": {MANAGED_LABEL: labels_of("a")[MANAGED_LABEL]}}
+    assert (policy["podSelector"], monitor["selector"]) == (ours, ours)
+    [ingress] = policy["ingress"]
+    assert ingress["ports"] == [{"port": METRICS_PORT}]
+    [peer] = ingress["from"]
+    assert set(peer) == {"namespaceSelector", "podSelector"}
+    [endpoint] = monitor["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["honorLabels"]) == (METRICS_PORT, True)
+
+
 def test_every_series_is_in_the_documentation_and_the_reverse(tmp_path):
     text = (ROOT.parent / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| (`holdfast_.*?`) \|", text, re.MULTILINE)
-    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == served(tmp_path)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == (
+        served(tmp_path) | of_agents()
+    )
     (rules,) = documents(ROOT / "monitoring" / "rules.yaml")
     alerts = {rule["alert"] for rule in rules["spec"]["groups"][1]["rules"]}
     assert set(re.findall(r"Holdfast[A-Z]\w+", text)) == alerts

@@ -58,7 +58,7 @@ def test_who_differs_from_the_others_is_named():
     }
     assert [each.level for each in evaluated] == ["ok", "ok", "fail", "warn", "fail", "fail"]
     texts = {f.text for each in evaluated for f in each.findings}
-    assert "torch 2; most nodes have torch 1" in texts
+    assert "torch 2; most nodes have torch 1: make it the same" in texts
     assert "+4.9 s from the other nodes' clocks; fix NTP on c" in texts
 
 
@@ -145,12 +145,22 @@ def test_a_tool_that_hangs_fails_its_checks_and_holds_nobody_up(tools, monkeypat
 
 
 def test_what_a_node_has_no_tool_for_is_not_here(tools):
+    tool(tools, "journalctl", "true")
     for check in (checks.check_nics, checks.check_dcgm):
         found = check(Expected(gpus=2))
         assert (found.check, found.level, found.value) == (found.check, "not here", None)
     tool(tools, "dmesg", "echo dmesg: read kernel buffer failed: Operation not permitted >&2")
     assert checks.check_kernel(Expected()).level == "not here"
     assert NodeReport(node="a", findings=(checks.check_kernel(Expected()),)).level == "ok"
+
+
+def test_the_journal_is_read_where_the_kernels_buffer_is_not(tools):
+    tool(tools, "dmesg", "echo dmesg: read kernel buffer failed: Operation not permitted >&2")
+    line = "Nov 24 02:39:30 n7 kernel: NVRM: Xid (PCI:0000:0a:00): 79, pid=1, GPU has fallen off"
+    tool(tools, "journalctl", f"echo '{line}'")
+    assert checks.check_kernel(Expected()).level == "fail"
+    tool(tools, "journalctl", "true")  # what it shows to a user without rights
+    assert checks.check_kernel(Expected()).level == "not here"
 
 
 def test_a_job_without_gpus_does_not_look_at_any(tools):
@@ -206,7 +216,7 @@ def test_leftovers_are_told_and_live_ones_are_not(tmp_path, monkeypatch):
         fcntl.flock(owner, fcntl.LOCK_EX)
         finding = checks.check_leftovers(Expected())
     assert finding.level == "warn"
-    assert finding.text.startswith("1 stale folders")
+    assert finding.text.startswith("1 file or folders")
     assert "holdfast-r-n1-a" in finding.text
 
 

@@ -16,7 +16,7 @@ from kubernetes_jobs import (
 )
 
 from launcher.render.kubernetes_names import SHM_VOLUME
-from launcher.render.pod import HOSTNAME, without_nodes
+from launcher.render.pod import HOSTNAME, METRICS_PORT, without_nodes
 
 __all__ = ["kind"]  # the fixture
 
@@ -51,6 +51,12 @@ def test_pods_know_who_and_where_they_are(kind):
     assert known["HOLDFAST_KIND"] == kind
     assert known["HOLDFAST_JOB"] == "a-job-1"
     assert known["HOLDFAST_BOARD"] == "file"
+
+
+def test_the_port_of_the_metrics_is_named_where_there_is_one(kind):
+    (container,) = pod_of({"network.metrics_port": 9465}, kind)["containers"]
+    assert container["ports"] == [{"name": METRICS_PORT, "containerPort": 9465}]
+    assert "ports" not in pod_of({}, kind)["containers"][0]
 
 
 def test_the_failure_domain_is_a_label_of_the_pod_read_without_any_right(kind):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,11 @@ from click.testing import CliRunner
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_trainer.config import METRICS_TARGETS
 from elastic_trainer.events import Event
 from launcher.cli.main import cli
 from launcher.jobspec.reading import load_spec
-from launcher.ops.reports.metrics import RunsCollector
+from launcher.ops.reports.metrics import RunsCollector, agents_of, write_targets
 from launcher.planning.search import plan
 from launcher.record.run_metrics import STATES, RunMetrics
 from launcher.render.local import render_local
@@ -125,6 +128,39 @@ def test_the_runs_of_a_folder_are_served_and_forgotten_after_their_end(tmp_path)
     found = samples(collector)
     assert found["holdfast_step", "one", "one"] == 2.0
     assert ("holdfast_exit_code", "over", "over") not in found
+
+
+def test_the_agents_of_runs_that_go_on_are_listed(tmp_path):
+    write_run(tmp_path, "one", [FORMED, done(1, t=100.0)])
+    write_run(tmp_path, "over", [FORMED, done(1, t=90.0), event("run.ended", t=95.0, code=0)])
+    listed = json.dumps([{"targets": ["10.0.0.2:9465", "[fd00::1]:9465"], "labels": {"a": "b"}}])
+    for run in ("one", "over"):
+        (tmp_path / run / METRICS_TARGETS).write_text(listed)
+    collector = RunsCollector(tmp_path, wall=lambda: 101.0)
+    collector.poll()
+    assert collector.agents() == ["10.0.0.2:9465", "[fd00::1]:9465"]
+    path = tmp_path / "file_sd.json"
+    write_targets(path, "10.0.0.1:9464", collector.agents())
+    own, agents = json.loads(path.read_text())
+    assert (own, agents) == (
+        {"targets": ["10.0.0.1:9464"]},
+        {"targets": ["10.0.0.2:9465", "[fd00::1]:9465"]},
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "{}", "[]", '[{"labels": {}}]', '[{"targets": 5}]', "\xff",
+     '[{"targets": ["db.internal:9465", "10.0.0.1:22", "10.0.0.1", "10.0.0.1:x", 7, null]}]'],
+)  # fmt: skip
+def test_what_a_run_lists_leads_prometheus_nowhere_else(tmp_path, text):
+    (tmp_path / METRICS_TARGETS).write_text(text, encoding="latin-1")
+    assert agents_of(tmp_path) == []
+
+
+def test_a_list_that_is_a_pipe_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / METRICS_TARGETS)
+    assert agents_of(tmp_path) == []
 
 
 def test_bad_addresses_and_folders_are_told_in_words(tmp_path):

@@ -1,0 +1,212 @@
+"""What one node's agent serves to Prometheus, and the list of a run's agents for its file_sd.
+
+Both are done by threads of their own: the agent's loop leaves a value behind and goes on, and
+neither a slow reader nor storage that stalls is waited for. prometheus-client is imported by the
+server's thread, after the zygote was forked, so that no worker carries it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from elastic_trainer.agent.membership.notices import Member
+from elastic_trainer.agent.workers.status import STATES, NodeStatus
+from elastic_trainer.atomic_file import write_atomic
+from elastic_trainer.failures import Kind
+from elastic_trainer.typed import parse_json
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+EPOCH: Final = "__meta_holdfast_epoch"
+"""Label of the targets that says of which epoch they are; Prometheus drops it."""
+READER_S: Final = 5.0
+"""A reader that says nothing for so long is cut off."""
+_CLOSE_S: Final = 2.0
+
+
+class NodeMetrics:
+    """Serves what the agent last said of its node; a collector of prometheus-client.
+
+    Args:
+        run: name of the run.
+        node: name of the node.
+        path: where the agents of the run are listed; None: nowhere.
+        port: that every agent of the run serves at.
+        wall: the clock.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        node: str,
+        *,
+        path: Path | None,
+        port: int,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._run, self._node, self._path, self.port = run, node, path, port
+        self._wall = wall
+        self._status: NodeStatus | None = None
+        self._progress_unix = self._committed_unix = 0.0
+        self._server: _Server | None = None
+        self._lists: queue.SimpleQueue[tuple[int, Sequence[Member]] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="holdfast-targets", daemon=True)
+
+    # -- for the agent's loop ---------------------------------------------------------------
+
+    def show(self, status: NodeStatus) -> None:
+        """Leave behind how the node is. Never waits."""
+        now, before = self._wall(), self._status
+        if status.idle_s is not None:
+            self._progress_unix = now - status.idle_s
+        if status.committed and (before is None or status.committed != before.committed):
+            self._committed_unix = now
+        self._status = status
+
+    def list_agents(self, epoch: int, members: Sequence[Member]) -> None:
+        """Have the run's agents listed, as this one coordinates. Never waits."""
+        self._lists.put((epoch, members))
+
+    def start(self, address: str) -> None:
+        """Serve at `address`, and write lists, until `close`.
+
+        A port that cannot be had costs the metrics of this node, not the job: it is said on stderr.
+        """
+        self._writer.start()
+        try:
+            self._server = _Server(address, self.port)
+        except OSError as error:
+            where = f"{address}:{self.port}"
+            sys.stderr.write(
+                f"holdfast agent: no metrics of this node: cannot listen on {where}: "
+                f"{error.strerror or error}; see network.metrics_port\n"
+            )
+            return
+        self.port = self._server.server_port
+        threading.Thread(
+            target=self._serve, args=(self._server,), name="holdfast-metrics", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """End both threads; lists that storage does not take are not waited for."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._lists.put(None)
+        self._writer.join(_CLOSE_S)
+
+    # -- on threads of their own ------------------------------------------------------------
+
+    def _serve(self, server: _Server) -> None:
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import make_wsgi_app
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        server.set_app(make_wsgi_app(registry))
+        server.serve_forever()
+
+    def _write(self) -> None:
+        while (wanted := self._lists.get()) is not None:
+            if self._path is not None:
+                # Storage is away, or full: the next epoch writes again.
+                with contextlib.suppress(OSError):
+                    write_targets(self._path, *wanted, port=self.port)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the node's families; before the agent has said anything there is none."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        status = self._status
+        if status is None:
+            return
+        names, of = ["run", "node"], [self._run, self._node]
+        state = GaugeMetricFamily(
+            "holdfast_node_state", "1 for what the node does.", labels=[*names, "state"]
+        )
+        for each in STATES:
+            state.add_metric([*of, each], float(each == status.state))
+        yield state
+        for name, text, value in (
+            ("node_coordinator", "1 for the node that coordinates.", float(status.coordinator)),
+            ("node_epoch", "Newest epoch that the node knows.", status.epoch),
+            ("node_step", "Newest step that a worker of the node has completed.", status.step),
+            ("node_workers", "Workers that run here.", status.workers),
+            (
+                "worker_progress_timestamp_seconds",
+                "When the worker that has been still for longest made progress.",
+                self._progress_unix or None,
+            ),
+            (
+                "node_snapshot_timestamp_seconds",
+                "When a worker of the node last saw a snapshot committed.",
+                self._committed_unix or None,
+            ),
+        ):
+            gauge = GaugeMetricFamily(f"holdfast_{name}", text, labels=names)
+            if value is not None:
+                gauge.add_metric(of, value)
+            yield gauge
+        faults = CounterMetricFamily(
+            "holdfast_node_faults",
+            "Epochs that a failure of a worker of this node ended.",
+            labels=[*names, "kind"],
+        )
+        for kind in Kind:
+            faults.add_metric([*of, str(kind)], status.faults.get(str(kind), 0))
+        yield faults
+
+
+class _Server(WSGIServer):
+    """One reader at a time: many, or slow ones, cost their own answers and nothing else."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without asking a name service for the address's name as HTTPServer does."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave readers alone that go away or dawdle; anything else is an error of ours."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = READER_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
+        """Say nothing: each scrape would be a line of the agent's log."""
+
+
+def write_targets(path: Path, epoch: int, members: Sequence[Member], *, port: int) -> None:
+    """List the agents of `epoch`, unless a later one has been: a cut-off coordinator is late.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, LookupError):
+        known = parse_json(path.read_text(encoding="utf-8"))
+        if int(known[0]["labels"][EPOCH]) > epoch:
+            return
+    targets = [
+        f"[{each.address}]:{port}" if ":" in each.address else f"{each.address}:{port}"
+        for each in members
+    ]
+    write_atomic(path, json.dumps([{"targets": targets, "labels": {EPOCH: str(epoch)}}]) + "\n")
