@@ -37,6 +37,7 @@ _EXPENSIVE = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
 }
+"""Kept under selective recompute, beside products: what is expensive to compute again."""
 
 
 def parallelize(
