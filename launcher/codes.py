@@ -104,6 +104,9 @@ CODES: Final[dict[str, Code]] = {
         "train.float8 where it cannot be: fp32, experts, a plug-in, a GPU without float8.",
         "Use train.float8: false.",
     ),
+    "HF134": Code(
+        "train.compile with tp and recompute full.", "Use recompute selective, or compile: false."
+    ),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),

@@ -355,6 +355,14 @@ def _model(spec: JobSpec) -> Iterator[Finding]:
         message = "blocks whose tokens choose experts are not compiled"
         offers = instead("train.compile", [False])
         yield finding("HF130", "train.compile", message, "model", offers=offers)
+    train, tp = spec.train, spec.layout.tp
+    if train.compile and train.recompute == "full" and tp > 1 and spec.command is None:
+        message = "torch compiles no layer of tp whose activations are all computed again"
+        offers = [
+            *instead("train.recompute", ["selective", "none"]),
+            *instead("train.compile", [False]),
+        ]
+        yield finding("HF134", "train.recompute", message, "train.compile", "layout", offers=offers)
     if (
         spec.data.format in ("text", "sft")
         and spec.data.tokenizer == "bytes"
