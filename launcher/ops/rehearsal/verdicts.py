@@ -205,30 +205,11 @@ def _slow_problems(_stage: Stage, found: Attempts) -> Iterator[str]:
     struck = _injected(found)
     assert struck is not None, "it was injected"
     # Of ranks that share their tensors one is as slow as the other: the node counts.
-    ratios = _slow_ratios(found)
-    if (own := ratios.pop(str(struck.node), None)) is None:
+    named = {e.fields["member"] for e in found.events if e.event == "worker.slow"}
+    if struck.node not in named:
         yield f"{struck.node} is slow and was not named"
-    if others := sorted(node for node, ratio in ratios.items() if own is None or ratio >= own):
+    if others := sorted(named - {struck.node}):
         yield f"{', '.join(others)} is not slow and was named"
-
-
-def _slow_ratios(found: Attempts) -> dict[str, float]:
-    """Return node -> how many times its peers' time it took, of those that were named."""
-    ratios: dict[str, float] = {}
-    for event in found.events:
-        if event.event == "worker.slow":
-            node = event.fields["member"]
-            ratios[node] = max(event.fields["ratio"], ratios.get(node, 0.0))
-    return ratios
-
-
-def _slow_warning(_stage: Stage, found: Attempts) -> str:
-    struck, ratios = _injected(found), _slow_ratios(found)
-    assert struck is not None, "it was injected"
-    said = f"{struck.node} named, {ratios.pop(str(struck.node)):.1f} times its peers' time"
-    # Here all workers share a few processors: what else runs does slow one of them down.
-    others = ", ".join(f"{node} ({ratio:.1f} times)" for node, ratio in sorted(ratios.items()))
-    return others and f"{said}; so was {others}: repeat it on a machine that does nothing else"
 
 
 def _stop_problems(found: Attempts) -> Iterator[str]:
@@ -284,10 +265,7 @@ def _disk_warning(stage: Stage, found: Attempts) -> str:
     return "no checkpoint fell due while the disk was full; save more often"
 
 
-_WARNINGS: Final[Mapping[Failing, Callable[[Stage, Attempts], str]]] = {
-    Failing.DISK: _disk_warning,
-    Failing.SLOW: _slow_warning,
-}
+_WARNINGS: Final[Mapping[Failing, Callable[[Stage, Attempts], str]]] = {Failing.DISK: _disk_warning}
 
 
 def _said(failing: Failing, stage: Stage, found: Attempts) -> str:
