@@ -28,7 +28,7 @@ from launcher.render.kubernetes_names import (
     ledger_url,
     pod_run_dir,
 )
-from launcher.render.local import resolve
+from launcher.render.local import named_ledger, resolve
 
 _GIB: Final = 2**30
 _SHM_SPARE_GIB: Final = 8
@@ -151,7 +151,7 @@ def pod_job(
         raise UserError.many(problems)
     assert image is not None, "a missing one is a problem"
     inside = pod_run_dir(mount=wish.mount, run_id=run_id, run_dir=str(run_dir))
-    fleet = spec.cluster.fleet
+    fleet = named_ledger(spec, base_dir)
     if fleet is None and inside != str(run_dir):
         fleet = ledger_url(wish.namespace)
     return PodJob(
@@ -167,7 +167,7 @@ def pod_job(
         venv=venv,
         clock=clock,
         shm=shm,
-        fleet=fleet if fleet is None or fleet.startswith(KUBERNETES) else resolve(fleet, base_dir),
+        fleet=fleet,
     )
 
 

@@ -68,12 +68,13 @@ def to_train_config(
         interleave=spec.layout.interleave,
         command=spec.command,
         track=spec.track or None,
-        fleet=fleet or _fleet(spec, base_dir),
+        fleet=fleet or named_ledger(spec, base_dir),
         command_dir=resolve(spec.code.dir, base_dir) if spec.runs_own_code else None,
     )
 
 
-def _fleet(spec: JobSpec, base_dir: str | Path) -> str | None:
+def named_ledger(spec: JobSpec, base_dir: str | Path) -> str | None:
+    """Return where the job file says that the fleet's ledger lies; None: it does not."""
     named = spec.cluster.fleet
     return named if named is None or named.startswith(KUBERNETES) else resolve(named, base_dir)
 
