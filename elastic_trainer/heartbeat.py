@@ -20,20 +20,20 @@ from pathlib import Path
 
 
 class Section(enum.IntEnum):
-    """What a worker is doing."""
+    """What a worker is doing. From STEP on it has completed a step of its epoch."""
 
     STARTING = 0
-    RESTORING = 1
-    FIRST_STEP = 2
-    STEP = 3
-    SAVING = 4
-    EVALUATING = 5
-    STOPPED = 6
-    """Left the loop on request, state saved."""
-    FINISHED = 7
-    """The last step is done and saved."""
-    CONNECTING = 8
+    CONNECTING = 1
     """Makes the process groups: waits for the others, who must come."""
+    RESTORING = 2
+    FIRST_STEP = 3
+    STEP = 4
+    SAVING = 5
+    EVALUATING = 6
+    STOPPED = 7
+    """Left the loop on request, state saved."""
+    FINISHED = 8
+    """The last step is done and saved."""
 
 
 class Part(enum.IntEnum):

@@ -48,6 +48,12 @@ from elastic_trainer.heartbeat import Beat, Request, Section
 __all__ = ["bench"]  # the fixture
 
 
+@pytest.mark.parametrize("section", Section)
+def test_a_worker_has_run_once_a_step_is_done_and_not_while_it_connects(section: Section) -> None:
+    before = {Section.STARTING, Section.CONNECTING, Section.RESTORING, Section.FIRST_STEP}
+    assert has_run(Beat(0, section, 0, 0)) == (section not in before)
+
+
 def test_runs_an_epoch_to_its_end(bench: Bench) -> None:
     bench.env["CHILD_ACT"] = "train 3"
 
