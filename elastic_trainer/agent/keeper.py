@@ -227,8 +227,7 @@ class Keeper:
                 parts = [whole[at + a : at + a + n] for a, n in spans]
                 try:
                     channel.send({"macs": [mac.seal(self._key, part).hex() for part in parts]})
-                    for part in parts:
-                        channel.sock.sendall(part)
+                    channel.send_raw(parts)
                 finally:
                     for part in parts:
                         part.release()

@@ -10,7 +10,9 @@ import hashlib
 import json
 import socket
 import struct
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, Final, Protocol
 
 from elastic_trainer.snapshots.errors import PeerError
@@ -18,6 +20,8 @@ from elastic_trainer.snapshots.errors import PeerError
 MAX_MESSAGE_BYTES: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
+_MOST_PIECES: Final = 1024
+"""Of one call: Linux's UIO_MAXIOV."""
 
 
 class Session(Protocol):
@@ -50,6 +54,23 @@ class Channel:
         raw = json.dumps(message, separators=(",", ":")).encode()
         tag = self._session.tag(hashlib.blake2b(raw, digest_size=32).digest())
         self.sock.sendall(_LENGTH.pack(len(raw)) + tag + raw)
+
+    def send_raw(self, pieces: Iterable[memoryview]) -> None:
+        """Send raw bytes, many small pieces to a segment.
+
+        A segment for each would fill the receiver's buffer with what the kernel spends on them: it
+        closes its window, and the sender asks again after 200 ms.
+        """
+        left = deque(pieces)
+        try:
+            while left:
+                num_sent = self.sock.sendmsg(list(islice(left, _MOST_PIECES)))
+                while left and num_sent >= len(left[0]):
+                    num_sent -= len(left.popleft())
+                if num_sent:
+                    left[0] = left[0][num_sent:]
+        finally:
+            left.clear()  # an error's traceback would keep them, and so the image mapped
 
     def receive(self) -> dict[str, Any]:
         """Return the next message.

@@ -118,7 +118,7 @@ class Settings(ElasticSection):
     there as the first rung has nodes."""
     workers: int = 0
     """Workers of every node: one with fewer healthy accelerators is refused."""
-    probe_s: float = 0.05
+    probe_s: float = 0.01
     """Between two tries to reach a peer whose connection has ended: a dying process may still
     take a connection before its address refuses."""
     reconnect_s: float = 1.0

@@ -173,6 +173,38 @@ def test_a_span_outside_the_image_is_refused(tmp_path: Path, keeper: Keeper) -> 
                 link.read("copy-e2-r1-s0", [span], KEY)
 
 
+def test_many_pieces_arrive_as_they_are_whatever_the_buffers_take(
+    tmp_path: Path, keeper: Keeper
+) -> None:
+    draw = random.Random(3)
+    payload = draw.randbytes(128 + 3000)
+    write_image(tmp_path / "image", payload=payload)
+    begins = [draw.randrange(3000) for _ in range(3000)]
+    spans = [(at, draw.choice([0, 1, 100, 3000 - at])) for at in begins]
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        found = link.read("copy-e2-r1-s0", spans, KEY)
+    assert [bytes(one) for one in found] == [payload[at : at + n] for at, n in spans]
+
+
+def test_a_reader_that_leaves_midway_leaves_no_image_mapped(
+    tmp_path: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed: list[object] = []  # what is still looked at cannot be unmapped
+    monkeypatch.setattr(threading, "excepthook", crashed.append)
+    write_image(tmp_path / "image")
+    with dial(keeper) as link:
+        put(link, tmp_path / "image")
+        spans = [[0, 3000]] * 10_000  # more than any buffer takes
+        link._channel.send({"op": "get", "file": "copy-e2-r1-s0", "spans": spans})
+        link._channel.receive()
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-keeper-peer":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert crashed == []
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x02[]", b'\x00\x00\x00\x07{"op":1'],
