@@ -280,6 +280,13 @@ class NetworkSection:
         default=None, metadata=says("Network the addresses are taken from, as 10.0.0.0/8.")
     )
     ports: str | None = field(default=None, metadata=says("low-high; null: the system picks."))
+    copy_interfaces: tuple[str, ...] = field(
+        default=(),
+        metadata=says(
+            "Interfaces that copies of snapshots use, by local rank in turn; each in a subnet of "
+            "its own. Empty: all use the one of the agents."
+        ),
+    )
     metrics_port: int | None = field(
         default=None,
         metadata=says("Port at which each agent serves its node's metrics; null: it does not."),
@@ -389,6 +396,8 @@ class TrainConfig:
             )
         train = dict(raw["train"])
         train["optimizer"] = OptimizerConfig(**train["optimizer"])
+        network = dict(raw["network"])
+        network["copy_interfaces"] = tuple(network.get("copy_interfaces", ()))
         config = cls(
             **{
                 **raw,
@@ -399,7 +408,7 @@ class TrainConfig:
                 "data": DataSection(**raw["data"]),
                 "checkpoint": CheckpointSection(**raw["checkpoint"]),
                 "elastic": ElasticSection(**raw["elastic"]),
-                "network": NetworkSection(**raw["network"]),
+                "network": NetworkSection(**network),
                 "command": tuple(words) if (words := raw.get("command")) else None,
                 "track": tuple(names) if (names := raw.get("track")) else None,
                 "numbers": NumbersSection(**raw.get("numbers", {})),

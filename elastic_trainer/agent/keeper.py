@@ -12,7 +12,7 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +44,7 @@ class Keeper:
         directory: in memory, made by the caller, gone with the agent.
         address: numeric address to listen on.
         ports: tried in turn; `range(1)` lets the system pick.
+        links: more addresses to listen on, which writers of copies take by turns.
         authenticate: called on every new connection; raises when the peer does not prove
             that it belongs to this job.
         key: of the run's images.
@@ -60,10 +61,15 @@ class Keeper:
         *,
         authenticate: Authenticate,
         key: bytes,
+        links: Sequence[str] = (),
     ) -> None:
         self._directory, self._authenticate, self._key = directory, authenticate, key
-        self._listener = listen(address, ports)
-        self.port: int = self._listener.getsockname()[1]
+        with contextlib.ExitStack() as undo:
+            self._listeners = [
+                undo.enter_context(listen(each, ports)) for each in (address, *links)
+            ]
+            undo.pop_all()
+        self.port: int = self._listeners[0].getsockname()[1]
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()
         self._unproved: dict[socket.socket, None] = {}
@@ -73,7 +79,10 @@ class Keeper:
 
     def start(self) -> None:
         """Serve, on threads of its own."""
-        threading.Thread(target=self._accept, name="holdfast-keeper", daemon=True).start()
+        for listener in self._listeners:
+            threading.Thread(
+                target=self._accept, args=(listener,), name="holdfast-keeper", daemon=True
+            ).start()
 
     def free(self, before_epoch: int) -> None:
         """Remove images of epochs before `before_epoch`: a newer snapshot is committed."""
@@ -93,7 +102,7 @@ class Keeper:
         with self._lock:
             self._closed = True
             socks = list(self._socks)
-        for sock in (self._listener, *socks):
+        for sock in (*self._listeners, *socks):
             # Wakes the thread that waits on it; a close alone does not.
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -101,10 +110,10 @@ class Keeper:
 
     # --- connections -----------------------------------------------------------------------
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
                 if self._closed:
                     return
@@ -157,6 +166,9 @@ class Keeper:
         match message["op"]:
             case "put":
                 channel.send(self._take(channel, message, kept))
+            case "links":
+                links = [each.getsockname()[:2] for each in self._listeners[1:]]
+                channel.send({"links": links})
             case "list":
                 channel.send({"images": self._images()})
             case "verify":

@@ -24,7 +24,7 @@ from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import Waker
-from elastic_trainer.agent.wire.addresses import local_address
+from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
 from elastic_trainer.agent.wire.network import open_files
 from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
 from elastic_trainer.agent.wire.store import parse_ports
@@ -186,7 +186,22 @@ def _keeper(
             timeout_s=AUTHENTICATE_S,
         ),
         key=secret.sign(IMAGES, options.run_id.encode()),
+        links=_links(options),
     )
+
+
+def _links(options: Options) -> list[str]:
+    """Return the addresses of the interfaces for copies; what one lacks is said, no more."""
+    if not (asked := options.network.copy_interfaces):
+        return []
+    found = interfaces()
+    addresses, missing = with_links(found, asked)
+    if missing:
+        sys.stderr.write(
+            f"holdfast agent: copies of snapshots do without {', '.join(missing)}: no link, or no "
+            f"address, on this node; it has {', '.join(map(str, found))}\n"
+        )
+    return addresses
 
 
 def _join(

@@ -7,6 +7,7 @@ committed one lies, so that there is always a whole one.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -338,9 +339,25 @@ class MemoryTier:
         if self._keeper.port == 0:
             raise PeerError(f"{self._keeper.node} keeps no snapshots")
         if self._link is None:
-            self._link = PeerLink(self._keeper, self.place.authenticate)
+            self._link = self._connect(self._keeper)
         with memoryview(image.map) as whole, whole[PAGE : header.total_bytes] as body:
             self._link.put(header, slot, body)
+
+    def _connect(self, keeper: Peer) -> PeerLink:
+        """Connect by the link whose turn it is, so that a node's workers use all that it has."""
+        link = PeerLink(keeper, self.place.authenticate)
+        if not (links := link.links()):
+            return link
+        address, port = links[self.place.local_rank % len(links)]
+        try:
+            other = PeerLink(
+                dataclasses.replace(keeper, address=address, port=port), self.place.authenticate
+            )
+        except PeerError as error:  # slower, but there
+            os.write(2, f"copies go by {keeper.address}: {error}\n".encode())
+            return link
+        link.close()
+        return other
 
     def _end(self, pending: _Pending, error: str | None) -> None:
         if error is not None:

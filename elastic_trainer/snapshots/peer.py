@@ -124,6 +124,11 @@ class PeerLink:
         message = {"op": "put", "header": header.to_dict(), "slot": slot, "times": times}
         self._ask({**message, "committed": committed}, body)
 
+    def links(self) -> list[tuple[str, int]]:
+        """Return the further addresses and ports at which the keeper listens."""
+        with self._telling_errors():
+            return [(str(each), int(port)) for each, port in self._ask({"op": "links"})["links"]]
+
     def held(self) -> list[Holding]:
         """Return what the node holds; only headers have been looked at."""
         with self._telling_errors():

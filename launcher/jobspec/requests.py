@@ -91,6 +91,10 @@ def _network(spec: JobSpec) -> Iterator[Finding]:
         if network.interface == "lo":
             auto = instead("network.interface", ["auto"])
             yield finding("HF128", "network.interface", f"lo {own}", "cluster", offers=auto)
+        if "lo" in network.copy_interfaces:
+            rest = [name for name in network.copy_interfaces if name != "lo"]
+            others = instead("network.copy_interfaces", [rest])
+            yield finding("HF128", "network.copy_interfaces", f"lo {own}", "cluster", offers=others)
         if network.cidr is not None and network.cidr.startswith(("127.", "::1")):
             unset = instead("network.cidr", [None])
             message = f"{network.cidr} {own}"

@@ -32,6 +32,7 @@ from launcher.jobspec.values import (
     Becomes,
     Beta,
     Cidr,
+    CopyInterfaces,
     Count,
     Degree,
     DpDegree,
@@ -257,6 +258,7 @@ class Network(Section):
     interface: Interface = _network("interface")
     cidr: Cidr | None = _network("cidr")
     ports: Ports | None = _network("ports")
+    copy_interfaces: CopyInterfaces = _network("copy_interfaces")
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] | None = _network("metrics_port")
 
 

@@ -160,6 +160,12 @@ def _interface(value: str) -> str:
     return value
 
 
+def _copy_interface(value: str) -> str:
+    if value == "auto":
+        raise refuse("HF015", "expected names as [ib0, ib1]; without any, that of agents is used")
+    return _interface(value)
+
+
 def _cidr(value: str) -> str:
     try:
         ipaddress.ip_network(value, strict=False)
@@ -283,6 +289,9 @@ Plain = Annotated[
 ]
 PluginPath = Annotated[Text, AfterValidator(_plugin)]
 Interface = Annotated[Text, AfterValidator(_interface)]
+CopyInterfaces = Annotated[
+    tuple[Annotated[Text, AfterValidator(_copy_interface)], ...], Field(strict=False)
+]
 Ports = Annotated[Text, AfterValidator(_ports)]
 Cidr = Annotated[Text, AfterValidator(_cidr)]
 Pattern = Annotated[Text, AfterValidator(_pattern)]

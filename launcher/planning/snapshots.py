@@ -5,9 +5,10 @@ bytes each. Its node keeps two images of its own and two copies for another node
 committed and one under way. Where HSDP's replicas hold the same, nothing is copied.
 
 An image comes over the GPU's own PCIe link while the next step computes, is authenticated by one
-core, and goes out by the node's links: each worker has a connection of its own, and is taken to
-have its GPU's share of them (`nic_gbit`). The time of a step is the least possible, so real
-shares are smaller.
+core, and goes out by the node's interfaces for copies (`network.copy_interfaces`; without any, by
+the one of the agents), each taken to be as fast as one GPU's (`nic_gbit`): a node's workers, of
+which each has a connection of its own, share them. The time of a step is the least possible, so
+real shares are smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CGROUP_SHARE: Final = 0.9
 SECONDS_PER_BYTE: Final = 1.55e-9
 """Of one core: copy, CRC-32, send and verify, measured (benchmarks/snapshot.py)."""
 NIC_SHARE: Final = 0.25
-"""Part of each GPU's network bandwidth that copies may take from the training."""
+"""Part of an interface's bandwidth that copies may take."""
 STALL_BUDGET: Final = 0.01
 """Part of the time that snapshots may hold up a training."""
 READ_ONLY_SHARE: Final = 0.9
@@ -53,7 +54,8 @@ class Snapshots:
     stall_s: float | None
     """Of it, what the training waits for; None where the time of a step is not known."""
     nic_share: float | None
-    """Part of each GPU's network bandwidth that copies take; None where either is not known."""
+    """Part of the interfaces' bandwidth that copies take; None where that or the time of a step is
+    not known."""
 
 
 def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
@@ -82,9 +84,13 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     )
     gpu, step_s = GPUS.get(spec.cluster.gpu), shortest_step_s(spec)
     copy_s, stall_s = image * SECONDS_PER_BYTE, None
+    bytes_per_s = math.inf
+    """Of one worker's copy, were there nothing else."""
     if gpu is not None:
+        num_links = min(workers, max(1, len(spec.network.copy_interfaces)))
+        bytes_per_s = gpu.nic_gbit * 1e9 / 8 * num_links / workers
         if copied:
-            copy_s = max(copy_s, image * 8 / (gpu.nic_gbit * 1e9 * NIC_SHARE))
+            copy_s = max(copy_s, image / (bytes_per_s * NIC_SHARE))
         from_device_s = image / (gpu.host_gbps * 1e9)
         copy_s += from_device_s
         if step_s is not None:
@@ -116,14 +122,13 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
             f"a snapshot of {sized(image)} per worker takes about {copy_s:.1f} s and holds up the "
             f"training for {stall_s:.2f} s, a step may take {step_s:.2f} s only: one every {every} "
             f"steps instead of {asked} (at most {STALL_BUDGET:.0%} of the time, and "
-            f"{NIC_SHARE:.0%} of a GPU's network)"
+            f"{NIC_SHARE:.0%} of the network that copies take: network.copy_interfaces)"
         )
         asked_for = {"checkpoint.memory_every_steps": every}
         problems.append(spec.problem("HF156", "checkpoint.memory_every_steps", text, asked_for))
     nic_share = None
     if every and gpu is not None and step_s is not None:
-        sent = image if copied else 0
-        nic_share = sent * 8 / (gpu.nic_gbit * 1e9) / (every * step_s)
+        nic_share = (image if copied else 0) / bytes_per_s / (every * step_s)
     cost = Snapshots(
         every_steps=every,
         worker_bytes=image,
@@ -153,7 +158,7 @@ def snapshot_line(cost: Snapshots) -> str:
         f"{sized(cost.node_bytes)} a node"
     )
     if cost.stall_s is not None and cost.nic_share is not None:
-        line += f"; waits {cost.stall_s * 1e3:.0f} ms, {cost.nic_share:.1%} of a GPU's network"
+        line += f"; waits {cost.stall_s * 1e3:.0f} ms, {cost.nic_share:.1%} of its network"
     return line
 
 

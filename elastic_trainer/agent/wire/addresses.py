@@ -94,6 +94,12 @@ def _first_running(fits: Sequence[tuple[Interface, str]], asked: str, listed: st
     return running[0]
 
 
+def with_links(found: Sequence[Interface], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return an address of each of the interfaces `names` that has a link, and the others. Pure."""
+    here = {one.name: one.addresses[0] for one in found if one.running}
+    return [here[n] for n in names if n in here], [n for n in names if n not in here]
+
+
 def local_address(*, interface: str = "auto", cidr: str | None = None) -> str:
     """Return the numeric address under which peers reach this node.
 

@@ -15,6 +15,7 @@ from elastic_trainer.agent.wire.addresses import (
     interfaces,
     local_address,
     parse_if_inet6,
+    with_links,
 )
 
 LO = Interface(name="lo", addresses=("127.0.0.1",), loopback=True)
@@ -48,6 +49,11 @@ def test_what_the_job_file_says_is_taken():
     assert choose(found, cidr="192.168.0.0/16", routed=["10.0.0.7"]) == "192.168.3.7"
     assert choose(found, cidr="fd00::/8") == "fd00::7"
     assert choose(found, interface="lo") == "127.0.0.1"
+
+
+def test_interfaces_for_copies_keep_their_order_and_one_without_a_link_is_left_out():
+    found = with_links([LO, ETH, DEAD, IB], ["ib0", "eth1", "eth7", "eth0"])
+    assert found == (["192.168.3.7", "10.0.0.7"], ["eth1", "eth7"])
 
 
 def test_without_a_word_the_default_route_decides_unless_its_cable_is_out():

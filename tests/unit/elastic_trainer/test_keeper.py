@@ -30,7 +30,7 @@ from elastic_trainer.snapshots.peer import (
     read_peers,
     write_peers,
 )
-from elastic_trainer.snapshots.wire import Authenticate, Channel
+from elastic_trainer.snapshots.wire import Authenticate, Channel, Session
 
 HOME = "127.0.0.1"
 
@@ -248,7 +248,8 @@ def test_strangers_make_way_for_who_proves_itself(keeper: Keeper) -> None:
 
 def test_closing_ends_every_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    keeper = Keeper(tmp_path, HOME, authenticate=prove(b"k", server=True), key=KEY)
+    prover = prove(b"k", server=True)
+    keeper = Keeper(tmp_path, HOME, authenticate=prover, key=KEY, links=["127.0.0.2"])
     keeper.start()
     with dial(keeper) as link:
         link.held()
@@ -306,6 +307,55 @@ def test_a_worker_leaves_its_copy_on_another_machine_as_the_agents_say(
         assert [holding.header.step for holding in link.held()] == [7]
     assert said == told
     tier.close()
+
+
+@pytest.mark.parametrize(("local_rank", "by"), [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1)])
+def test_copies_go_by_a_nodes_links_in_turn_and_by_its_own_address_where_one_is_cut(
+    tmp_path: Path,
+    local_rank: int,
+    by: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    came: list[str] = []
+    prove_here = prove(b"k", server=True)
+
+    def noted(sock: socket.socket) -> Session:
+        came.append(sock.getsockname()[0])
+        return prove_here(sock)
+
+    with socket.create_server((HOME, 0)) as listener:
+        nobody = listener.getsockname()[:2]
+    links, told = ["127.0.3.1", "127.0.3.2"], PeerLink.links
+    monkeypatch.setattr(PeerLink, "links", lambda link: [*told(link), nobody])
+    (tmp_path / "kept").mkdir()
+    keeper = Keeper(tmp_path / "kept", HOME, authenticate=noted, key=KEY, links=links)
+    keeper.start()
+    (tmp_path / "own").mkdir()
+    here = Peer(node="a", address=HOME, port=0)
+    there = Peer(node="b", address=HOME, port=keeper.port)
+    place = Place(
+        directory=tmp_path / "own",
+        node="a",
+        local_rank=local_rank,
+        workers=1,
+        members=(here, there),
+        spares=(),
+        authenticate=prove(b"k", server=False),
+        image_key=KEY,
+    )
+    tier = MemoryTier(
+        place, ParallelLayout(dp=2), rank=0, epoch=1, every_steps=1, emit=lambda *_, **__: None
+    )
+    for step in (7, 8):
+        assert tier.take({"model": {"w": torch.ones(4)}}, step)
+        tier.wait(60)
+        assert tier.votes() == (1.0, 0.0, 0.0)
+        tier.agreed(2.0, 0.0)
+    assert came == [HOME, *links[by : by + 1]], "connected once, not for each snapshot"
+    assert (f"copies go by {HOME}" in capfd.readouterr().err) == (by == 2)
+    tier.close()
+    keeper.close()
 
 
 def test_peers_are_written_and_read(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ MUTATIONS = {
     "numbers.replica_check_steps": [10],
     "numbers.loss_spike": ["raise"],
     "network.interface": ["lo", "ib0", "'ib0, ib1'"],
+    "network.copy_interfaces": ["[ib0, ib1]", "[ib0, lo]", "[auto]", "ib0"],
     "network.ports": ["29500-29500", "65535-65535", "29400-29499"],
     "code.exclude": ["['data, .git']", "'data, .git'", "[data]"],
     "env.variables.NCCL_IB_HCA": ["'mlx5_0, mlx5_1'", "mlx5"],

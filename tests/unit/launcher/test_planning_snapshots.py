@@ -100,5 +100,7 @@ def test_the_share_of_the_network_is_of_what_was_planned():
     assert found.stall_s == 0.0, "the copy from the device runs beside the step"
     assert found.nic_share is not None
     assert 0.0 < found.nic_share <= 0.25
+    links = planned("llama3-70b.yaml", "network.copy_interfaces=[ib0, ib1, ib2, ib3]").snapshots
+    assert links.nic_share == pytest.approx(found.nic_share / 4)
     rarer = planned("llama3-70b.yaml", "checkpoint.memory_every_steps=10").snapshots
     assert rarer.nic_share == pytest.approx(found.nic_share * found.every_steps / 10)
