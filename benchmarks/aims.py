@@ -234,14 +234,14 @@ ON_A_GPU: tuple[tuple[str, str, str], ...] = (
     (
         "a device that hangs, until its node is charged",
         "≥ 30 s, ≤ 60 s",
-        "the first hour, item 12 (docs/gpus.md)",
+        "a device that hangs, in the first hour (docs/gpus.md)",
     ),
     (
         "SIGKILL of a worker to first step, with a standby's context and kernels warm",
         "one step and NCCL's connecting",
-        "the first hour, item 9; `recovery.phase`",
+        "a worker that is killed, in the first hour; `recovery.phase`",
     ),
-    ("a standby's memory on the GPU", "said", "the first hour, item 8"),
+    ("a standby's memory on the GPU", "said", "`nvidia-smi`, in the first hour"),
     ("step in float8 beside bf16", "faster", "a job with and without `train.float8`"),
 )
 """What was asked of GPUs, how much of it, and what measures it."""
