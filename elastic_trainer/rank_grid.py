@@ -101,16 +101,17 @@ class RankGrid:
 
     Args:
         timeout: how long ranks wait for each other.
+        backend: of its groups.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, *, backend: str = "gloo") -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         shape = grid_shape(self.world_size, MAX_GROUP)
         self._inside = math.prod(shape)
         self.groups: list[dist.ProcessGroup] = []
         """This rank's: along each axis, and its pair last."""
         for ranks in lines(self.world_size, shape):
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if self.rank in ranks:
                 self.groups.append(group)
         self._pair: dist.ProcessGroup | None = None

@@ -33,8 +33,7 @@ USER_ERRORS = (CheckpointError, DataError, ModelError, NumbersError)
 def main() -> int:
     """Train; return the process's exit code."""
     try:
-        standby.forget_other_shapes(os.environ)
-        return run_worker()
+        return run_worker(built=standby.forget_others)
     except USER_ERRORS as error:
         write_error_file(error)
         sys.stderr.write(f"{error}\n")

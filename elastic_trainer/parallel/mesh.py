@@ -29,6 +29,13 @@ class Meshes:
     experts: DeviceMesh
     """As `fsdp`, of the ranks that keep the same experts: dp_shard / ep x cp."""
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those that are used, in the same order on every rank: not parts of a flattened axis."""
+        views = (self.fsdp, self.experts, self.tp, self.pp, self.cp, self.ep)
+        used = [view for view in views if view is not None]
+        return tuple(dict.fromkeys(group for view in used for group in view.get_all_groups()))
+
 
 def build_meshes(layout: ParallelLayout, device: torch.device, timeout: timedelta) -> Meshes:
     """Make the process groups of `layout`, ranks in its order.
@@ -62,11 +69,10 @@ def build_meshes(layout: ParallelLayout, device: torch.device, timeout: timedelt
     for group in {*mesh.get_all_groups(), *fsdp.get_all_groups(), *experts.get_all_groups()}:
         _set_pg_timeout(timeout, group)
     views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp", "ep")}
-    used = [view for view in (fsdp, experts, *views.values()) if view is not None]
-    # Not the parts of a flattened axis. In the same order on every rank, or they wait in a ring.
-    for group in dict.fromkeys(group for view in used for group in view.get_all_groups()):
+    meshes = Meshes(fsdp=fsdp, experts=experts, **views)
+    for group in meshes.groups:  # in another order they would wait in a ring
         connect(group, device)
-    return Meshes(fsdp=fsdp, experts=experts, **views)
+    return meshes
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:

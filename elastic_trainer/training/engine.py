@@ -44,7 +44,7 @@ class Engine:
         mark: Mark = lambda _part: None,
     ) -> None:
         self._config, self._rung, self._device = config, rung, device
-        self.coordinate = rung.layout.coordinate(rank)
+        self.layout, self.coordinate = rung.layout, rung.layout.coordinate(rank)
         self.meshes = build_meshes(
             rung.layout, device, timedelta(seconds=config.elastic.start_ceiling_s)
         )
@@ -71,7 +71,7 @@ class Engine:
 
     def allocate(self) -> None:
         """Give the parameters memory; their values come from a checkpoint, or `initialise`."""
-        config, cp = self._config, self._rung.layout.cp
+        config, cp = self._config, self.layout.cp
         self.model.to_empty(device=self._device)
         if not self._sharded and config.model.tie_embeddings:
             self.model.head.weight = self.model.embedding.weight  # each was made by itself
@@ -155,7 +155,7 @@ class Engine:
             return
         if self._rung.no_sync:
             self.model.set_requires_gradient_sync(number == last)
-        elif self._rung.layout.dp_replicate > 1:
+        elif self.layout.dp_replicate > 1:
             self.model.set_requires_all_reduce(number == last)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Engine:
 
     def _build_pipeline(self, num_positions: int) -> Pipeline:
         assert self.meshes.pp is not None
-        shape, train, tp = self._config.model, self._config.train, self._rung.layout.tp
+        shape, train, tp = self._config.model, self._config.train, self.layout.tp
         dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
         batch = train.micro_batch
 

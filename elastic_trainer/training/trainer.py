@@ -74,8 +74,10 @@ class SaveRefusedError(Exception):
 class Trainer:
     """Trains from the newest checkpoint to the last step, or to a request to stop."""
 
-    def __init__(self, config: TrainConfig, who: WorkerContext) -> None:
-        self.config, self.who = config, who
+    def __init__(
+        self, config: TrainConfig, who: WorkerContext, built: Callable[[Engine], None]
+    ) -> None:
+        self.config, self.who, self._built = config, who, built
         self.rung, self.layout = who.rung, who.rung.layout
         self.heartbeat = Heartbeat(who.heartbeat)
         self.device_times: DeviceTimes | None = None
@@ -124,6 +126,7 @@ class Trainer:
             self.device_times = DeviceTimes(self.heartbeat, timed)
             self.mark = self.device_times.mark
         self.engine = Engine(self.config, self.rung, self.who.rank, self.device, mark=self.mark)
+        self._built(self.engine)
         self.heartbeat.beat(section=Section.STARTING)  # all have come
         self.heartbeat.compare_within(self.engine.coordinate["pp"])
         self.model = self.engine.model
@@ -397,14 +400,18 @@ def load_config(run_dir: Path) -> TrainConfig:
     return TrainConfig.from_json((run_dir / "job.json").read_text(encoding="utf-8"))
 
 
-def run_worker() -> int:
-    """Train as the environment says and return the exit code."""
+def run_worker(built: Callable[[Engine], None]) -> int:
+    """Train as the environment says and return the exit code.
+
+    Args:
+        built: called with the engine before it is used.
+    """
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     answer_with_stacks(who.heartbeat)
     config = load_config(who.run_dir)
     answer_with_flight(who.heartbeat, flight_recorder(config.device))
-    return Trainer(config, who).run()
+    return Trainer(config, who, built).run()
 
 
 def flight_recorder(device: str) -> Callable[[], bytes]:

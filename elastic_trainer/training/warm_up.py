@@ -14,6 +14,7 @@ import random
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.rank_grid import RankGrid
 from elastic_trainer.training.engine import Engine
 from elastic_trainer.training.feed import MicroBatch
 from elastic_trainer.training.optimizer import (
@@ -32,7 +34,7 @@ from elastic_trainer.training.optimizer import (
 )
 from elastic_trainer.training.trainer import device_of, load_config
 
-_compiled_for: list[ParallelLayout] = []
+_compiled_for: list[tuple[ParallelLayout, list[str]]] = []
 """What this process has warmed up for: at most one, none in a worker that was no standby."""
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
@@ -61,24 +63,27 @@ def warm_up(env: Mapping[str, str]) -> None:
         _malloc_trim(0)
 
 
-def forget_other_shapes(env: Mapping[str, str]) -> None:
-    """Drop what was compiled for another layout: the next shapes would be compiled as dynamic ones.
+def forget_others(engine: Engine) -> None:
+    """Drop what was compiled for another layout, or for groups of other names.
 
-    Ranks without a standby compile them as they are, and sums of the two differ.
+    Other shapes would be compiled as dynamic ones. Ranks without a standby compile them as they
+    are, and sums of the two differ. Compiled code calls groups by their names, which may be others'
+    here.
 
     Args:
-        env: of the worker.
+        engine: of the worker, which has not run.
     """
-    if _compiled_for and _shapes(_compiled_for.pop()) != _shapes(_rung(env).layout):
+    if _compiled_for and _compiled_for.pop() != _compiled_as(engine):
         torch._dynamo.reset()  # noqa: SLF001
+
+
+def _compiled_as(engine: Engine) -> tuple[ParallelLayout, list[str]]:
+    names = [group.group_name for group in engine.meshes.groups]
+    return replace(engine.layout, dp=1, dp_replicate=1, ep=1), names
 
 
 def _rung(env: Mapping[str, str]) -> Rung:
     return Rung.from_dict(json.loads(env["HOLDFAST_RUNG"]))
-
-
-def _shapes(layout: ParallelLayout) -> ParallelLayout:
-    return replace(layout, dp=1, dp_replicate=1, ep=1)
 
 
 def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> None:
@@ -86,6 +91,7 @@ def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> N
     layout = rung.layout
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
+        RankGrid(timedelta(), backend="fake")  # the trainer's: names of groups count on from it
         engine = Engine(config, rung, rank, device)
         engine.allocate()
         optimizer = build_optimizer(engine.model, config.train.optimizer)
@@ -98,7 +104,7 @@ def _step(config: TrainConfig, rung: Rung, rank: int, device: torch.device) -> N
         clip_gradients(engine.model, gradient_square_sum(engine.model).item(), 1.0)
         optimizer.step()
         if config.train.compile:
-            _compiled_for.append(layout)
+            _compiled_for.append(_compiled_as(engine))
     finally:
         dist.destroy_process_group()
 
