@@ -26,6 +26,7 @@ from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
 from elastic_trainer.training.session import WorkerContext
 from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.training.warm_up import forget_others
 
 SHAPE = ModelShape(num_layers=16, dim=64, num_heads=8, num_kv_heads=8, ffn_dim=64, vocab_size=256)
 BLOB_BYTES = 200
@@ -80,7 +81,7 @@ def connect(run, job_json, rank):
     )
     distributed_c10d.ProcessGroupGloo = CountedGloo
     CheckpointManager.restore = lambda _manager: None
-    trainer = Trainer(config, who)
+    trainer = Trainer(config, who, forget_others)
     trainer._init_process_group()
     trainer._build_model()
     trainer._restore()

@@ -89,7 +89,10 @@ def test_the_defaults_that_job_json_leaves_out_are_those_of_its_version():
             "progress_pattern": None, "stop_grace_s": 30.0, "failure_domain": None,
             "preload": None, "standby": False,
         },
-        NetworkSection: {"interface": "auto", "cidr": None, "ports": None, "metrics_port": None},
+        NetworkSection: {
+            "interface": "auto", "cidr": None, "ports": None, "copy_interfaces": (),
+            "metrics_port": None,
+        },
         NumbersSection: {
             "non_finite": "skip", "loss_spike": "report", "grad_spike": "report",
             "loss_ratio": 1.5, "grad_ratio": 5.0, "window": 64, "rollback_steps": 10,

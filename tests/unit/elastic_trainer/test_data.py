@@ -290,7 +290,7 @@ def test_a_mistake_is_named_with_its_way_out_and_not_tried_again(
 ):
     error_file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    monkeypatch.setattr(train, "run_worker", lambda: mistake(tmp_path))
+    monkeypatch.setattr(train, "run_worker", lambda **_: mistake(tmp_path))
     assert train.main() == 93
     record = json.loads(error_file.read_text())
     message = record["message"]["message"]
