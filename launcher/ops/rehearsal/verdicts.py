@@ -146,7 +146,7 @@ def verdict(failing: Failing, stage: Stage, found: Attempts, faults: Sequence[st
     level, text = Level.OK, ""
     if problems := list(_problems(failing, stage, found)):
         level, text = Level.FAIL, "; ".join(problems)
-    elif warning := _WARNINGS.get(failing, _no_warning)(stage, found):
+    elif warning := _WARNINGS.get(failing, _no_warning)(stage, found) or _crash_warning(found):
         level, text = Level.WARN, warning
     else:
         text = _said(failing, stage, found)
@@ -246,6 +246,8 @@ def _nothing(_stage: Stage, _found: Attempts) -> Iterator[str]:
 
 
 _SIGKILL: Final = 9
+_CRASHES: Final = (4, 6, 7, 8, 11)
+"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _Problems = Callable[[Stage, Attempts], Iterator[str]]
 _PROBLEMS: Final[Mapping[Failing, _Problems]] = {
     Failing.HANG: _hang_problems,
@@ -263,6 +265,17 @@ def _disk_warning(stage: Stage, found: Attempts) -> str:
     if stage.is_script or found.summary["checkpoints_failed"]:
         return ""
     return "no checkpoint fell due while the disk was full; save more often"
+
+
+def _crash_warning(found: Attempts) -> str:
+    """Return which workers crashed: nothing that is injected does that, nor does a lost peer."""
+    exits = (each for each in found.events if each.event == "worker.exit")
+    crashed = [each for each in exits if each.fields["signal"] in _CRASHES]
+    if not crashed:
+        return ""
+    first = crashed[0]
+    where = f"signal {first.fields['signal']} on {first.node} after step {first.step}"
+    return f"{counted(len(crashed), 'worker')} crashed, which was not injected: {where}"
 
 
 _WARNINGS: Final[Mapping[Failing, Callable[[Stage, Attempts], str]]] = {Failing.DISK: _disk_warning}

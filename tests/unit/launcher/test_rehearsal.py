@@ -181,6 +181,17 @@ def test_what_must_hold_afterwards(failing, changes, level):
     assert judged(failing, **changes).level is level
 
 
+@pytest.mark.parametrize(
+    ("number", "level"), [(9, Level.OK), (None, Level.OK), (6, Level.WARN), (11, Level.WARN)]
+)
+def test_a_crash_that_nobody_injected_is_said(number, level):
+    fields = {"signal": number}
+    left = Event(event="worker.exit", t_unix=9.0, t_mono=0.0, step=10, node="n2", fields=fields)
+    found = judged(Failing.NODE, left)
+    assert found.level is level
+    assert ("n2" in found.text) == (level is Level.WARN)
+
+
 def test_a_slow_rank_must_be_named():
     def named(node):
         return Event(
