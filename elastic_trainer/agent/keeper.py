@@ -64,11 +64,7 @@ class Keeper:
         links: Sequence[str] = (),
     ) -> None:
         self._directory, self._authenticate, self._key = directory, authenticate, key
-        with contextlib.ExitStack() as undo:
-            self._listeners = [
-                undo.enter_context(listen(each, ports)) for each in (address, *links)
-            ]
-            undo.pop_all()
+        self._listeners = [listen(each, ports) for each in (address, *links)]
         self.port: int = self._listeners[0].getsockname()[1]
         self._lock = threading.Lock()
         self._socks: set[socket.socket] = set()

@@ -84,11 +84,8 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     )
     gpu, step_s = GPUS.get(spec.cluster.gpu), shortest_step_s(spec)
     copy_s, stall_s = image * SECONDS_PER_BYTE, None
-    bytes_per_s = math.inf
-    """Of one worker's copy, were there nothing else."""
+    bytes_per_s = _copy_bytes_per_s(spec)
     if gpu is not None:
-        num_links = min(workers, max(1, len(spec.network.copy_interfaces)))
-        bytes_per_s = gpu.nic_gbit * 1e9 / 8 * num_links / workers
         if copied:
             copy_s = max(copy_s, image / (bytes_per_s * NIC_SHARE))
         from_device_s = image / (gpu.host_gbps * 1e9)
@@ -97,22 +94,11 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
             stall_s = max(0.0, from_device_s - READ_ONLY_SHARE * step_s)
     problems: list[Problem] = []
     every = asked
-    if every and (memory := spec.cluster.memory_gib) and node_bytes > memory * 2**30 * SHM_SHARE:
+    if every and (problem := _too_large_for_shm(spec, node_bytes)):
         every = 0
-        text = (
-            f"snapshots need up to {sized(node_bytes)} per node, /dev/shm holds "
-            f"{memory * SHM_SHARE:.0f} GiB (half of cluster.memory_gib): none are taken, and a "
-            "failure costs the steps since the last checkpoint; save more often "
-            "(checkpoint.every_s), or use more nodes"
-        )
-        problems.append(spec.problem("HF155", "checkpoint.memory_every_steps", text))
-    if every and (granted := memory_bytes(spec.slurm.mem)) and node_bytes > granted * CGROUP_SHARE:
-        text = (
-            f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {spec.slurm.mem} "
-            "is left alone: none are taken, and a failure costs the steps since the last checkpoint"
-        )
-        ample = {"slurm.mem": f"{math.ceil(node_bytes / CGROUP_SHARE / 2**30)}G"}
-        problems.append(spec.problem("HF155", "slurm.mem", text, ample))
+        problems.append(problem)
+    if every and (problem := _too_large_for_job(spec, node_bytes)):
+        problems.append(problem)
     least = 1
     if step_s is not None and stall_s is not None:
         least = math.ceil(max(copy_s, stall_s / STALL_BUDGET) / step_s)
@@ -138,6 +124,40 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
         nic_share=nic_share,
     )
     return cost, problems
+
+
+def _copy_bytes_per_s(spec: JobSpec) -> float:
+    """Return how fast one worker's copy could leave its node; infinite where nothing is known."""
+    gpu, workers = GPUS.get(spec.cluster.gpu), spec.cluster.gpus_per_node
+    if gpu is None:
+        return math.inf
+    num_links = min(workers, max(1, len(spec.network.copy_interfaces)))
+    return gpu.nic_gbit * 1e9 / 8 * num_links / workers
+
+
+def _too_large_for_shm(spec: JobSpec, node_bytes: int) -> Problem | None:
+    memory = spec.cluster.memory_gib
+    if not memory or node_bytes <= memory * 2**30 * SHM_SHARE:
+        return None
+    text = (
+        f"snapshots need up to {sized(node_bytes)} per node, /dev/shm holds "
+        f"{memory * SHM_SHARE:.0f} GiB (half of cluster.memory_gib): none are taken, and a "
+        "failure costs the steps since the last checkpoint; save more often "
+        "(checkpoint.every_s), or use more nodes"
+    )
+    return spec.problem("HF155", "checkpoint.memory_every_steps", text)
+
+
+def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Problem | None:
+    granted = memory_bytes(spec.slurm.mem)
+    if not granted or node_bytes <= granted * CGROUP_SHARE:
+        return None
+    text = (
+        f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {spec.slurm.mem} "
+        "is left alone: none are taken, and a failure costs the steps since the last checkpoint"
+    )
+    ample = {"slurm.mem": f"{math.ceil(node_bytes / CGROUP_SHARE / 2**30)}G"}
+    return spec.problem("HF155", "slurm.mem", text, ample)
 
 
 def memory_bytes(text: str | None) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -246,8 +247,13 @@ def _nothing(_stage: Stage, _found: Attempts) -> Iterator[str]:
 
 
 _SIGKILL: Final = 9
-_CRASHES: Final = (4, 6, 7, 8, 11)
-"""SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
+_CRASHES: Final = (
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGSEGV,
+)
 _Problems = Callable[[Stage, Attempts], Iterator[str]]
 _PROBLEMS: Final[Mapping[Failing, _Problems]] = {
     Failing.HANG: _hang_problems,
@@ -274,7 +280,8 @@ def _crash_warning(found: Attempts) -> str:
     if not crashed:
         return ""
     first = crashed[0]
-    where = f"signal {first.fields['signal']} on {first.node} after step {first.step}"
+    name = signal.Signals(first.fields["signal"]).name
+    where = f"{name} on {first.node} after step {first.step}"
     return f"{counted(len(crashed), 'worker')} crashed, which was not injected: {where}"
 
 
