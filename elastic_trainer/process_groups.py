@@ -1,24 +1,62 @@
-"""Process groups of a script stay until its process ends: to free one can hang it for good.
-
-The destructor of a gloo group waits, with Python's lock held, for its threads; one that still lets
-go of the last collective waits for that lock (torch 2.13: `~ProcessGroupGloo` joins what runs
-`~AsyncWork`). It needs a busy machine, and about one end of a script in fifty met it on one.
-"""
+"""What torch's gloo groups need before a worker can be trusted to them (torch 2.13)."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import os
+from datetime import timedelta
+from typing import Any, Final
+
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
+
+_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
+
+
+class _Gloo(type):
+    def __instancecheck__(cls, group: object) -> bool:
+        return isinstance(group, dist.ProcessGroupGloo)
+
+
+class OneThreadGloo(metaclass=_Gloo):
+    """Makes gloo groups whose collectives run on one thread, for torch's two.
+
+    Two write the name of the collective that has ended, `lastCompletedWorkName`, without a lock
+    (`ProcessGroupGloo::runLoop`). Names above 15 characters, as of a coalesced all-gather, are on
+    the heap: the worker dies of SIGSEGV or an abort of malloc.
+    """
+
+    def __new__(
+        cls,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = distributed_c10d.default_pg_timeout,
+    ) -> dist.ProcessGroupGloo:
+        """Return a group of torch's own class, on the network that torch would take."""
+        gloo = dist.ProcessGroupGloo
+        names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
+        options = gloo._Options()  # noqa: SLF001  the only way to say how many threads
+        options._timeout, options._threads = timeout, 1  # noqa: SLF001
+        options._devices = [  # noqa: SLF001
+            gloo.create_device(interface=name) for name in names
+        ] or [gloo.create_default_device()]
+        return gloo(store, rank, size, options)
+
+
+def use_one_thread() -> None:
+    """Have torch make gloo groups as OneThreadGloo does."""
+    distributed_c10d.ProcessGroupGloo = OneThreadGloo
 
 
 def keep_process_groups() -> None:
     """Have `destroy_process_group` end groups as ever, but free none that was the last to end.
 
+    The destructor of a gloo group waits, with Python's lock held, for its threads; one that still
+    lets go of the last collective waits for that lock (`~ProcessGroupGloo` joins what runs
+    `~AsyncWork`). It needs a busy machine, and about one end of a script in fifty met it on one.
     The process must end by os._exit, which frees nothing, as forked workers do.
     """
-    from torch import distributed
-    from torch.distributed import distributed_c10d
-
     destroy, kept = distributed_c10d.destroy_process_group, list[Any]()
 
     @functools.wraps(destroy)
@@ -27,4 +65,4 @@ def keep_process_groups() -> None:
         destroy(group)
 
     distributed_c10d.destroy_process_group = destroy_and_keep
-    distributed.destroy_process_group = destroy_and_keep
+    dist.destroy_process_group = destroy_and_keep

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastic_trainer.process_groups import use_one_thread
+
 MAX_GROUP: Final = 32
 """Ranks of a group that connects all of them."""
 UNCONNECTED: Final = "unconnected"
@@ -49,6 +51,7 @@ def init_unconnected(store: dist.Store, *, rank: int, world_size: int, timeout: 
     # of a group.
     os.environ["GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"] = "1"
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"
+    use_one_thread()
     dist.init_process_group(
         UNCONNECTED, store=store, rank=rank, world_size=world_size, timeout=timeout
     )

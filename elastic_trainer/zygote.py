@@ -493,9 +493,10 @@ def _run(request: dict[str, Any], *, called: str) -> int:
     if request.get("count_steps") and "torch" in sys.modules:
         _count_steps()
     if "torch.distributed" in sys.modules:
-        from elastic_trainer.process_groups import keep_process_groups
+        from elastic_trainer.process_groups import keep_process_groups, use_one_thread
 
         keep_process_groups()
+        use_one_thread()
     try:
         if request["kind"] == "module":
             sys.path.insert(0, request["cwd"])

@@ -16,9 +16,8 @@ import pytest
 import torch.distributed as dist
 from fake_world import apart
 from harness import Run, heartbeat_path, make_config
-from torch.distributed import distributed_c10d
 
-from elastic_trainer import rank_grid
+from elastic_trainer import process_groups, rank_grid
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.heartbeat import Heartbeat
@@ -79,7 +78,7 @@ def connect(run, job_json, rank):
         store=("127.0.0.1", server.port),
         run_id="r",
     )
-    distributed_c10d.ProcessGroupGloo = CountedGloo
+    process_groups.OneThreadGloo = CountedGloo
     CheckpointManager.restore = lambda _manager: None
     trainer = Trainer(config, who, forget_others)
     trainer._init_process_group()

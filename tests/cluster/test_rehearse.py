@@ -137,7 +137,7 @@ def test_a_job_that_does_not_run_here_says_why(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", ["llama3-8b", "llama3-405b", "tiny-cpu", "ddp_tutorial", "own_loop"]
+    "name", ["llama3-8b", "llama3-70b", "llama3-405b", "tiny-cpu", "ddp_tutorial", "own_loop"]
 )
 def test_examples_survive_every_failure(tmp_path, name):
     job = ROOT / "examples" / f"{name}.yaml"

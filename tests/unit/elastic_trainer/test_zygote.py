@@ -431,6 +431,30 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_collectives_of_a_script_run_on_one_thread(tmp_path: Path) -> None:
+    script = tmp_path / "collective.py"
+    script.write_text(
+        "import glob, os, torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "names = [open(path).read() for path in glob.glob('/proc/self/task/*/comm')]\n"
+        "print(sum('gloo_runloop' in name for name in names))\n"
+        "dist.destroy_process_group()\n"
+    )
+    task = Task(kind="script", target=str(script), cwd=str(tmp_path))
+    workers = Workers(task, env=base_env())
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        started, ended = run_one(workers)
+    finally:
+        workers.close()
+    lines = (tmp_path / "logs" / "0.log").read_text().splitlines()
+    assert (started.how, ended.code, lines[-1]) == ("zygote", 0, "1"), lines
+
+
+@pytest.mark.slow
 def test_the_real_trainer_can_be_forked(tmp_path: Path) -> None:
     """Importing it starts no thread; without a run directory it ends by itself."""
     if importlib.util.find_spec(DEFAULT_PRELOAD) is None:
