@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: .venv/ready
 	$(PY) -m examples.demo
 
-# About 8 minutes on two cores: no test takes over 45 s, the longer ones are for `make chaos`.
+# About 13 minutes on two cores: no test takes over 45 s, the longer ones are for `make chaos`.
 WORKERS ?= 2
 
 test: .venv/ready
