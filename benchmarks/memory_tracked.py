@@ -181,8 +181,8 @@ CASES = (
     *(replace(TWO_STAGES, recompute="none", interleave=2, pp_rank=rank) for rank in (0, 1)),
     *(
         replace(FOUR_STAGES, recompute=level, pp_rank=rank)
-        for level, ranks in (("none", (0, 1, 3)), ("selective", (1,)), ("full", (0, 1, 3)))
-        for rank in ranks
+        for level in LEVELS
+        for rank in (0, 1, 3)
     ),
     *(replace(FOUR_STAGES, recompute=level, pp_rank=1, float8=True) for level in LEVELS),
 )
