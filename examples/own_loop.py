@@ -72,8 +72,6 @@ def main() -> None:
             print(f"step {step} loss {loss:.6f} samples {samples.item()}", flush=True)
         if run.completed(step, loss=loss):
             run.leave()
-    # Else gloo's thread may still hold the last all-reduce's tensors when Python ends, and abort.
-    dist.barrier()
     run.finish(step)
     dist.destroy_process_group()
 
