@@ -72,6 +72,7 @@ def main() -> None:
             print(f"step {step} loss {loss:.6f} samples {samples.item()}", flush=True)
         if run.completed(step, loss=loss):
             run.leave()
+    dist.monitored_barrier()  # gloo's threads let go of the last tensors: docs/scripts.md
     run.finish(step)
     dist.destroy_process_group()
 
