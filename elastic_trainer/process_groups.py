@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
-
 
 class _Gloo(type):
+    # torch asks whether groups are of the class whose name OneThreadGloo takes.
     def __instancecheck__(cls, group: object) -> bool:
         return isinstance(group, dist.ProcessGroupGloo)
 
@@ -35,11 +34,11 @@ class OneThreadGloo(metaclass=_Gloo):
     ) -> dist.ProcessGroupGloo:
         """Return a group of torch's own class, on the network that torch would take."""
         gloo = dist.ProcessGroupGloo
-        names = [name for name in os.environ.get(_INTERFACES, "").split(",") if name]
+        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
         options = gloo._Options()  # noqa: SLF001  the only way to say how many threads
         options._timeout, options._threads = timeout, 1  # noqa: SLF001
         options._devices = [  # noqa: SLF001
-            gloo.create_device(interface=name) for name in names
+            gloo.create_device(interface=name) for name in interfaces
         ] or [gloo.create_default_device()]
         return gloo(store, rank, size, options)
 

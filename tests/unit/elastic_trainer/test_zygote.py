@@ -83,6 +83,17 @@ def run_one(workers: Workers) -> tuple[WorkerStarted, WorkerExited]:
     return started, ended
 
 
+def run_alone(
+    task: Task, env: dict[str, str], tmp_path: Path
+) -> tuple[WorkerStarted, WorkerExited]:
+    workers = Workers(task, env=env)
+    try:
+        workers.launch(0, [launch(tmp_path)])
+        return run_one(workers)
+    finally:
+        workers.close()
+
+
 def until(true: Callable[[], object], what: str, *, deadline_s: float = DEADLINE_S) -> None:
     deadline = time.monotonic() + deadline_s
     while not true():
@@ -357,12 +368,7 @@ def test_a_zygote_that_does_not_answer_is_replaced(workers: Workers, tmp_path: P
 def test_commands_start_fresh_and_say_so(tmp_path: Path) -> None:
     code = "import os; print('env', os.environ['RANK']); raise SystemExit(7)"
     task = Task(kind="command", target=sys.executable, args=("-c", code), cwd=str(tmp_path))
-    workers = Workers(task, env=base_env())
-    try:
-        workers.launch(0, [launch(tmp_path)])
-        started, ended = run_one(workers)
-    finally:
-        workers.close()
+    started, ended = run_alone(task, base_env(), tmp_path)
     assert (started.how, started.why) == ("fresh", "a command of its own")
     assert ended.code == 7
     assert "env 0" in ended.log_tail
@@ -418,12 +424,7 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
     target = str(script) if kind == "script" else "user_script"
     env = base_env() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPO}"}
     task = Task(kind=kind, target=target, args=("--flag", "a b"), cwd=str(tmp_path))
-    workers = Workers(task, env=env)
-    try:
-        workers.launch(0, [launch(tmp_path)])
-        started, ended = run_one(workers)
-    finally:
-        workers.close()
+    started, ended = run_alone(task, env, tmp_path)
     assert started.how == "zygote"
     assert ended.code == 0, (tmp_path / "logs" / "0.log").read_text()
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()[1:]
@@ -444,12 +445,7 @@ def test_collectives_of_a_script_run_on_one_thread(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     task = Task(kind="script", target=str(script), cwd=str(tmp_path))
-    workers = Workers(task, env=base_env())
-    try:
-        workers.launch(0, [launch(tmp_path)])
-        started, ended = run_one(workers)
-    finally:
-        workers.close()
+    started, ended = run_alone(task, base_env(), tmp_path)
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()
     assert (started.how, ended.code, lines[-1]) == ("zygote", 0, "1"), lines
 
@@ -460,12 +456,8 @@ def test_the_real_trainer_can_be_forked(tmp_path: Path) -> None:
     if importlib.util.find_spec(DEFAULT_PRELOAD) is None:
         pytest.skip(f"{DEFAULT_PRELOAD} is not there")
     env = {k: v for k, v in base_env().items() if k != "HOLDFAST_RUN_DIR"}
-    workers = Workers(Task(kind="main", target=DEFAULT_PRELOAD, cwd=str(tmp_path)), env=env)
-    try:
-        workers.launch(0, [launch(tmp_path)])
-        started, ended = run_one(workers)
-    finally:
-        workers.close()
+    task = Task(kind="main", target=DEFAULT_PRELOAD, cwd=str(tmp_path))
+    started, ended = run_alone(task, env, tmp_path)
     assert (started.how, started.why) == ("zygote", None)
     assert ended.code not in {0, None}
 
