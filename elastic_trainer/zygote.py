@@ -66,7 +66,7 @@ from elastic_trainer.children import adopt_orphans, children, kill_children, prc
 from elastic_trainer.code_path import frozen_path
 from elastic_trainer.cpu_list import parse_cpus
 from elastic_trainer.no_threads import no_threads
-from elastic_trainer.stack_signal import answer_with_stacks
+from elastic_trainer.worker_answers import answer_when_asked
 
 DEFAULT_PRELOAD = "elastic_trainer.train"
 NAME = "holdfast-zygote"
@@ -363,7 +363,7 @@ def _become_worker(
         if fresh:
             _exec(request)
         faulthandler.enable()
-        answer_with_stacks(Path(os.environ["HOLDFAST_HEARTBEAT"]))
+        answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
         code = _run(request, called=called)
     except SystemExit as error:
         code = _exit_code(error.code)

@@ -32,7 +32,6 @@ from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.heartbeat import Heartbeat, Part, Request, Section
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.rank_grid import init_unconnected
-from elastic_trainer.stack_signal import answer_with_flight, answer_with_stacks
 from elastic_trainer.training.determinism import make_deterministic
 from elastic_trainer.training.device_times import DeviceTimes
 from elastic_trainer.training.engine import Engine
@@ -50,6 +49,7 @@ from elastic_trainer.training.optimizer import (
 )
 from elastic_trainer.training.session import Agreed, Session, WorkerContext
 from elastic_trainer.training.validation import Validation
+from elastic_trainer.worker_answers import answer_when_asked, answer_with_flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,9 +408,9 @@ def run_worker(built: Callable[[Engine], None]) -> int:
     """
     who = WorkerContext.from_environment(dict(os.environ))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    answer_with_stacks(who.heartbeat)
+    answer_when_asked(who.heartbeat)
     config = load_config(who.run_dir)
-    answer_with_flight(who.heartbeat, flight_recorder(config.device))
+    answer_with_flight(flight_recorder(config.device))
     return Trainer(config, who, built).run()
 
 

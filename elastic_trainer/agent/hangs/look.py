@@ -1,7 +1,7 @@
 """`python -m elastic_trainer.agent.hangs.look RUN`: what workers do on this node, as JSON.
 
 For people, while the run continues (`holdfast stacks`): nothing is stopped. py-spy where it is
-installed, and the workers' own word (faulthandler, on a signal) where they can give it.
+installed, and the workers' own word (faulthandler) where they can give it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What hung workers are doing, gathered before they are killed.
 
 Of each worker: what the kernel says of its threads (the only source for a stopped one),
-the Python stacks it writes itself on a signal, those that py-spy reads where it is
-installed and the worker cannot answer, and torch's flight recorder.
+the Python stacks it writes itself, those that py-spy reads where it is installed and the
+worker cannot answer, and torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_trainer.agent.hangs.procfs import state_of
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.flight_recorder import Front
-from elastic_trainer.stack_signal import (
-    FLIGHT_SIGNAL,
+from elastic_trainer.worker_answers import (
     STACKS_SIGNAL,
+    ask,
     flight_path,
     fronts_path,
+    signalled_path,
     stacks_path,
 )
 
@@ -60,29 +60,24 @@ class _Asked:
 
     target: Target
     kernel: str
-    stacks_from: int = -1
-    """Size of its file of stacks before; -1: it cannot answer."""
-    flight: bool = False
+    answers: bool
+    """It has a thread that answers."""
     spy: subprocess.Popen[bytes] | None = None
+    signalled_from: int = -1
+    """Size of what it has written on signals before this one; -1: it was sent none."""
 
     def done(self) -> bool:
         """Whether everything that can come has come."""
-        return self._stacks_done() and self._flight_done() and self._spy_done()
+        answered = not self.answers or flight_path(self.target.heartbeat).exists()
+        return answered and (self.spy is None or self.spy.poll() is not None)
 
-    def _stacks_done(self) -> bool:
-        if self.stacks_from < 0:
-            return True
-        # Pending until the main thread takes it, blocked there until the handler has written all.
+    def signal(self) -> None:
+        """Have it write its stacks by its signal handler."""
         status = _fields(_read(Path(f"/proc/{self.target.pid}/status")))
-        masks = (int(status.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk"))
-        answering = any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
-        return not answering and _size(stacks_path(self.target.heartbeat)) > self.stacks_from
-
-    def _flight_done(self) -> bool:
-        return not self.flight or flight_path(self.target.heartbeat).exists()
-
-    def _spy_done(self) -> bool:
-        return self.spy is None or self.spy.poll() is not None
+        if int(status.get("SigCgt", "0"), 16) >> (STACKS_SIGNAL - 1) & 1:  # else it would kill it
+            self.signalled_from = _size(signalled_path(self.target.heartbeat))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.target.pid, STACKS_SIGNAL)
 
 
 @dataclass(slots=True)
@@ -103,23 +98,31 @@ def gather_stacks(
 ) -> Dump:
     """Ask all workers at once and return what they said within `deadline_s`.
 
-    With `spy_too` py-spy, where it is installed, looks at workers that answer as well: it
-    says more, but takes longer.
+    Workers that are silent for half of it are sent a signal. With `spy_too` py-spy, where it is
+    installed, looks at workers that answer as well: it says more, but takes longer.
     """
     begin = clock()
     spy = find_py_spy()
     asked = [_ask(target, spy, spy_too=spy_too) for target in targets]
-    while clock() - begin < deadline_s and not all(one.done() for one in asked):
-        time.sleep(_POLL_S)
+    _wait(asked, until=begin + deadline_s / 2, clock=clock)
+    for one in asked:
+        if one.answers and not stacks_path(one.target.heartbeat).exists():
+            one.signal()
+    _wait(asked, until=begin + deadline_s, clock=clock)
     dump = Dump()
     for one in asked:
         name = f"rank{one.target.rank}"
         dump.texts[f"{name}.txt"] = _text_of(one).encode()[:MAX_BYTES]
-        if one.flight and (content := _read(flight_path(one.target.heartbeat))):
+        if one.answers and (content := _read(flight_path(one.target.heartbeat))):
             # Cut JSON is no JSON, and what does not fit says little.
             dump.texts[f"{name}.flight.json"] = content[: 16 * MAX_BYTES]
     dump.seconds = clock() - begin
     return dump
+
+
+def _wait(asked: Sequence[_Asked], *, until: float, clock: Callable[[], float]) -> None:
+    while clock() < until and not all(one.done() for one in asked):
+        time.sleep(_POLL_S)
 
 
 def gather_fronts(
@@ -133,8 +136,7 @@ def gather_fronts(
     asked = [
         target
         for target in targets
-        if state_of(target.pid) not in _SILENT
-        and _ask_for_flight(target, _signal_masks(target.pid))
+        if state_of(target.pid) not in _SILENT and ask(target.heartbeat)
     ]
     found: dict[int, dict[str, Front]] = {}
     while len(found) < len(asked) and clock() - begin < deadline_s:
@@ -200,41 +202,26 @@ def keep_stacks(
     return thread
 
 
-def _ask(target: Target, spy: str | None, *, spy_too: bool = False) -> _Asked:
-    asked = _Asked(target, kernel_view(target.pid))
-    state, masks = state_of(target.pid), _signal_masks(target.pid)
-    runs = state not in _SILENT
-    # Without a handler the signal would kill it: a script's worker, or one that just started.
-    if runs and masks.get("SigCgt", 0) >> (STACKS_SIGNAL - 1) & 1:
-        asked.stacks_from = _size(stacks_path(target.heartbeat))
-        _signal(target.pid, STACKS_SIGNAL)
-    silent = asked.stacks_from < 0
-    if spy is not None and state not in {"", "Z"} and (spy_too or silent):
+def _ask(target: Target, spy: str | None, *, spy_too: bool) -> _Asked:
+    kernel, state = kernel_view(target.pid), state_of(target.pid)
+    asked = _Asked(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
+    if spy is not None and state not in {"", "Z"} and (spy_too or not asked.answers):
         asked.spy = subprocess.Popen(
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # why it may not look, for one
         )
-    asked.flight = runs and _ask_for_flight(target, masks)
     return asked
-
-
-def _ask_for_flight(target: Target, masks: Mapping[str, int]) -> bool:
-    """Ask a worker that runs for its flight recorder; return whether it can answer."""
-    if not masks.get("SigBlk", 0) >> (FLIGHT_SIGNAL - 1) & 1:
-        return False
-    for path in (flight_path(target.heartbeat), fronts_path(target.heartbeat)):
-        path.unlink(missing_ok=True)
-    _signal(target.pid, FLIGHT_SIGNAL)
-    return True
 
 
 def _text_of(asked: _Asked) -> str:
     parts = [asked.kernel]
-    if asked.stacks_from >= 0:
-        content = _read(stacks_path(asked.target.heartbeat))[asked.stacks_from :]
-        parts.append("--- stacks, from the worker itself\n" + content.decode(errors="replace"))
+    if asked.answers:
+        said = _read(stacks_path(asked.target.heartbeat))
+        if not said and asked.signalled_from >= 0:
+            said = _read(signalled_path(asked.target.heartbeat))[asked.signalled_from :]
+        parts.append("--- stacks, from the worker itself\n" + said.decode(errors="replace"))
     if asked.spy is not None:
         if asked.spy.poll() is None:
             asked.spy.kill()
@@ -264,23 +251,6 @@ def kernel_view(pid: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _signal_masks(pid: int) -> Mapping[str, int]:
-    """Return what a process catches, and what all of its threads block.
-
-    A thread that was there before and blocks less would take the signal, and the process die of it.
-    Who waits for the signal is left out: the kernel shows it as not blocked meanwhile.
-    """
-    status = _fields(_read(Path(f"/proc/{pid}/status")))
-    masks: dict[str, int] = {
-        name: int(status[name], 16) for name in ("SigBlk", "SigCgt") if name in status
-    }
-    for task in _listed(Path(f"/proc/{pid}/task")):
-        found = _fields(_read(task / "status")).get("SigBlk")
-        if found is not None and b"sigtimedwait" not in _read(task / "wchan"):
-            masks["SigBlk"] = masks.get("SigBlk", 0) & int(found, 16)
-    return masks
-
-
 def _fields(content: bytes) -> dict[str, str]:
     pairs = (line.partition(":") for line in content.decode(errors="replace").splitlines())
     return {name: value.strip() for name, _, value in pairs}
@@ -305,8 +275,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _signal(pid: int, number: signal.Signals | int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

@@ -25,7 +25,7 @@ from elastic_trainer.agent.membership.tasks import (
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient, ZygoteDiedError
 from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
-from elastic_trainer.stack_signal import flight_path, fronts_path, stacks_path
+from elastic_trainer.worker_answers import forget_answers
 
 LOG_TAIL_BYTES = 16384
 ORPHANS_S = 2.0
@@ -347,10 +347,8 @@ class Workers:
     def _forget(self, local_rank: int) -> None:
         worker = self._epoch.workers.pop(local_rank)
         worker.heartbeat.close()
-        heartbeat = worker.launch.heartbeat
-        answers = (path_of(heartbeat) for path_of in (stacks_path, flight_path, fronts_path))
-        for path in (heartbeat, *answers):
-            path.unlink(missing_ok=True)
+        worker.launch.heartbeat.unlink(missing_ok=True)
+        forget_answers(worker.launch.heartbeat)
         if worker.pidfd >= 0:
             os.close(worker.pidfd)
 

@@ -295,10 +295,11 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from elastic_trainer.stack_signal import answer_with_flight
+from elastic_trainer.worker_answers import answer_when_asked, answer_with_flight
 
 rank, size, store, late, heartbeat = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-answer_with_flight(Path(heartbeat), torch._C._distributed_c10d._dump_fr_trace_json)
+answer_when_asked(Path(heartbeat))
+answer_with_flight(torch._C._distributed_c10d._dump_fr_trace_json)
 timeout = timedelta(seconds=60)
 dist.init_process_group(
     "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout
@@ -320,7 +321,7 @@ os._exit(0)
 @pytest.mark.parametrize("late", [-1, 3])
 def test_workers_say_how_far_they_are_and_who_is_late_is_found(tmp_path: Path, late: int) -> None:
     env = {**os.environ, "PYTHONPATH": str(REPO), "TORCH_FR_BUFFER_SIZE": "64"}
-    env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no thread takes the signal
+    env |= {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", WORKER]
     beats = [tmp_path / f"{rank}.heartbeat" for rank in range(4)]
     workers = [

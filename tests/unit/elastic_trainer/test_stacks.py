@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
+import pytest
 
-SCRIPT = """
-import os, sys, threading, time
+from elastic_trainer.agent.hangs.stacks import Target, gather_stacks
+from elastic_trainer.worker_answers import ask, ask_path, signalled_path
+
+ANSWERS = """
+import sys
 from pathlib import Path
-from elastic_trainer.stack_signal import answer_with_stacks
+from elastic_trainer.worker_answers import answer_when_asked, answer_with_flight
+answer_when_asked(Path(sys.argv[1]))
+answer_with_flight(lambda: b'{"entries": []}')
+"""
+MANY_THREADS = """
+import os, threading, time
 
 def deep(levels):
     if levels:
@@ -22,7 +32,6 @@ def deep(levels):
         time.sleep(600)
 
 there = threading.Barrier(51)
-answer_with_stacks(Path(sys.argv[1]))
 for _ in range(50):
     threading.Thread(target=deep, args=(80,), daemon=True).start()
 there.wait()
@@ -33,26 +42,75 @@ def the_main_thread():
         pass
 the_main_thread()
 """
+KEEPS_THE_LOCK = """
+import ctypes, sys, threading, time
+
+def a_helper():
+    time.sleep(600)
+
+def a_call_into_c():
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    sys.setswitchinterval(600)
+    libc.write(1, b"up\\n", 3)
+    libc.pthread_mutex_lock(mutex)  # signals do not end it
+
+threading.Thread(target=a_helper, daemon=True).start()
+a_call_into_c()
+"""
 BUSY = "while True: pass"
 DEADLINE_S = 60.0
 """An agent grants a part of that: this is about what comes, not when."""
 
+Start = Callable[[str], Target]
 
-def test_stacks_are_read_when_all_of_them_are_written_however_slowly(tmp_path: Path) -> None:
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker that answers and then runs the code, and waits for its first line."""
     with ExitStack() as running:
 
-        def start(*argv: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-c", *argv]
+        def start(code: str) -> Target:
+            heartbeat = tmp_path / "0.heartbeat"
+            command = [sys.executable, "-c", code, str(heartbeat)]
             process = running.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
             running.callback(process.kill)
-            return process
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            return Target(rank=0, pid=process.pid, heartbeat=heartbeat)
 
-        worker = start(SCRIPT, str(tmp_path / "heartbeat"))
-        assert worker.stdout is not None
-        assert worker.stdout.readline()
-        for _ in range(4):
-            start(BUSY)
-        target = Target(rank=0, pid=worker.pid, heartbeat=tmp_path / "heartbeat")
-        said = gather_stacks([target], deadline_s=DEADLINE_S).texts["rank0.txt"].decode()
+        yield start
+
+
+def test_stacks_are_read_when_all_of_them_are_written_however_slowly(start: Start) -> None:
+    target = start(ANSWERS + MANY_THREADS)
+    for _ in range(4):
+        start("print(flush=True)\n" + BUSY)
+    texts = gather_stacks([target], deadline_s=DEADLINE_S).texts
+    said = texts["rank0.txt"].decode()
     assert said.count("in deep") == 50 * 81
     assert "in the_main_thread" in said  # the last that is written
+    assert texts["rank0.flight.json"] == b'{"entries": []}'
+    # Frames that change while a signal handler reads them crash the worker.
+    assert signalled_path(target.heartbeat).read_bytes() == b""
+
+
+def test_a_worker_whose_thread_cannot_answer_is_sent_a_signal(start: Start) -> None:
+    target = start(ANSWERS + KEEPS_THE_LOCK)
+    for _ in range(2):  # each time what it says then, and no more
+        texts = gather_stacks([target], deadline_s=2.0).texts
+        assert list(texts) == ["rank0.txt"]
+        said = texts["rank0.txt"].decode()
+        assert (said.count("in a_call_into_c"), said.count("in a_helper")) == (1, 1)
+
+
+def test_who_cannot_be_asked_is_found(tmp_path: Path) -> None:
+    heartbeat = tmp_path / "0.heartbeat"
+    assert not ask(heartbeat)  # it has no pipe
+    os.mkfifo(ask_path(heartbeat))
+    assert not ask(heartbeat)  # nobody reads
+    reads = os.open(ask_path(heartbeat), os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert all(ask(heartbeat) for _ in range(1 << 17))  # more than fits
+    finally:
+        os.close(reads)

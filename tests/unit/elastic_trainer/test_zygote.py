@@ -128,7 +128,8 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     assert report["argv"] == [CHILD]
     log = tmp_path / "logs" / "0.log"
     # Input empty, output in the log, stacks, and none of the zygote's own descriptors.
-    assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
+    answers = {str(tmp_path / name) for name in ("0.ask", "0.signalled")}
+    assert set(report["fds"]) == {os.devnull, str(log), *answers}
     assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
     # Its own garbage is collected; what it shares with the zygote is left alone.
     assert report["collects"]
@@ -203,7 +204,8 @@ def test_a_zygote_forked_from_the_agent_has_what_it_imported_and_nothing_else(
     assert report["env"]["OMP_NUM_THREADS"] == "1"
     assert "AGENTS_OWN" not in report["env"]
     log = tmp_path / "logs" / "0.log"
-    assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
+    answers = {str(tmp_path / name) for name in ("0.ask", "0.signalled")}
+    assert set(report["fds"]) == {os.devnull, str(log), *answers}
     assert report["collects"]
 
 

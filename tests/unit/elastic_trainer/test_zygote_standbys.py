@@ -87,7 +87,8 @@ def test_a_worker_that_was_a_standby_is_as_any_other(workers: Workers, tmp_path:
     assert report["pgid"] == ended.pid
     assert "HOLDFAST_RUNG" not in report["env"]  # what was warmed up for is not its environment
     log = tmp_path / "logs" / "0.log"
-    assert set(report["fds"]) == {os.devnull, str(log), str(tmp_path / "0.stacks")}
+    answers = {str(tmp_path / name) for name in ("0.ask", "0.signalled")}
+    assert set(report["fds"]) == {os.devnull, str(log), *answers}
     assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
-from elastic_trainer.stack_signal import answer_with_flight
+from elastic_trainer.worker_answers import answer_with_flight
 
 PRELOADED_IN = os.getpid()
 WARMED: list[str] = []
@@ -54,7 +54,7 @@ def main() -> int:
         )
         unfinished.rename(f"{report}.{os.environ['RANK']}")  # readers see all of it or nothing
     if flight := os.environ.get("CHILD_FLIGHT"):
-        answer_with_flight(Path(os.environ["HOLDFAST_HEARTBEAT"]), flight.encode)
+        answer_with_flight(flight.encode)
     act = os.environ.get(f"CHILD_ACT_{os.environ['RANK']}", os.environ.get("CHILD_ACT", "exit 0"))
     return _act(*act.split(maxsplit=1))
 
