@@ -32,7 +32,8 @@ from elastic_trainer.worker_answers import (
 )
 
 GATHER_S = 0.3
-"""How long the workers' end may be put off for it."""
+"""How long the workers' end is put off for it. Agents are not told at the same moment, and workers
+whose peers have ended fail at once: they must be there until the last agent has looked."""
 FRONTS_S = 0.2
 """How long workers may take to say how far they are in their collectives: part of the half second
 that their agent has for its own answer (`hang_diagnosis.ANSWER_S`)."""
@@ -41,8 +42,9 @@ MAX_BYTES = 1 << 18
 MAX_THREADS = 64
 """Of one worker that are looked at."""
 _POLL_S = 0.01
-_SILENT = frozenset({"", "T", "t", "Z"})
-"""States of processes that answer no signal."""
+_ENDED = frozenset({"", "Z"})
+_SILENT = _ENDED | {"T", "t"}
+"""States of processes that do not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,9 @@ class _Asked:
     def done(self) -> bool:
         """Whether everything that can come has come."""
         answered = not self.answers or flight_path(self.target.heartbeat).exists()
-        return answered and (self.spy is None or self.spy.poll() is not None)
+        return (answered or state_of(self.target.pid) in _ENDED) and (
+            self.spy is None or self.spy.poll() is not None
+        )
 
     def signal(self) -> None:
         """Have it write its stacks by its signal handler."""
@@ -158,11 +162,12 @@ def find_py_spy() -> str | None:
 def dump_stacks(
     targets: Sequence[Target], stacks_dir: Path, epoch: int, log: EventLog
 ) -> threading.Thread:
-    """Look at the workers, which takes GATHER_S at most, and keep what was seen.
+    """Look at the workers, return after GATHER_S, and keep what was seen.
 
     Returns:
         The thread that writes it to `stacks_dir`/`epoch`; an event names the files.
     """
+    begin = time.monotonic()
     dump, folder = gather_stacks(targets), stacks_dir / str(epoch)
 
     def done(files: list[str], problem: str) -> None:
@@ -175,7 +180,9 @@ def dump_stacks(
             problem=problem,
         )
 
-    return keep_stacks(dump, folder, done)
+    writer = keep_stacks(dump, folder, done)
+    time.sleep(max(begin + GATHER_S - time.monotonic(), 0.0))
+    return writer
 
 
 def keep_stacks(
@@ -205,7 +212,7 @@ def keep_stacks(
 def _ask(target: Target, spy: str | None, *, spy_too: bool) -> _Asked:
     kernel, state = kernel_view(target.pid), state_of(target.pid)
     asked = _Asked(target, kernel, answers=state not in _SILENT and ask(target.heartbeat))
-    if spy is not None and state not in {"", "Z"} and (spy_too or not asked.answers):
+    if spy is not None and state not in _ENDED and (spy_too or not asked.answers):
         asked.spy = subprocess.Popen(
             [spy, "dump", "--nonblocking", "--pid", str(target.pid)],
             stdin=subprocess.DEVNULL,

@@ -158,7 +158,7 @@ class Reporter:
         self._log.emit("recovery.phase", phase=phase, seconds=round(self._clock() - begin, 6))
 
     def dump_stacks(self, epoch: Running) -> None:
-        """Put on record what the workers are doing; puts their end off by GATHER_S at most."""
+        """Put on record what the workers are doing; puts their end off by GATHER_S."""
         self._stack_writer = dump_stacks(
             list(self._workers.processes().values()),
             self._config.stacks_dir,

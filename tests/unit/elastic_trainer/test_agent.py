@@ -24,6 +24,7 @@ from torch.distributed.elastic.metrics import api as metrics_api
 from elastic_trainer.agent import agent as agents
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.hangs.procfs import is_stuck, state_of
+from elastic_trainer.agent.hangs.stacks import GATHER_S
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -334,10 +335,15 @@ def test_stacks_of_all_workers_are_kept_before_they_are_killed(bench: Bench) -> 
         m.say(ShowWorkers(epoch=3))
         seen = m.expect(WorkersSeen)
         assert not seen.stalled
+        told = time.time()
         m.say(EpochAborted(epoch=3, reason="hang", victims=(), stacks=True))
         t.until(lambda: all(t.gone(pid) for pid in pids.values()), "not killed")
+        times.append(told)
 
+    times: list[float] = []
     _, _, events = bench.run(script)
+    # Agents of other nodes may be told later, and their workers fail when these end.
+    assert all(killed.t_unix - times[0] >= GATHER_S for killed in named(events, "worker.exit"))
     (dumped,) = named(events, "stacks.dumped")
     assert dumped.epoch == 3
     assert dumped.fields["seconds"] < 1.0
