@@ -60,6 +60,7 @@ def answer_when_asked(heartbeat: Path) -> None:
         return
     _signalled = signalled_path(heartbeat).open("ab")
     faulthandler.register(STACKS_SIGNAL, file=_signalled, all_threads=True)
+    ask_path(heartbeat).unlink(missing_ok=True)
     os.mkfifo(ask_path(heartbeat), 0o600)
     # For writing too: the pipe then has no end when the agent closes it.
     asked = os.open(ask_path(heartbeat), os.O_RDWR)
