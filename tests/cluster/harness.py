@@ -47,6 +47,7 @@ from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout, micro_batches_per_rank
 from elastic_trainer.ledger_audit import LedgerAudit, audit
 from elastic_trainer.models import ModelShape
+from elastic_trainer.worker_answers import forget_answers
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["elastic_trainer.train"])
@@ -159,6 +160,8 @@ class Group:
             left.difference_update(ended)
         for worker in self.workers:
             worker.join()
+        for rank in range(len(self.environments)):
+            forget_answers(heartbeat_path(self.run, rank))  # as agents do
         return [worker.exitcode for worker in self.workers]
 
     def logs(self) -> str:
