@@ -3,8 +3,8 @@
 The agent writes to a pipe beside the heartbeat, `.ask`, and a thread of the worker answers with
 files there, in memory: `.stacks`, `.flight` and `.fronts`. The thread holds Python's lock while it
 reads the others' frames. A signal handler needs no lock, but frames that change while it reads them
-crash the worker (about once in 10,000 times): it is for workers whose thread is silent, as where a
-call into C keeps the lock. Its signal is a real-time one: scripts use SIGUSR1 and SIGUSR2.
+can crash the worker: it is for workers whose thread is silent, as where a call into C keeps the
+lock. Its signal is a real-time one: scripts use SIGUSR1 and SIGUSR2.
 """
 
 from __future__ import annotations
