@@ -18,10 +18,10 @@ from typing import Final, NoReturn
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import to_map
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent.wire.store import parse_ports
+from elastic_trainer.torch_private import _parse_rendezvous_config
 
 CONF_NUMBERS: Final = (
     "join_timeout_s",
@@ -150,7 +150,10 @@ def _adapt(parser: argparse.ArgumentParser) -> list[str]:
             action.help = CHANGED[name]
         if name == "training_script":
             action.nargs, action.required = "?", False
-    return [action.dest for action in actions]
+    names = [action.dest for action in actions]
+    # An older torchrun lacks some: nobody can have given them.
+    parser.set_defaults(**dict.fromkeys({*REFUSED, *UNUSED, *CHANGED} - {*names}))
+    return names
 
 
 def _add_ours(group: argparse._ArgumentGroup) -> None:
