@@ -38,6 +38,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "_parse_rendezvous_config": "torch.distributed.elastic.rendezvous.utils",
 }
 """Name -> its module. They are imported from here, and there when somebody asks for them."""
+_SINCE_2_13: Final = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
 
 
 class TorchVersionError(ImportError):
@@ -96,8 +97,9 @@ def all_groups() -> list[Any]:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time-out of `group`, which torch has made already."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    """Set the time-out of `group`, which torch has made already; public from 2.14."""
+    set_it = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_it(timeout, group)
 
 
 def connect_nccl(group: dist.ProcessGroup, device: torch.device) -> None:

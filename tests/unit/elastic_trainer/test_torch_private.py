@@ -70,6 +70,8 @@ def test_only_one_module_uses_private_names_of_torch():
 
 @pytest.mark.parametrize("name", torch_private._NAMES)
 def test_this_torch_has_every_name(name):
+    if name in torch_private._SINCE_2_13 and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("the trainer needs it, and torch 2.13")
     assert getattr(torch_private, name) is not None
 
 
