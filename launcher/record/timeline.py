@@ -96,7 +96,7 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
 
 def _fill_started(span: EpochSpan, event: Event) -> None:
     resume, source = event.fields.get("resume_step", event.step), event.fields.get("restored_from")
-    if isinstance(resume, int):
+    if isinstance(resume, int) and span.resume_step is None:  # of a second training: a later one
         span.resume_step = resume
         span.restored_from = source if isinstance(source, str) else None
     if span.layout == "?":
