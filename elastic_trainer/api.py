@@ -219,8 +219,7 @@ class Run:
             sharding=sharding,
         )
         self._newest = step
-        newest = None if self._state.finished else self._state.base + step
-        self._report(newest, Section.FIRST_STEP)
+        self._report(self._state.base + step, Section.FIRST_STEP)
         self._last_mono = time.monotonic()
         return step
 

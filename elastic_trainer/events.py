@@ -67,13 +67,8 @@ EVENTS: Final[dict[str, str]] = {
     "trainer.started": (
         "A trainer is ready to step. layout, resume_step, restored_from, training, training_step"
     ),
-    "training.finished": "A script has ended one of its trainings. training, training_step",
-    "training.skipped": (
-        "A restarted script passes one that it had finished. training, training_step"
-    ),
     "step.completed": (
-        "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens; of a script training, "
-        "training_step"
+        "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens, training, training_step"
     ),
     "step.committed": "This step will not be redone. source",
     "step.skipped": "A step's batch was used up without an update. reason, loss, grad_norm",
@@ -105,6 +100,10 @@ EVENTS: Final[dict[str, str]] = {
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",
     "trainer.finished": "The last step is done. loss",
+    "training.finished": "A script has ended one of its trainings. training, training_step",
+    "training.skipped": (
+        "A restarted script passes one that it had finished. training, training_step"
+    ),
     # whoever injects faults
     "fault.injected": "A fault was injected on purpose. action, target",
     "code.frozen": (

@@ -76,10 +76,11 @@ class ScriptCheckpointer(Session):
         name = training or str(self.number)
         policy = dataclasses.replace(policy, training=name, number=self.number)
         super().__init__(who, policy, device)
-        if before is not None:
+        if before is None:
+            # What came before is the script's: its imports and its process group.
+            self.end_phase("process_group")
+        else:
             self.follow(before)
-        # What came before is the script's: its imports and its process group.
-        self.end_phase("process_group" if before is None else "training")
 
     def load(
         self,
