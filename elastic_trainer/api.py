@@ -133,6 +133,8 @@ class Run:
         """Its newest completed step."""
         self._over = False
         """Whether another may begin: its end is kept."""
+        self.sums: list[float] = []
+        """Of the `numbers` of the newest step, over all ranks."""
         self._last_mono = time.monotonic()
         if not self.managed:
             if self.rank == 0:
@@ -243,7 +245,9 @@ class Run:
 
     # --- the loop --------------------------------------------------------------------------
 
-    def completed(self, step: int, *, loss: float | None = None) -> bool:
+    def completed(
+        self, step: int, *, loss: float | None = None, numbers: Sequence[float] = ()
+    ) -> bool:
         """Say that `step` is done; keep the state where it is due; collective.
 
         One small all-reduce. The snapshot in memory is copied to another node in a thread;
@@ -252,6 +256,8 @@ class Run:
         Args:
             step: completed steps, one more than at the last call.
             loss: for the record; that of rank 0 counts.
+            numbers: to be summed over all ranks in the same all-reduce, as many on each; `sums`
+                has the sums when objects given to `restore` are asked for their state.
 
         Returns:
             Whether to leave now, by `leave`: somebody asked for a stop, or more nodes are there.
@@ -271,7 +277,7 @@ class Run:
         self._newest, at = step, self._state.base + step
         now = time.monotonic()
         seconds, self._last_mono = now - self._last_mono, now
-        agreed = self._state.agree(at, self._counter.asked())
+        agreed, self.sums = self._state.agree(at, self._counter.asked(), numbers)
         asked, committed = agreed.requests, agreed.committed
         self._report(at, Section.STEP, committed)
         fields = {"loss": loss, "step_s": round(seconds, 6), **self._state.which(at)}

@@ -112,14 +112,15 @@ class HoldfastCallback(TrainerCallback):
         _check_accumulation(args)
         self._run = run = api.start(**self._options)
         scaler = trainer.accelerator.scaler
-        progress = _Progress(trainer)
+        progress = _Progress(trainer, run)
+        since_log = trainer._tr_loss  # noqa: SLF001
         found = run.restore(
             model,
             getattr(optimizer, "optimizer", optimizer),
             {
                 "scheduler": lr_scheduler,
                 "trainer": progress,
-                "loss": trainer._tr_loss,  # noqa: SLF001  since the last log, on this rank
+                **({"loss": since_log} if since_log.is_cuda else {}),  # not waited for
                 **({} if scaler is None else {"scaler": scaler}),
             },
         )
@@ -176,8 +177,13 @@ class HoldfastCallback(TrainerCallback):
         self._pause.close()
         if self._run is None or step <= self._done:
             return False
-        self._done = step
-        return self._run.completed(step, loss=_loss(self._trainer))
+        self._done, trainer = step, self._trainer
+        assert trainer is not None
+        since_log, numbers = trainer._tr_loss, []  # noqa: SLF001
+        if not since_log.is_cuda:
+            mine = float(since_log)
+            numbers = [mine, mine if self._run.rank == 0 else 0.0]
+        return self._run.completed(step, loss=_loss(trainer), numbers=numbers)
 
     def _announce(self, control: TrainerControl) -> None:
         if self._run is not None and (control.should_evaluate or control.should_save):
@@ -188,8 +194,8 @@ class HoldfastCallback(TrainerCallback):
 class _Progress:
     """What a Trainer and its callbacks know of its progress besides the step: a state dict."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, run: api.Run) -> None:
+        self._trainer, self._run = trainer, run
         self._begun = time.monotonic()
         self.seconds_before = 0.0
         """That earlier workers trained."""
@@ -205,6 +211,7 @@ class _Progress:
         ]
         kept["seconds"] = self.seconds_before + time.monotonic() - self._begun
         kept["asked"] = self._asked()
+        kept["since_log"], kept["ranks"] = self._run.sums, self._run.world_size
         return {name: _plain(value) for name, value in kept.items()}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
@@ -213,6 +220,9 @@ class _Progress:
         for name in _KEPT_OF_TRAINER:
             setattr(self._trainer, name, kept.get(name, getattr(self._trainer, name)))
         self.seconds_before, self._was = kept.get("seconds", 0.0), kept.get("asked", {})
+        if since_log := kept.get("since_log"):
+            mine = self._share(*since_log, ranks_then=kept["ranks"])
+            self._trainer._tr_loss.fill_(mine)  # noqa: SLF001
         left = list(kept["callbacks"])
         # In place: the Trainer's own way makes new ones, while it is calling them.
         for each in self._exportable():
@@ -221,6 +231,17 @@ class _Progress:
                 left.remove(found)
                 for name, value in found[1].items():
                     setattr(each, name, value)
+
+    def _share(self, total: float, of_first: float, *, ranks_then: int) -> float:
+        """Return this rank's part of the losses since the last log.
+
+        Logs have their mean over the ranks, and the Trainer's result what is its own, so that of
+        rank 0 stays what it was.
+        """
+        ranks, mean = self._run.world_size, total / ranks_then
+        if ranks == 1:
+            return mean
+        return of_first if self._run.rank == 0 else (mean * ranks - of_first) / (ranks - 1)
 
     def check_same(self) -> None:
         """Refuse to take the end of another training for that of this one.
@@ -427,10 +448,8 @@ def _draw_epoch(order: Any) -> None:
             pass
 
 
-def _loss(trainer: Trainer | None) -> float | None:
+def _loss(trainer: Trainer) -> float | None:
     """Return the loss that was logged of the newest step, if it was."""
-    if trainer is None:
-        return None
     newest = (e for e in reversed(trainer.state.log_history or []) if "loss" in e)
     last: dict[str, Any] = next(newest, {})
     return last.get("loss") if last.get("step") == trainer.state.global_step else None

@@ -139,11 +139,15 @@ class ScriptCheckpointer(Session):
         """Whether an earlier process has finished the training: what was loaded is its end."""
         return self.restored and self.checkpoints.training.final is not None
 
-    def agree(self, step: int, asked: Request) -> Agreed:
-        """Return what all ranks do after `step`, by one small all-reduce."""
-        sums = torch.tensor(self.votes(step, asked), dtype=torch.float64)
+    def agree(
+        self, step: int, asked: Request, numbers: Sequence[float] = ()
+    ) -> tuple[Agreed, list[float]]:
+        """Return what all ranks do after `step`, and sums of `numbers`: one small all-reduce."""
+        votes = self.votes(step, asked)
+        sums = torch.tensor([*votes, *numbers], dtype=torch.float64)
         self.ranks.all_reduce(sums)
-        return self.agreed(sums.tolist())
+        found = sums.tolist()
+        return self.agreed(found[: len(votes)]), found[len(votes) :]
 
     def finish(self, step: int) -> bool:
         """Have the state after `step` on storage as the training's last; return whether it is."""
