@@ -254,6 +254,16 @@ CODES: Final[dict[str, Code]] = {
         "A framework is set up in a way that its integration does not cover.",
         "Use what the message names, or the framework's checkpoints.",
     ),
+    "HF537": Code(
+        "A script's trainings overlap, or differ between ranks.", "Finish one, then start the next."
+    ),
+    "HF538": Code(
+        "It cannot be told which training of the run a script begins.",
+        "Begin the same trainings in the same order, with the same names.",
+    ),
+    "HF539": Code(
+        "A step after the end of a training that was finished.", "Loop while not run.finished."
+    ),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),
     "HF602": Code("A --fault with a wrong target.", "Use a node or rank of the run."),

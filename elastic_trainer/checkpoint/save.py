@@ -276,7 +276,7 @@ def _commit(
     state = _swap(board, commit, request)
     at("committed")
     with contextlib.suppress(OSError):  # housekeeping; the next commit tries again
-        storage.retire(state.commits, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
+        storage.retire(state.kept, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
     return dataclasses.asdict(commit)
 
 

@@ -74,7 +74,7 @@ def test_the_clock_of_saves_goes_on_from_when_the_agent_began(tmp_path, ago_s, d
     state = checkpointer(tmp_path, HOLDFAST_SINCE=str(time.monotonic() - ago_s))
     state.load(model, (torch.optim.AdamW(model.parameters()),), {}, per_rank={}, sharding=None)
     update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=(old,)))
-    assert bool(state.agree(2, Request.NONE).requests) == due
+    assert bool(state.agree(2, Request.NONE)[0].requests) == due
     state.close()
 
 
