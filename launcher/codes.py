@@ -233,6 +233,11 @@ CODES: Final[dict[str, Code]] = {
         "An unknown placeholder in a script's arguments.",
         "Use one of those listed; double the braces for the text itself.",
     ),
+    "HF512": Code(
+        "The port of --master-port cannot be had, or nobody would listen on it.",
+        "Give another port, or leave it out and use init_method=env://.",
+    ),
+    "HF513": Code("--numa-binding cannot be done.", "See the message; leave it out."),
     "HF504": Code("The network section does not fit a node.", "Fix interface, cidr or ports."),
     "HF505": Code("A node lacks the fabric.", "Repair or exclude the node, or fix `fabric`."),
     "HF520": Code(

@@ -41,6 +41,9 @@ class WorkerContext:
     the job."""
     rank: int
     local_rank: int
+    """Index of its device."""
+    worker: int
+    """Of this node's workers: `local_rank`, unless each sees its device alone."""
     world_size: int
     epoch: int
     rung: Rung
@@ -65,6 +68,7 @@ class WorkerContext:
             run_dir=Path(env["HOLDFAST_RECORD_DIR"]),
             rank=int(env["RANK"]),
             local_rank=int(env["LOCAL_RANK"]),
+            worker=int(env.get("HOLDFAST_LOCAL_RANK", env["LOCAL_RANK"])),
             world_size=int(env["WORLD_SIZE"]),
             epoch=int(env["HOLDFAST_EPOCH"]),
             rung=Rung.from_dict(json.loads(env["HOLDFAST_RUNG"])),
@@ -107,7 +111,7 @@ class Session:
         self.layout = who.rung.layout
         self.events = EventLog(
             who.run_dir,
-            f"worker-{who.node}-{who.local_rank}",
+            f"worker-{who.node}-{who.worker}",
             node=who.node,
             rank=who.rank,
             epoch=who.epoch,

@@ -9,16 +9,12 @@ from pathlib import Path
 
 import click
 
-from launcher.cli.common import EXIT_DONE, exit_with_problems
+from launcher.cli.common import EXIT_DONE, AsGiven, exit_with_problems
 from launcher.errors import UserError, writing
 
 
-@click.command(
-    "batch",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    options_metavar="--",
-)
-@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[srun [OPTIONS]] torchrun …")
+@click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
+@click.argument("argv", nargs=-1, metavar="[srun [OPTIONS]] torchrun …")
 def batch(argv: tuple[str, ...]) -> int:
     """Make the run directory of this job, and print the file that the batch script reads.
 
@@ -27,7 +23,7 @@ def batch(argv: tuple[str, ...]) -> int:
     """
     from launcher.render.wrapped import is_pod
 
-    env = os.environ
+    argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
         if is_pod(env):
             _pod(argv, env)

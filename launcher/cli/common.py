@@ -29,6 +29,16 @@ EXIT_INTERRUPTED: Final = 130
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+class AsGiven(click.Command):
+    """A command whose one argument is all its words, as they are: click drops the first `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the words."""
+        [words] = self.params
+        ctx.params[str(words.name)] = tuple(args)
+        return []
+
+
 def job_argument(function: _Function) -> _Function:
     """Add the argument JOB: path of a job file."""
     return click.argument("job", type=click.Path(path_type=str))(function)
