@@ -6,11 +6,15 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.common import EXIT_DONE, exit_with_problems
 from launcher.errors import UserError, writing
+
+if TYPE_CHECKING:
+    from launcher.render.wrapped_ending import Ending
 
 
 @click.command(
@@ -18,27 +22,30 @@ from launcher.errors import UserError, writing
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
     options_metavar="--",
 )
+@click.option("--signal", "signalled_by", default="", help="As sbatch has it: USR1@600.")
+@click.option("--no-requeue", is_flag=True, help="The job is not put back into the queue.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[srun [OPTIONS]] torchrun …")
-def batch(argv: tuple[str, ...]) -> int:
+def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
     """Make the run directory of this job, and print the file that the batch script reads.
 
     In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
     it.
     """
     from launcher.render.wrapped import is_pod
+    from launcher.render.wrapped_ending import signalled
 
     env = os.environ
     try:
         if is_pod(env):
             _pod(argv, env)
         else:
-            click.echo(_agents(argv, env))
+            click.echo(_agents(argv, env, signalled(signalled_by, requeue=not no_requeue)))
     except UserError as error:
         return exit_with_problems(error, as_json=False)
     return EXIT_DONE
 
 
-def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
+def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Path:
     """Make the run directory; return the file that starts its agents.
 
     Raises:
@@ -54,11 +61,11 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
     from launcher.render.wrapped import job_of, launch_of, script_of
 
     launch = launch_of(argv, env)
-    spec = load_spec(job_of(launch, env))
+    spec = load_spec(job_of(launch, env, ending))
     planned = plan(spec)
     number = Attempt.of_env(Path(), env).slurm_id
     run_dir = Path("runs", f"{spec.name}-{number}").absolute()
-    script = script_of(spec, planned, launch, run_dir=run_dir, python=sys.executable)
+    script = script_of(spec, planned, launch, ending, run_dir=run_dir, python=sys.executable)
     if not is_run(run_dir):
         files = render_local(
             spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
@@ -123,4 +130,4 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
 
 def _tell(notes: tuple[str, ...]) -> None:
     for note in notes:
-        click.echo(f"holdfast: torchrun: {note}", err=True)
+        click.echo(f"holdfast: {note}", err=True)

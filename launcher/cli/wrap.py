@@ -64,7 +64,8 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
                 ),
             ]
         else:
-            wrapped = wrap_script(text)
+            script = wrap_script(text)
+            wrapped, notes = script.text, list(script.notes)
         if output is not None:
             with writing(output, "choose another"):
                 _write(output, wrapped, like=file)

@@ -195,6 +195,8 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "script": f"{run}/{SCRIPT}",
         "logs": step_log(run, array=array is not None),
         "srun_options": (),
+        "part": Quoted(""),
+        "wrapped": False,
         "container": slurm.container,
         "ours": _ours(spec, automatic),
         "container_python": CONTAINER_PYTHON,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,7 +17,6 @@ BATCH = """\
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=20
-#SBATCH --no-requeue
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 export TAG="of the script's own"
@@ -31,19 +31,86 @@ printf '%s\\n' "$TAG" >after
 """
 
 
+OWN = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodes=2 --ntasks-per-node=1
+{options}
+export PATH={bin}:$PATH
+trap 'echo "own trap, saved: $(ls saved.*)"' USR1
+srun torchrun --nnodes=2 {flags} train.py
+echo "srun ended with $?" >after
+"""
+SAVES = """\
+import os, signal, sys, time
+from pathlib import Path
+
+def save(number, _):
+    time.sleep({save_s})
+    name = signal.Signals(number).name
+    Path(f"saved.{{os.environ['RANK']}}").write_text(name)
+    os._exit(91)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+if list(Path().glob("saved.*")):
+    sys.exit(0)
+Path(f"up.{{os.environ['RANK']}}").touch()
+time.sleep(600)
+"""
+
+
+def wrapped(slurm, folder, script):
+    """Wrap a script as a user would; return the wrapped one, and what was said."""
+    path, made = folder / "own.sbatch", folder / "wrapped.sbatch"
+    path.write_text(script)
+    words = [sys.executable, "-m", "launcher.cli.main", "wrap", str(path), "-o", str(made)]
+    return made, slurm.run(*words).stderr
+
+
+def submitted(slurm, folder, script, name="own"):
+    """Submit a wrapped script; return its job's id and its run, once that is there."""
+    job = slurm.sbatch(script, f"--chdir={folder}")
+    path = folder / "runs" / f"{name}-{job}"
+    until("it begins", (path / "job.json").is_file, timeout_s=WAIT_S)
+    return job, submitted_run(slurm, path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("asked", "sent", "got", "grace_s"),
+    [
+        (("#SBATCH --signal=TERM@600", "--shutdown-timeout 500"), "USR2", "SIGTERM", 500),
+        (("#SBATCH --signal=USR1@600 --no-requeue", ""), "USR2", "SIGUSR1", 500),
+        (("#SBATCH --no-requeue\n#SBATCH --signal=B:USR1@300", ""), "USR1", "SIGTERM", 200),
+    ],
+)
+def test_what_the_user_has_set_of_the_end_stays(slurm, tmp_path, *, asked, sent, got, grace_s):
+    (options, flags), restarts = asked, int("no-requeue" not in asked[0])
+    (tmp_path / "train.py").write_text(SAVES.format(save_s=35))  # longer than the usual grace
+    script = OWN.format(options=options, flags=flags, bin=Path(sys.executable).parent)
+    made, _ = wrapped(slurm, tmp_path, script)
+    job, run = submitted(slurm, tmp_path, made)
+    run.until("workers", lambda: len(list(tmp_path.glob("up.*"))) == 2)
+    assert json.loads((run.path / "job.json").read_text())["elastic"]["stop_grace_s"] == grace_s
+    slurm.run("scancel", f"--signal={sent}", "--batch", job)  # as at the time limit
+    ended = run.ended(job, "COMPLETED")
+    assert {(tmp_path / f"saved.{rank}").read_text() for rank in (0, 1)} == {got}, run.story()
+    assert ended.restarts == restarts
+    assert [e["code"] for e in run.events("run.ended")] == ([91, 0] if restarts else [91])
+    said = (tmp_path / f"own-{job}.out").read_text()
+    assert ("own trap, saved: saved.0" in said) == (sent == "USR1"), said
+    assert (tmp_path / "after").read_text() == f"srun ended with {0 if restarts else 91}\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_wrapped_script_survives_a_lost_node_and_its_time_limit(slurm, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "how").write_text("143")
-    script = tmp_path / "own.sbatch"
-    script.write_text(BATCH.format(bin=Path(sys.executable).parent))
-    wrapped = tmp_path / "wrapped.sbatch"
-    slurm.run(sys.executable, "-m", "launcher.cli.main", "wrap", str(script), "-o", str(wrapped))
-    job = slurm.sbatch(wrapped, f"--chdir={tmp_path}")
-    path = tmp_path / "runs" / f"own-script-{job}"
-    until("it begins", (path / "board").is_dir, timeout_s=WAIT_S)
-    run = submitted_run(slurm, path)
+    made, _ = wrapped(slurm, tmp_path, BATCH.format(bin=Path(sys.executable).parent))
+    job, run = submitted(slurm, tmp_path, made, "own-script")
 
     run.until("first steps", lambda: len(run.events("script.progress")) > 2)
     members = run.events("epoch.formed")[-1]["members"]

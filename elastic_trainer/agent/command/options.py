@@ -105,7 +105,7 @@ class Options:
     preload: str = ""
     """Modules that the zygote imports for a script, separated by commas."""
     stop_grace_s: float = SCRIPT_GRACE_S
-    """Between SIGTERM and SIGKILL, for a script that takes no requests."""
+    """Between the stop signal and SIGKILL, for a script that takes no requests."""
     notes: tuple[str, ...] = ()
     """To be reported at the start."""
     code: CodeSection | None = None
