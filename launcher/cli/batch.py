@@ -52,6 +52,7 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
         UserError: HF169, or why there can be no run.
     """
     from launcher.atomic_file import write_atomic
+    from launcher.backends.slurm.parse import expand_nodes
     from launcher.jobspec.reading import load_spec
     from launcher.node.attempt import Attempt
     from launcher.ops import run_dir as run_dirs
@@ -65,7 +66,14 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
     planned = plan(spec)
     number = Attempt.of_env(Path(), env).slurm_id
     run_dir = Path("runs", f"{spec.name}-{number}").absolute()
-    script = script_of(spec, planned, launch, ending, run_dir=run_dir, python=sys.executable)
+    of_job = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    hosts = launch.options.hosts(of_job, expand_nodes)
+    script = script_of(
+        *(spec, planned, launch, ending),
+        run_dir=run_dir,
+        python=sys.executable,
+        hosts=() if len(hosts) == len(of_job) else hosts,
+    )
     if not is_run(run_dir):
         files = render_local(
             spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder

@@ -195,7 +195,7 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "script": f"{run}/{SCRIPT}",
         "logs": step_log(run, array=array is not None),
         "srun_options": (),
-        "part": Quoted(""),
+        "on": Quoted(""),
         "wrapped": False,
         "container": slurm.container,
         "ours": _ours(spec, automatic),

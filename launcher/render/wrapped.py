@@ -11,7 +11,7 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -86,8 +86,8 @@ class Launch:
     """The word that starts it: itself, or the Python that runs its module."""
     srun: tuple[str, ...]
     """Options that are kept; in a pod none."""
-    part: tuple[str, ...]
-    """Options that say on which of the job's nodes it starts; none: on all."""
+    options: SrunOptions
+    """All of them."""
     nodes: tuple[int, int]
     """Least and most."""
     workers: int
@@ -370,7 +370,7 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
     return Launch(
         torchrun=argv[found[0]],
         srun=(*options.kept, *options.gpus_per_node(num_nodes)),
-        part=options.part,
+        options=options,
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(*(flag for flag, is_set in kinds.items() if is_set), *given.command),
@@ -458,25 +458,36 @@ class SrunOptions:
         """How many nodes it starts on; None: on all of the job."""
         for name in ("nodes", "ntasks"):
             text = self.given.get(name, "").rpartition("-")[2]
-            if text and not text.isdecimal():
+            if text and not (text.isdecimal() and int(text)):
                 cannot_wrap(f"srun: --{name}={self.given[name]}: expected a number")
             # Of tasks only a single one says where: more may share a node.
             if text and (name == "nodes" or text == "1"):
                 return int(text)
         return None  # not by --nodelist: srun adds to it what SLURM_NNODES asks for
 
-    @property
-    def part(self) -> tuple[str, ...]:
-        """Return what says on which of the job's nodes it starts, as options."""
-        count = self.num_nodes
-        return (
-            *([] if count is None else [f"--nodes={count}"]),
-            *(
-                f"--{name}={self.given[name]}"
-                for name in ("nodelist", "exclude", "relative")
-                if name in self.given
-            ),
+    def hosts(self, of_job: Sequence[str], expand: Callable[[str], Sequence[str]]) -> Sequence[str]:
+        """Return those of the job's nodes that it starts on.
+
+        Args:
+            of_job: their names.
+            expand: of a node list as n[1-3].
+
+        Raises:
+            UserError: HF169, the job does not have them.
+        """
+        named, without = (
+            expand(self.given[name]) if self.given.get(name) else ()
+            for name in ("nodelist", "exclude")
         )
+        first = int(self.given.get("relative") or 0)
+        left = [host for host in of_job[first:] if host not in without]
+        count = self.num_nodes or len(left)
+        if (foreign := [host for host in named if host not in left]) or count > len(left):
+            what = ", ".join(foreign) or f"{count} nodes"
+            cannot_wrap(f"srun asks for {what}, and has {', '.join(left)} of the job's")
+        others = [host for host in left if host not in named]
+        chosen = {*named, *others[: max(0, count - len(named))]}
+        return [host for host in left if host in chosen]
 
     def gpus_per_node(self, num_nodes: int) -> tuple[str, ...]:
         """Return what --gpus, a total, asks of each of so many nodes."""
@@ -616,6 +627,7 @@ def script_of(
     *,
     run_dir: Path,
     python: str,
+    hosts: Sequence[str] = (),
 ) -> str:
     """Return what the batch script reads in place of its srun.
 
@@ -626,13 +638,14 @@ def script_of(
         ending: of the batch script.
         run_dir: absolute.
         python: interpreter that has holdfast on the nodes.
+        hosts: nodes that it starts on; none: all of the job.
 
     Raises:
         UserError: HF160 the times do not fit; HF166 a path that a script cannot carry.
     """
     run = check_path(run_dir, "run directory")
     clock = clock_chain(spec, plan.ladder)
-    container = any(option.startswith("--container-") for option in launch.srun)
+    container = launch.options.in_container
     options = [words(option) for option in launch.srun]
     return template("wrapped.sh.j2").render(
         run=run,
@@ -642,7 +655,7 @@ def script_of(
         restart=spec.slurm.restart,
         wrapped=True,
         own_signal=Quoted("" if ending.batch in (OURS, "TERM") else f" {ending.batch}"),
-        part=Quoted("".join(f" {quoted(option)}" for option in launch.part)),
+        on=Quoted(f" --on={quoted(','.join(hosts))}" if hosts else ""),
         max_requeues=spec.slurm.max_requeues,
         cpus=False,
         container="pyxis" if container else None,

@@ -104,6 +104,38 @@ def test_what_the_user_has_set_of_the_end_stays(slurm, tmp_path, *, asked, sent,
     assert (tmp_path / "after").read_text() == f"srun ended with {0 if restarts else 91}\n"
 
 
+RANKS = """\
+import os
+from pathlib import Path
+Path(f"rank.{os.environ['RANK']}").write_text(f"{os.uname().nodename} {os.environ['WORLD_SIZE']}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "srun", "ranks", "code"),
+    [
+        ("#SBATCH --gpus=16", "", {"n1 2", "n2 2"}, 0),
+        ("", "--nodes=1 --ntasks=1 --nodelist=n2", {"n2 1"}, 0),
+        ("", "--mem=5 --mem-per-cpu=10", set(), 93),
+    ],
+)
+def test_an_srun_starts_where_it_is_asked_to_or_is_refused_once(
+    slurm, tmp_path, *, options, srun, ranks, code
+):
+    (tmp_path / "train.py").write_text(RANKS)
+    script = OWN.format(options=options, flags="", bin=Path(sys.executable).parent)
+    script = script.replace("srun torchrun --nnodes=2", f"srun {srun} torchrun")
+    made, _ = wrapped(slurm, tmp_path, script)
+    job, run = submitted(slurm, tmp_path, made)
+    assert run.ended(job, "COMPLETED").restarts == 0
+    assert {path.read_text() for path in tmp_path.glob("rank.*")} == ranks, run.story()
+    [ended] = run.events("run.ended")
+    assert ended["code"] == code
+    assert ("HF677" in ended["reason"]) == ("mutually exclusive" in ended["reason"]) == (code == 93)
+    assert (tmp_path / "after").read_text() == f"srun ended with {code}\n"
+    assert len(run.events("step.lost")) == (2 if code else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_wrapped_script_survives_a_lost_node_and_its_time_limit(slurm, tmp_path):

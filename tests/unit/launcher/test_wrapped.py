@@ -177,6 +177,43 @@ def test_a_job_that_is_not_to_be_requeued_is_not(asked, line, option):
     assert any("--no-requeue" in note for note in made.notes) == bool(option)
 
 
+def _hosts(text):
+    return text.split(",")
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "nodes"),
+    [
+        ("", "n1,n2,n3,n4", 4),
+        ("--nodelist=n2", "n1,n2,n3,n4", 4),  # srun adds the others
+        ("--nodes=1 --nodelist=n2", "n2", 1),
+        ("-N2 -w n4", "n1,n4", 2),
+        ("-n 1 -w n3", "n3", 1),
+        ("-N 1", "n1", 1),
+        ("-N 1 -r 2", "n3", 1),
+        ("-N3 --exclude n1", "n2,n3,n4", 3),
+        ("--nodes=1-3 --ntasks-per-node=1", "n1,n2,n3", 3),
+    ],
+)
+def test_an_srun_on_a_part_of_the_nodes(options, hosts, nodes):
+    launch = launch_of(["srun", *options.split(), "torchrun", "a.py"], ENV)
+    assert list(launch.options.hosts(_hosts("n1,n2,n3,n4"), _hosts)) == _hosts(hosts)
+    assert (launch.nodes, launch.srun) == ((nodes, nodes), ())
+
+
+def test_an_srun_on_nodes_that_the_job_does_not_have():
+    for options in ("-w n9 -N1", "-N5", "-N4 -x n1", "-w n1 -x n1 -N1"):
+        launch = launch_of(["srun", *options.split(), "torchrun", "a.py"], ENV)
+        with pytest.raises(UserError, match="HF169"):
+            launch.options.hosts(_hosts("n1,n2,n3,n4"), _hosts)
+
+
+def test_gpus_that_an_srun_asks_for_in_total_are_asked_for_per_node():
+    launch = launch_of(["srun", "--gpus=h100:16", "torchrun", "a.py"], ENV)
+    assert launch.srun == ("--gpus-per-node=h100:4",)
+    assert launch_of(["srun", "-G8", "-N2", "torchrun", "a.py"], ENV).srun == ("--gpus-per-node=4",)
+
+
 def test_what_is_dropped_is_said():
     command = "srun -o x torchrun --log-dir=y a.py 2>&1 | tee log"
     made = wrapped_script(f"#!/bin/bash\n#SBATCH --signal=R:CONT@300\n{command}")
@@ -302,6 +339,10 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun --export=ALL env A=1 torchrun t.py",
         "srun --export=NONE torchrun t.py",
         "srun --export HOME,PATH torchrun t.py",
+        "srun --nodes=1 torchrun --nnodes=2 t.py",
+        "srun --gpus=7 torchrun t.py",
+        "srun --nodes=x torchrun t.py",
+        "srun --nodes=0 torchrun t.py",
     ],
 )
 def test_an_srun_that_cannot_be_taken_apart(argv):
