@@ -341,6 +341,10 @@ CODES: Final[dict[str, Code]] = {
         "No agent could be started: Slurm refuses the srun, or a node cannot carry it out.",
         "Fix what the message says, then `submit --resume`.",
     ),
+    "HF678": Code(
+        "The Python that a script or a set-up names cannot run agents.",
+        "Install holdfast there, or name the environment that has it.",
+    ),
     "HF676": Code("All pods fail again and again.", "Fix the error in their logs."),
     "HF653": Code("The run was never submitted.", "Use what the message names."),
     "HF654": Code("The --sweep cannot be submitted.", "Fix what the message names."),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from launcher.cli.common import EXIT_DONE, exit_with_problems
 from launcher.errors import UserError, writing
 
@@ -41,7 +42,8 @@ def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
         else:
             click.echo(_agents(argv, env, signalled(signalled_by, requeue=not no_requeue)))
     except UserError as error:
-        return exit_with_problems(error, as_json=False)
+        code = exit_with_problems(error, as_json=False)
+        return code if is_pod(env) else EXIT_DO_NOT_RESTART
     return EXIT_DONE
 
 
@@ -49,10 +51,11 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
     """Make the run directory; return the file that starts its agents.
 
     Raises:
-        UserError: HF169, or why there can be no run.
+        UserError: HF169, HF678, or why there can be no run.
     """
     from launcher.atomic_file import write_atomic
     from launcher.backends.slurm.parse import expand_nodes
+    from launcher.interpreter import agents_python
     from launcher.jobspec.reading import load_spec
     from launcher.node.attempt import Attempt
     from launcher.ops import run_dir as run_dirs
@@ -68,10 +71,12 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
     run_dir = Path("runs", f"{spec.name}-{number}").absolute()
     of_job = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
     hosts = launch.options.hosts(of_job, expand_nodes)
+    contained = launch.options.in_container
+    python = sys.executable if contained else agents_python(launch.torchrun)
     script = script_of(
         *(spec, planned, launch, ending),
         run_dir=run_dir,
-        python=sys.executable,
+        python=python,
         hosts=() if len(hosts) == len(of_job) else hosts,
     )
     if not is_run(run_dir):
@@ -81,9 +86,9 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
         run_dirs.create(run_dir, files)
         run_dirs.check_storage(run_dir)
     with writing(run_dir):
-        write_atomic(run_dir / "agents.sh", script)
+        write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
     _tell(launch.notes)
-    return run_dir / "agents.sh"
+    return run_dir / run_dirs.AGENTS_SCRIPT
 
 
 def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:

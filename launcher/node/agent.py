@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from elastic_trainer.failures import EXIT_FAILED
+from launcher.interpreter import python_here
 from launcher.node import beat
 from launcher.node.agent_process import TAKEN, AgentProcess, agent_command
 from launcher.node.attempt import Attempt
@@ -42,6 +43,8 @@ def run_agent(
     shutdown = env.get("HOLDFAST_SHUTDOWN_S")
     with taken_signals(TAKEN) as wait:
         command = agent_command(attempt, node, inside=inside)
+        if not inside:
+            say(f"{node}: agent and workers run {python_here()}")
         shutdown_s = float(shutdown) if shutdown else None
         try:
             agent = AgentProcess(attempt, node, command, env, shutdown_s=shutdown_s)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cluster import until
-from jobs import WAIT_S, submitted_run
+from jobs import ROOT, WAIT_S, make_run, submitted_run
 from test_slurm_scripts import SCRIPT
 
 BATCH = """\
@@ -94,6 +95,7 @@ def test_what_the_user_has_set_of_the_end_stays(slurm, tmp_path, *, asked, sent,
     job, run = submitted(slurm, tmp_path, made)
     run.until("workers", lambda: len(list(tmp_path.glob("up.*"))) == 2)
     assert json.loads((run.path / "job.json").read_text())["elastic"]["stop_grace_s"] == grace_s
+    assert json.loads(told(slurm, "status", run))["state"] == "running"
     slurm.run("scancel", f"--signal={sent}", "--batch", job)  # as at the time limit
     ended = run.ended(job, "COMPLETED")
     assert {(tmp_path / f"saved.{rank}").read_text() for rank in (0, 1)} == {got}, run.story()
@@ -102,6 +104,12 @@ def test_what_the_user_has_set_of_the_end_stays(slurm, tmp_path, *, asked, sent,
     said = (tmp_path / f"own-{job}.out").read_text()
     assert ("own trap, saved: saved.0" in said) == (sent == "USR1"), said
     assert (tmp_path / "after").read_text() == f"srun ended with {0 if restarts else 91}\n"
+
+
+def told(slurm, command, run):
+    """Return what a command of the user's says of a run."""
+    words = ("-m", "launcher.cli.main", command, str(run.path), "--json")
+    return slurm.run(sys.executable, *words, check=False).stdout
 
 
 RANKS = """\
@@ -134,6 +142,66 @@ def test_an_srun_starts_where_it_is_asked_to_or_is_refused_once(
     assert ("HF677" in ended["reason"]) == ("mutually exclusive" in ended["reason"]) == (code == 93)
     assert (tmp_path / "after").read_text() == f"srun ended with {code}\n"
     assert len(run.events("step.lost")) == (2 if code else 0)
+    why = json.loads(told(slurm, "why", run))
+    assert why["state"] == ("failed" if code else "done")
+    assert ("HF677" in why["why"]) == bool(code)
+
+
+PREFIX = """\
+import sys
+from pathlib import Path
+Path("prefix").write_text(sys.prefix)
+"""
+
+
+def other_environment(folder, *, has_holdfast):
+    """Make an environment of its own, with a torchrun that starts its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.write_text(f"#!{folder}/bin/python\n")
+    torchrun.chmod(0o755)
+    if has_holdfast:
+        packages = next((folder / "lib").iterdir()) / "site-packages"
+        own = next(path for path in sys.path if path.endswith("site-packages"))
+        (packages / "all.pth").write_text(f"{own}\n{ROOT}\n")
+    return folder
+
+
+@pytest.mark.parametrize("has_holdfast", [True, False])
+def test_the_python_that_the_script_names_runs_or_the_job_ends_at_once(
+    slurm, tmp_path, has_holdfast
+):
+    folder = tmp_path / "venv2"
+    (tmp_path / "train.py").write_text(PREFIX)
+    script = OWN.format(options="", flags="", bin=Path(sys.executable).parent)
+    script = script.replace("srun torchrun", "source venv2/bin/activate\nsrun torchrun")
+    made, _ = wrapped(slurm, tmp_path, script)
+    other_environment(folder, has_holdfast=has_holdfast)
+    job = slurm.sbatch(made, f"--chdir={tmp_path}")
+    found = slurm.wait_state(job, "COMPLETED" if has_holdfast else "FAILED", timeout_s=WAIT_S)
+    said = (tmp_path / f"own-{job}.out").read_text()
+    assert (found.exit_code == 93) == ("HF678" in said) == (not has_holdfast), said
+    if has_holdfast:
+        assert (tmp_path / "prefix").read_text() == str(folder)
+        logs = (tmp_path / "runs" / f"own-{job}" / "logs").rglob("n?.log")
+        assert any(f"{folder}/bin/python (torch " in log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("has_holdfast", [True, False])
+def test_the_python_of_an_environment_that_the_set_up_activates_runs(slurm, tmp_path, has_holdfast):
+    folder = other_environment(tmp_path / "venv2", has_holdfast=has_holdfast)
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PREFIX}")
+    text = (
+        "name: set-up\ncommand: train.py\ncluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}\n"
+        f"slurm: {{time: 10, setup: ['export CONDA_PREFIX={folder}']}}\n"
+    )
+    run = make_run(slurm, tmp_path, steps=0, text=text)
+    job = run.submit(env={"PYTHONPATH": ""})
+    found = run.ended(job, "COMPLETED" if has_holdfast else "FAILED")
+    said = next((run.path / "logs").glob("slurm-*.out")).read_text()
+    assert (found.exit_code == 93) == ("HF678" in said) == (not has_holdfast), said
+    if has_holdfast:
+        assert (tmp_path / "prefix").read_text() == str(folder)
 
 
 @pytest.mark.slow

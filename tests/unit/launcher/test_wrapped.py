@@ -437,5 +437,5 @@ def test_a_run_is_made_once_for_all_starts_of_a_job(tmp_path, capsys, monkeypatc
     config = json.loads((tmp_path / "runs/my-job-7/job.json").read_text())
     assert (config["command"], config["gpus_per_node"]) == (["a.py"], 8)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 2
+    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 93
     assert "HF673" in capsys.readouterr().err
