@@ -217,6 +217,13 @@ class ElasticSection:
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
     )
+    stop_signal: str = field(
+        default="TERM",
+        metadata=says(
+            "Of a command that takes no requests: the signal that asks it to save and to end, in "
+            "place of SIGTERM, as USR1."
+        ),
+    )
     standby: bool = field(
         default=False,
         metadata=says(

@@ -82,7 +82,7 @@ def render(
     return target_named(to).load_renderer()(
         job,
         planned or plan(job),
-        run_id=where.name,
+        run_id=job.name,
         run_dir=where,
         base_dir=job.folder,
         python=python or sys.executable,

@@ -352,6 +352,14 @@ CODES: Final[dict[str, Code]] = {
     "HF673": Code("Not inside a Slurm job.", "Only the batch script calls this."),
     "HF674": Code("Not inside a pod of a job.", "Only the pods of a rendered job call this."),
     "HF675": Code("The run directory is another run's.", "Give each run a directory of its own."),
+    "HF677": Code(
+        "No agent could be started: Slurm refuses the srun, or a node cannot carry it out.",
+        "Fix what the message says, then `submit --resume`.",
+    ),
+    "HF678": Code(
+        "The Python that a script or a set-up names cannot run agents.",
+        "Install holdfast there, or name the environment that has it.",
+    ),
     "HF676": Code("All pods fail again and again.", "Fix the error in their logs."),
     "HF653": Code("The run was never submitted.", "Use what the message names."),
     "HF654": Code("The --sweep cannot be submitted.", "Fix what the message names."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import threading
 import time
@@ -288,6 +289,7 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
         follower=follower,
         split=options.streams is not None,
         grace_s=options.stop_grace_s,
+        stop_signal=signal.Signals[f"SIG{options.elastic.stop_signal}"],
     )
 
 

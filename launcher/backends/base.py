@@ -60,6 +60,8 @@ class JobRef:
     """The run it belongs to: what the platform keeps of the job names it."""
     cluster: str = ""
     """Of several clusters that one platform speaks for; empty: the default one."""
+    own_script: bool = False
+    """Its batch script is one of the user's own (`holdfast wrap`), which may lie anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,41 +6,52 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from launcher.cli.common import EXIT_DONE, AsGiven, exit_with_problems
 from launcher.errors import UserError, writing
 
+if TYPE_CHECKING:
+    from launcher.render.wrapped_ending import Ending
+
 
 @click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
+@click.option("--signal", "signalled_by", default="", help="As sbatch has it: USR1@600.")
+@click.option("--no-requeue", is_flag=True, help="The job is not put back into the queue.")
 @click.argument("argv", nargs=-1, metavar="[srun [OPTIONS]] torchrun …")
-def batch(argv: tuple[str, ...]) -> int:
+def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
     """Make the run directory of this job, and print the file that the batch script reads.
 
     In a pod, run this node's part of the job instead. `holdfast wrap` writes the lines that call
     it.
     """
     from launcher.render.wrapped import is_pod
+    from launcher.render.wrapped_ending import signalled
 
     argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
         if is_pod(env):
             _pod(argv, env)
         else:
-            click.echo(_agents(argv, env))
+            click.echo(_agents(argv, env, signalled(signalled_by, requeue=not no_requeue)))
     except UserError as error:
-        return exit_with_problems(error, as_json=False)
+        code = exit_with_problems(error, as_json=False)
+        return code if is_pod(env) else EXIT_DO_NOT_RESTART
     return EXIT_DONE
 
 
-def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
+def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Path:
     """Make the run directory; return the file that starts its agents.
 
     Raises:
-        UserError: HF169, or why there can be no run.
+        UserError: HF169, HF678, or why there can be no run.
     """
     from launcher.atomic_file import write_atomic
+    from launcher.backends.slurm.parse import expand_nodes
+    from launcher.interpreter import agents_python
     from launcher.jobspec.reading import load_spec
     from launcher.node.attempt import Attempt
     from launcher.ops import run_dir as run_dirs
@@ -50,11 +61,20 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
     from launcher.render.wrapped import job_of, launch_of, script_of
 
     launch = launch_of(argv, env)
-    spec = load_spec(job_of(launch, env))
+    spec = load_spec(job_of(launch, env, ending))
     planned = plan(spec)
     number = Attempt.of_env(Path(), env).slurm_id
     run_dir = Path("runs", f"{spec.name}-{number}").absolute()
-    script = script_of(spec, planned, launch, run_dir=run_dir, python=sys.executable)
+    of_job = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    hosts = launch.options.hosts(of_job, expand_nodes)
+    contained = launch.options.in_container
+    python = sys.executable if contained else agents_python(launch.torchrun)
+    script = script_of(
+        *(spec, planned, launch, ending),
+        run_dir=run_dir,
+        python=python,
+        hosts=() if len(hosts) == len(of_job) else hosts,
+    )
     if not is_run(run_dir):
         files = render_local(
             spec, planned, run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
@@ -62,9 +82,9 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str]) -> Path:
         run_dirs.create(run_dir, files)
         run_dirs.check_storage(run_dir)
     with writing(run_dir):
-        write_atomic(run_dir / "agents.sh", script)
+        write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
     _tell(launch.notes)
-    return run_dir / "agents.sh"
+    return run_dir / run_dirs.AGENTS_SCRIPT
 
 
 def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
@@ -119,4 +139,4 @@ def _keep(run_dir: Path, files: Mapping[str, str]) -> None:
 
 def _tell(notes: tuple[str, ...]) -> None:
     for note in notes:
-        click.echo(f"holdfast: torchrun: {note}", err=True)
+        click.echo(f"holdfast: {note}", err=True)

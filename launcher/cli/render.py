@@ -81,7 +81,7 @@ def render(
         bundle = renderer(
             spec,
             planned,
-            run_id=run_dir.name,
+            run_id=spec.name,  # a folder may have any name, and the job keeps its own
             run_dir=run_dir,
             base_dir=folder_of(job),
             python=sys.executable,

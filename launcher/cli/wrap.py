@@ -43,6 +43,7 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
     `status`, `logs`, `why` and `cancel` find it, and the job is requeued after a time limit and
     when too few nodes are left. See docs/scripts.md.
     """
+    from launcher.interpreter import agents_python
     from launcher.render.wrapped import wrap_script
     from launcher.render.wrapped_manifest import is_manifest, wrap_manifest
 
@@ -64,7 +65,10 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
                 ),
             ]
         else:
-            wrapped = wrap_script(text)
+            script = wrap_script(text)
+            wrapped, notes = script.text, list(script.notes)
+            if "/" in (script.torchrun or ""):  # else only the job's PATH says which it is
+                agents_python(str(script.torchrun))
         if output is not None:
             with writing(output, "choose another"):
                 _write(output, wrapped, like=file)

@@ -246,6 +246,9 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
             "gres and gpu_type exclude each other; keep one",
             "slurm.gpu_type",
         )
+    if slurm.mem is not None and slurm.mem_per_cpu is not None:
+        message = "mem is of a node, mem_per_cpu of a CPU; keep one"
+        yield finding("HF016", "slurm.mem_per_cpu", message, "slurm.mem")
     if slurm.switches is not None and slurm.segment is not None:
         message = "switches are for topology/tree, segment for topology/block; keep one"
         yield finding("HF016", "slurm.segment", message, "slurm.switches")

@@ -39,10 +39,13 @@ _MAX_ITEMS: Final = 50
 _NUMBER: Final = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,9})?([eE][-+]?[0-9]{1,2})?")
 _TOO_BIG: Final = ("int_parsing_size", "string_too_long")
 _REMOVED: Final[dict[str, str]] = {
+    "env.conda": "write the environment's folder as env.venv: /shared/envs/NAME, or activate it by "
+    "slurm.setup: ['source /shared/conda/etc/profile.d/conda.sh', 'conda activate NAME']; it needs "
+    "holdfast",
     "env.stage": "environments are not copied to nodes; use an image (env.image), or let env.venv "
     "name a squashfs mount or a copy that the nodes have already (docs/submitted.md)",
 }
-"""Key that job files had once -> what to use instead."""
+"""Key that job files had once, or that is looked for -> what to use instead."""
 
 
 Keys = Mapping[str, Mapping[str, FieldInfo]]

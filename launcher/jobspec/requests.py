@@ -17,6 +17,8 @@ from launcher.hardware import GPUS, MAX_PER_NODE
 from launcher.jobspec.rules import Finding, finding, instead
 
 if TYPE_CHECKING:
+    from launcher.jobspec.kubernetes import Kubernetes
+    from launcher.jobspec.slurm import Slurm
     from launcher.jobspec.spec import JobSpec
 
 _MODELS: Final = re.compile(
@@ -165,8 +167,9 @@ def _slurm(spec: JobSpec) -> Iterator[Finding]:
     yield from _gres(spec)
     if spec.device == "cpu":
         return
-    yield from _no_fabric(spec, "slurm", slurm.fabric)
-    left_out = [key for key in ("cpus", "mem") if getattr(slurm, key) is None]
+    yield from _no_fabric(spec, "slurm", slurm)
+    given = {"cpus": slurm.cpus, "mem": slurm.mem or slurm.mem_per_cpu}
+    left_out = [key for key, value in given.items() if value is None]
     if not slurm.exclusive and left_out:
         gets = {"cpus": "one CPU", "mem": "the partition's DefMemPerCPU"}
         message = (
@@ -221,14 +224,16 @@ def _gres(spec: JobSpec) -> Iterator[Finding]:
     )
 
 
-def _no_fabric(spec: JobSpec, section: str, fabric: str) -> Iterator[Finding]:
-    if fabric == "none" and spec.cluster.nodes > 1 and "NCCL_NET" not in spec.env.variables:
+def _no_fabric(spec: JobSpec, section: str, wish: Slurm | Kubernetes) -> Iterator[Finding]:
+    chosen = "fabric" in wish.model_fields_set or "NCCL_NET" in spec.env.variables
+    if not chosen and spec.cluster.nodes > 1:
         yield finding(
             "HF173",
             f"{section}.fabric",
             f"{counted(spec.cluster.nodes, 'node')} and no fabric: where NCCL finds no adapter it "
             "takes TCP without a word, and steps take many times as long; name the fabric "
-            "(infiniband, roce, efa), or NCCL_NET in env.variables if TCP or a plug-in is meant",
+            "(infiniband, roce, efa; none, or NCCL_NET in env.variables, if TCP or a plug-in is "
+            "meant)",
             "cluster.nodes",
             "env.variables",
         )
@@ -290,7 +295,7 @@ def _rdma(spec: JobSpec) -> Iterator[Finding]:
     """Yield a fabric whose adapters pods are not given, and adapters whose fabric is not set."""
     wish, key = spec.kubernetes, "kubernetes.fabric"
     if wish.fabric == "none" and not wish.rdma:
-        yield from _no_fabric(spec, "kubernetes", wish.fabric)
+        yield from _no_fabric(spec, "kubernetes", wish)
         return
     efa = any("efa" in name.lower() for name in wish.rdma)
     if wish.fabric == "none":

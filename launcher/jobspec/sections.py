@@ -8,7 +8,7 @@ together is in `rules.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -68,6 +68,8 @@ _elastic = setting_of(ElasticSection)
 _network = setting_of(NetworkSection)
 _numbers = setting_of(NumbersSection)
 
+StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
+STOP_SIGNALS = get_args(StopSignal)
 SpikeAction = Literal["ignore", "report", "skip", "rollback", "stop"]
 
 
@@ -233,6 +235,7 @@ class Elastic(Section):
     progress_pattern: Pattern | None = _elastic("progress_pattern")
     preload: Annotated[str, Field(pattern=r"^[\w.]+(,[\w.]+)*$")] | None = _elastic("preload")
     stop_grace_s: Seconds = _elastic("stop_grace_s")
+    stop_signal: StopSignal = _elastic("stop_signal")
     standby: bool = _elastic("standby")
     failure_domain: FailureDomain | None = _elastic("failure_domain")
 

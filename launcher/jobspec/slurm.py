@@ -213,6 +213,9 @@ class Slurm(Section):
     mem: Memory = Field(
         None, description="--mem of a node, as 512G; null: all of an exclusive one."
     )
+    mem_per_cpu: Memory = Field(
+        None, description="--mem-per-cpu, as 8G, where a site demands it; instead of mem."
+    )
     exclusive: bool = Field(True, description="--exclusive: no other job on the nodes.")
     switches: Switches = Field(None, description="--switches, as 2@2:00:00 (topology/tree).")
     segment: Count | None = Field(

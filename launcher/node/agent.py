@@ -9,11 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from elastic_trainer.failures import EXIT_FAILED
+from launcher.interpreter import python_here
 from launcher.node import beat
 from launcher.node.agent_process import TAKEN, AgentProcess, agent_command
 from launcher.node.attempt import Attempt
 from launcher.node.end import save_by
 from launcher.node.leaving import asked_to_leave
+from launcher.node.say import say
 from launcher.node.taken_signals import taken_signals
 from launcher.node.watchdog import Watchdog
 
@@ -40,8 +43,15 @@ def run_agent(
     shutdown = env.get("HOLDFAST_SHUTDOWN_S")
     with taken_signals(TAKEN) as wait:
         command = agent_command(attempt, node, inside=inside)
+        if not inside:
+            say(f"{node}: agent and workers run {python_here()}")
         shutdown_s = float(shutdown) if shutdown else None
-        agent = AgentProcess(attempt, node, command, env, shutdown_s=shutdown_s)
+        try:
+            agent = AgentProcess(attempt, node, command, env, shutdown_s=shutdown_s)
+        except OSError as error:  # of a container: its program is not on this node
+            say(f"{node}: the agent cannot be started: {error}")
+            attempt.note_exit(node, EXIT_FAILED)
+            return EXIT_FAILED
 
         look_at = 0.0
 

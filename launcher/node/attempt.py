@@ -3,6 +3,7 @@
 begin.json      when, the newest step that counted then; of Slurm also the job and its nodes
 batch.beat      a number that rises while the batch script lives
 exit/<node>     how that node's agent ended
+refused         why no agent could be started, as Slurm or a node says it
 end.json        what came of it: by the batch script or a watchdog, or by the first pod to know
 caretaker.<n>   which node took the batch script's place; n counts those that were lost too
 next            id of the job that continues (restart: chain), by the script
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 from launcher.atomic_file import read_json, write_json
 from launcher.errors import UserError
 
+_LAST_BYTES, _LAST_LINES = 4096, 6
 _SLURM_NAME = re.compile(r"\d+\.\d+")
 _NAME = re.compile(r"(\d+|[a-z][-a-z0-9]*-\d+)\.\d+")
 
@@ -132,6 +135,27 @@ class Attempt:
                 with contextlib.suppress(ValueError, OSError):
                     found[path.name] = int(path.read_text(encoding="ascii"))
         return found
+
+    def last_words(self, nodes: Iterable[str]) -> str:
+        """Return the last lines of the first log of these nodes that has any, as one line."""
+        for node in nodes:
+            with contextlib.suppress(OSError), (self.logs / f"{node}.log").open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+                lines = file.read().decode(errors="replace").split("\n")
+                if said := [line.strip() for line in lines[-_LAST_LINES:] if line.strip()]:
+                    return f"{node}: {'; '.join(said)}"
+        return ""
+
+    def note_refusal(self, words: str) -> None:
+        """Write down why no agent could be started; storage that fails changes nothing."""
+        with contextlib.suppress(OSError):
+            (self.dir / "refused").write_text(words, encoding="utf-8", errors="replace")
+
+    def refusal(self) -> str:
+        """Return why no agent could be started; empty: they could, or nobody knows."""
+        with contextlib.suppress(OSError):
+            return (self.dir / "refused").read_text(encoding="utf-8", errors="replace").strip()
+        return ""
 
     def next_job(self) -> str | None:
         """Return the id of the job that is to continue; None: there is none."""

@@ -135,6 +135,12 @@ def end_of(state: BoardState, name: str) -> Ended | None:
     return state.ended if state.ended is not None and state.ended.job == name else None
 
 
+def began(state: BoardState, name: str) -> bool:
+    """Return whether an agent of attempt `name` has got as far as the board."""
+    coordinated = state.lease is not None and state.lease.job == name
+    return state.finished or coordinated or end_of(state, name) is not None
+
+
 def attempt_result(
     state: BoardState,
     name: str,
@@ -142,6 +148,7 @@ def attempt_result(
     exits: Mapping[str, int],
     at_limit: bool = False,
     step_code: int | None = None,
+    refusal: str = "",
 ) -> AttemptResult:
     """Say what came of attempt `name`. srun's code decides nothing: it lies after a node loss.
 
@@ -151,10 +158,14 @@ def attempt_result(
         exits: codes of the agents that could say so, by node.
         at_limit: the time limit was near.
         step_code: srun's, for the message.
+        refusal: Slurm's words, or a node's, where no agent could be started.
     """
     if state.finished:
         return AttemptResult(code=EXIT_DONE, failed=False, reason="the last step is done")
     ended = end_of(state, name)
+    if refusal and not began(state, name):
+        reason = f"HF677 no agent could be started: {refusal}"
+        return AttemptResult(code=EXIT_DO_NOT_RESTART, failed=True, reason=reason)
     code, reason = (ended.code, ended.reason) if ended else _of_exits(exits, step_code)
     if code == EXIT_FAILED:
         return AttemptResult(

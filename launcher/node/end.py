@@ -8,11 +8,19 @@ import time
 from collections.abc import Mapping
 
 from elastic_trainer.board.state import BoardState
+from elastic_trainer.failures import (
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+)
 from launcher import stop_request
 from launcher.errors import UserError
 from launcher.node import board
 from launcher.node.attempt import Attempt
 from launcher.node.decide import (
+    EXIT_LEFT,
     REQUEUES,
     AttemptResult,
     attempt_result,
@@ -21,6 +29,10 @@ from launcher.node.decide import (
 )
 from launcher.node.say import note, say
 
+_OF_AGENTS = frozenset(
+    {EXIT_DONE, EXIT_SAVED, EXIT_TOO_FEW_NODES, EXIT_DO_NOT_RESTART, EXIT_BUDGET_USED_UP, EXIT_LEFT}
+)
+"""Codes by which an agent says how it ends."""
 SUMMARY_S = 60
 """So much of the time before the signal lead may go to the summary."""
 
@@ -39,12 +51,14 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Atte
     except (OSError, ValueError) as error:
         say(f"the board cannot be read ({error}); using the agents' exit codes")
         state = BoardState()
+    exits = attempt.exits()
     found = attempt_result(
         state,
         attempt.name,
-        exits=attempt.exits(),
+        exits=exits,
         at_limit=near_limit(save_by(env), time.time()),
         step_code=step_code,
+        refusal=attempt.refusal() or _failed_alike(attempt, exits),
     )
     restart = env.get("HOLDFAST_RESTART", "requeue")
     found = within_restarts(
@@ -57,6 +71,13 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Atte
     )
     note_end(attempt, found)
     return found
+
+
+def _failed_alike(attempt: Attempt, exits: Mapping[str, int]) -> str:
+    """Return what the nodes say where all agents have failed by errors that are not their own."""
+    if not exits or any(code in _OF_AGENTS for code in exits.values()):
+        return ""
+    return attempt.last_words(sorted(exits)) or f"exit codes {sorted(set(exits.values()))}"
 
 
 def note_end(attempt: Attempt, found: AttemptResult, *, first: bool = False) -> None:

@@ -6,17 +6,18 @@ are no more than MOST_STEPS of them. What is lost with a step is the memory of i
 others continue, and the node, which Slurm still counts to the job, joins them again.
 
 An srun that starts while the controller is away ("Unable to confirm allocation", "Unable to create
-step", "Socket timed out") has not begun, and loses nothing: it is started again.
+step", "Socket timed out") has not begun, and loses nothing: it is started again. One that Slurm
+refuses, or that a node cannot carry out, is no loss either: where no agent has ever begun, what it
+says is the job's error.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from launcher.backends.commands import Commands, SystemCommands
@@ -24,8 +25,9 @@ from launcher.backends.slurm.parse import expand_nodes
 from launcher.errors import HoldfastError, UserError
 from launcher.node import board
 from launcher.node.attempt import Attempt
-from launcher.node.decide import a_few, end_of, pause_s
+from launcher.node.decide import a_few, began, end_of, pause_s
 from launcher.node.say import note, say
+from launcher.node.sruns import Srun, of_one_node, refused
 from launcher.node.taken_signals import Wait, taken_signals
 
 MOST_STEPS: Final = 64
@@ -41,6 +43,8 @@ LIVED_S: Final = 300.0
 """A step that lived so long begins anew with the shortest pause."""
 LONE_TRIES: Final = 3
 """So often all nodes are tried again while none runs; then the job ends, and is requeued."""
+MOST_STARTS: Final = 10
+"""So often in a row a step is started that is lost at once; then the job goes on without it."""
 AWAY_PAUSE_S: Final = 10.0
 """Before an srun that could not reach the controller is started again."""
 AWAY_S: Final = 3600.0
@@ -50,12 +54,28 @@ _OF_ALL: Final = frozenset({EXIT_DONE, EXIT_SAVED, EXIT_BUDGET_USED_UP})
 """Codes that agents have from the coordinator: the job is over."""
 
 
+class StepProcess(Protocol):
+    """An srun; see sruns.py."""
+
+    @property
+    def said(self) -> str:
+        """What it has said."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; None: it runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+
+
 @dataclass(slots=True)
 class Step:
     """Nodes that share an srun."""
 
     nodes: tuple[str, ...]
-    process: subprocess.Popen[bytes] | None = None
+    process: StepProcess | None = None
+    said: str = ""
+    """What the last srun has said, and the node's log."""
     began: float = 0.0
     lost: int = 0
     """How often in a row."""
@@ -126,7 +146,7 @@ class Steps:
         nodes: Sequence[str],
         command: Sequence[str],
         *,
-        start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
+        start: Callable[[Sequence[str]], StepProcess],
         commands: Commands,
         mono: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -160,12 +180,16 @@ class Steps:
         ended = []
         for step in list(self._steps):
             if step.process is not None and (code := step.process.poll()) is not None:
+                said = (step.process.said, self._attempt.last_words(step.nodes))
+                step.said = "; ".join(filter(None, said))
                 step.process = None
                 self._code = max(self._code, code if code >= 0 else EXIT_FAILED)
                 ended.append((step, code))
         if ended:
             self._see_to(ended)
         waiting = [step for step in self._steps if step.process is None]
+        if waiting and len(waiting) == len(self._steps) and self._give_up():
+            return
         hopeless = all(step.process is None and step.lost > LONE_TRIES for step in self._steps)
         if waiting and (hopeless or self._over()):
             self._steps = [step for step in self._steps if step not in waiting]
@@ -208,17 +232,45 @@ class Steps:
             return
         step.nodes = again
         step.lost = 1 if self._mono() - step.began >= LIVED_S else step.lost + 1
+        if step.lost >= MOST_STARTS:
+            say(f"{a_few(again)}: {step.lost} starts in a row have failed; it is left out")
+            self._steps.remove(step)
+            return
         pause = pause_s(step.lost, first_s=FIRST_PAUSE_S, longest_s=LONGEST_PAUSE_S)
         step.due = self._mono() + pause
         alone = all(other.process is None for other in self._steps)
         state = (
             self._checkpoint() if alone else "the others continue with the copies that they keep"
         )
-        say(
-            f"{a_few(again)}: the step ended before its agents reported (srun: {code}), and "
-            f"their memory is lost; {state}; restarted there in {pause:g} s"
+        what = (
+            f"the step ended before its agents reported (srun: {code}), and their memory is lost"
+            if self._began()
+            else f"no agent has begun there (srun: {code})"
         )
+        say(f"{a_few(again)}: {what}; {state}; restarted there in {pause:g} s")
         note(self._attempt, "step.lost", nodes=list(again), code=code, alone=alone)
+
+    def _give_up(self) -> bool:
+        """End all where no agent has ever begun and none ever will; return whether it is so."""
+        given_up = [
+            (refused(step.said), step.lost > LONE_TRIES) for step in self._steps if step.lost
+        ]
+        certain = all(for_good or (tried and for_good is None) for for_good, tried in given_up)
+        if len(given_up) < len(self._steps) or not certain or self._began():
+            return False
+        said = {step.said for step in self._steps}
+        nodes = [node for step in self._steps for node in step.nodes]
+        self._attempt.note_refusal(f"{a_few(nodes)}: {min(said)}")
+        self._steps = []
+        return True
+
+    def _began(self) -> bool:
+        """Return whether an agent of this attempt has got as far as the board."""
+        try:
+            state = board.read(self._attempt.run_dir)
+        except (OSError, ValueError):
+            return True
+        return began(state, self._attempt.name)
 
     def _over(self) -> bool:
         if self._asked:
@@ -248,18 +300,28 @@ class Steps:
         return None if answer.code else set(expand_nodes(answer.out.strip())) or None
 
 
-def serve(attempt: Attempt, env: Mapping[str, str], command: Sequence[str]) -> int:
+def serve(
+    attempt: Attempt, env: Mapping[str, str], command: Sequence[str], on: str | None = None
+) -> int:
     """Run `command`, an srun, on the nodes of the job; return the highest exit code.
+
+    Args:
+        attempt: which.
+        env: of the batch script.
+        command: srun, its options, and what it runs.
+        on: nodes, as n1,n2; None: all of the job.
 
     Raises:
         UserError: HF673, the environment is not that of a batch script.
     """
-    nodes = expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
+    nodes = tuple(on.split(",")) if on else expand_nodes(env.get("SLURM_JOB_NODELIST", ""))
     if not nodes:
         raise UserError("HF673", "SLURM_JOB_NODELIST names no node: only a batch script calls this")
 
-    def start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+    command, own = of_one_node(command, env)
+
+    def start(argv: Sequence[str]) -> Srun:
+        return Srun(argv, own)
 
     with taken_signals((*ASKS, signal.SIGCHLD)) as wait:
         steps = Steps(attempt, nodes, command, start=start, commands=SystemCommands())

@@ -25,6 +25,8 @@ from launcher.record.files import newest_events
 from launcher.record.status import TrainingStatus
 
 JOB_JSON = "job.json"
+AGENTS_SCRIPT = "agents.sh"
+"""Of a wrapped batch script: what it reads in place of its srun."""
 RENDERED = "job.rendered.json"
 """job.json as rendered; job.json itself is narrowed to the nodes of the attempt."""
 

@@ -13,7 +13,7 @@ from elastic_trainer.typed import parse_json
 from launcher.atomic_file import read_json, write_json
 from launcher.backends.base import JobId, JobRef
 from launcher.errors import UserError
-from launcher.ops.run_dir import JOB_JSON
+from launcher.ops.run_dir import AGENTS_SCRIPT, JOB_JSON
 
 SUBMITTED = "submitted.json"
 """What was submitted: written once the platform has taken it, replaced by `submit --resume`."""
@@ -279,7 +279,8 @@ def _by_hand(run_dir: Path, known: Submission | None) -> Submission | None:
         ours = {known.job.id, *chain_after(run_dir, known.job.id)}
         if job in ours or t_unix < (known.job.submit_time or 0.0):
             return None
-    ref = JobRef(id=JobId(job), run_dir=str(run_dir))
+    own = (run_dir / AGENTS_SCRIPT).is_file()
+    ref = JobRef(id=JobId(job), run_dir=str(run_dir), own_script=own)
     return Submission(target=target, job=ref, run_id=run_dir.name, launcher_version="")
 
 

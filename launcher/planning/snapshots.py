@@ -149,15 +149,17 @@ def _too_large_for_shm(spec: JobSpec, node_bytes: int) -> Problem | None:
 
 
 def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Problem | None:
-    granted = memory_bytes(spec.slurm.mem)
+    slurm = spec.slurm
+    key, per = ("mem", 1) if slurm.mem_per_cpu is None else ("mem_per_cpu", slurm.cpus or 0)
+    granted = (memory_bytes(getattr(slurm, key)) or 0) * per
     if not granted or node_bytes <= granted * CGROUP_SHARE:
         return None
     text = (
-        f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {spec.slurm.mem} "
+        f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {sized(granted)} "
         "is left alone: none are taken, and a failure costs the steps since the last checkpoint"
     )
-    ample = {"slurm.mem": f"{math.ceil(node_bytes / CGROUP_SHARE / 2**30)}G"}
-    return spec.problem("HF155", "slurm.mem", text, ample)
+    ample = {f"slurm.{key}": f"{math.ceil(node_bytes / CGROUP_SHARE / per / 2**30)}G"}
+    return spec.problem("HF155", f"slurm.{key}", text, ample)
 
 
 def memory_bytes(text: str | None) -> int | None:

@@ -25,6 +25,8 @@ class Variable(NamedTuple):
     name: str
     value: str
     why: str
+    yields: bool = True
+    """To what set-up, modules or nccl.conf say of it; not where a key of the job file names it."""
 
 
 class Fabric(NamedTuple):
@@ -77,7 +79,8 @@ def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
         # Both or none: gloo and NCCL on different networks meet nobody.
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             exact = "=" if name.startswith("NCCL") else ""
-            found.append(Variable(name, exact + spec.network.interface, "network.interface"))
+            value = exact + spec.network.interface
+            found.append(Variable(name, value, "network.interface", yields=False))
     if spec.device == "cpu":
         return found
     found += _GPU
@@ -86,10 +89,12 @@ def fabric_variables(spec: JobSpec, fabric: Fabric) -> list[Variable]:
             Variable("CUDA_DEVICE_MAX_CONNECTIONS", "32", "FSDP2 and TP overlap on more queues")
         )
     if fabric.name != "none":
-        found.append(Variable(FABRIC_VARIABLE, fabric.name, "nodes without it do not start"))
+        why = "nodes without it do not start"
+        found.append(Variable(FABRIC_VARIABLE, fabric.name, why, yields=False))
     for variable in _FABRICS[fabric.name]:
         chosen = variable.name == "NCCL_IB_HCA" and fabric.devices is not None
-        found.append(variable._replace(value=str(fabric.devices)) if chosen else variable)
+        own = variable._replace(value=str(fabric.devices), yields=False)
+        found.append(own if chosen else variable)
     return found
 
 

@@ -6,6 +6,7 @@ called from override the lines of the script: who submits it takes them out.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class _Places:
     python: str
 
 
+_REGISTRY: Final = re.compile(
+    r"((?:docker://)?(?:[^/@#\s]+@)?(?:[^/@#:\s]+\.[^/@#:\s]+(?::\d+)?|[^/@#:\s]+:\d+|localhost))/(.+)"
+)
+"""An image with its registry, as Docker has it: a host with a dot, a port, or localhost. For pyxis
+a # stands behind it, [USER@][REGISTRY#]IMAGE[:TAG] (enroot, doc/cmd/import.md), or else enroot asks
+Docker Hub."""
 SCRIPT: Final = "job.sbatch"
 KEPT: Final = (
     ("HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_CTYPE", "TZ", "PWD", "SHLVL"),
@@ -182,6 +189,8 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "keep": _kept(spec),
         "modules": slurm.modules,
         "setup": slurm.setup,
+        "activates": bool(slurm.setup or slurm.modules)
+        and (slurm.python, env.venv, env.image) == (None, None, None),
         "fabric": slurm.fabric,
         "cuda": spec.device == "cuda",
         "automatic": automatic,
@@ -195,6 +204,8 @@ def _values(spec: JobSpec, plan: Plan, places: _Places, *, array: str | None) ->
         "script": f"{run}/{SCRIPT}",
         "logs": step_log(run, array=array is not None),
         "srun_options": (),
+        "on": Quoted(""),
+        "wrapped": False,
         "container": slurm.container,
         "ours": _ours(spec, automatic),
         "container_python": CONTAINER_PYTHON,
@@ -321,7 +332,8 @@ def _resources(spec: JobSpec, plan: Plan, *, run_id: str) -> list[Quoted]:
             ("gpus-per-node", by_type if wants_gpus else None),
             ("gres", slurm.gres),
             ("cpus-per-task", slurm.cpus),
-            ("mem", slurm.mem or ("0" if slurm.exclusive else None)),
+            ("mem-per-cpu", slurm.mem_per_cpu),
+            ("mem", slurm.mem or ("0" if slurm.exclusive and not slurm.mem_per_cpu else None)),
         ),
         *([sbatch_option("exclusive")] if slurm.exclusive else []),
     ]
@@ -347,8 +359,12 @@ def _container(spec: JobSpec, *, run: str, base_dir: str | Path) -> dict[str, An
         raise UserError.many([spec.problem("HF164", "env.image", message)])
     mounts = ",".join(_mounts(spec, run=run, base_dir=base_dir))
     if runtime == "pyxis":
+        if found := _REGISTRY.fullmatch(image):
+            image = f"{found[1]}#{found[2]}"
         options = (f"--container-image={image}", f"--container-mounts={mounts}")
         return {"srun_container": (*options, "--no-container-mount-home"), "inside": None}
+    if _REGISTRY.fullmatch(image) and "://" not in image:
+        image = f"docker://{image}"
     nv = ("--nv",) if spec.device == "cuda" else ()
     inside = words("apptainer", "exec", *nv, "--bind", mounts, image)
     return {"srun_container": (), "inside": inside}

@@ -8,9 +8,10 @@ place. Pods of a PyTorchJob (`wrapped_manifest.py`) run torchrun without srun.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -22,13 +23,10 @@ from launcher.jobspec.values import job_name_near
 from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan
 from launcher.render.sbatch import CONTAINER_PYTHON, SET_BY_SCRIPT, step_log
-from launcher.render.shell import check_path, template, words
+from launcher.render.shell import Quoted, check_path, quoted, template, words
+from launcher.render.wrapped_ending import AROUND_SHUTDOWN_S, OURS, USUAL_ENDING, Ending, ending_of
 from launcher.secret_forms import leaks
 
-LEAD_S: Final = 180
-"""Of --signal: `clock_chain` of a script with the usual elastic.stop_grace_s needs less."""
-_ADDED: Final = ("no-kill", "requeue", "open-mode=append", f"signal=B:USR2@{LEAD_S}")
-"""Options of #SBATCH that the job needs."""
 _REPLACED: Final = re.compile(
     r"#SBATCH\s+(--no-kill(=\S*)?|-k|--no-requeue|--requeue|--(open-mode|signal)[=\s]\s*\S+)\s*(#.*)?"
 )
@@ -65,13 +63,17 @@ _EXPANSION: Final = re.compile(
     r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*\}|`[^`]*`|\$\w+|\$[@*#?!-]"
 )
 _UNKNOWN: Final = "…"
-_OURS: Final = {
-    "-N": 1, "--nodes": 1, "-n": 1, "--ntasks": 1, "--ntasks-per-node": 1, "-w": 1, "--nodelist": 1,
-    "-K": 0, "--kill-on-bad-exit": 0, "-k": 0, "--no-kill": 0, "-W": 1, "--wait": 1,
-    "-o": 1, "--output": 1, "-e": 1, "--error": 1, "--open-mode": 1, "-l": 0, "--label": 0,
-    "-u": 0, "--unbuffered": 0,
+_WITH_VALUE: Final = {
+    "nodes": "N", "ntasks": "n", "ntasks-per-node": "", "nodelist": "w", "exclude": "x",
+    "relative": "r", "gpus": "G", "wait": "W", "output": "o", "error": "e", "open-mode": "",
 }  # fmt: skip
-"""Options of srun that follow from the job, and whether a word after them is their value."""
+_ALONE: Final = {"kill-on-bad-exit": "K", "no-kill": "k", "label": "l", "unbuffered": "u"}
+_OURS: Final = {
+    form: long
+    for long, short in (_WITH_VALUE | _ALONE).items()
+    for form in (f"--{long}", *([f"-{short}"] if short else []))
+}
+"""Options of srun that follow from the job, or that each node's own srun is given -> long names."""
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
 _AFTER_KILL_S: Final = 30.0
 """Of a pod's time to shut down: for its agent to end once it has killed its workers."""
@@ -81,8 +83,12 @@ _AFTER_KILL_S: Final = 30.0
 class Launch:
     """A torchrun, with the srun that starts it on Slurm, taken apart."""
 
+    torchrun: str
+    """The word that starts it: itself, or the Python that runs its module."""
     srun: tuple[str, ...]
     """Options that are kept; in a pod none."""
+    options: SrunOptions
+    """All of them."""
     nodes: tuple[int, int]
     """Least and most."""
     workers: int
@@ -91,6 +97,8 @@ class Launch:
     """As `command:` of a job file."""
     join_timeout_s: float | None
     """How long a lost node is waited for; None: as usual."""
+    shutdown_timeout_s: float | None
+    """How long workers may take to end; None: as usual."""
     notes: tuple[str, ...]
     """What is not used, a line each."""
 
@@ -98,11 +106,22 @@ class Launch:
 # --- the text -----------------------------------------------------------------------------------
 
 
-def wrap_script(text: str) -> str:
+@dataclass(frozen=True, slots=True)
+class WrappedScript:
+    """A batch script with what lets its job survive lost nodes."""
+
+    text: str
+    torchrun: str | None
+    """As in `Seen`."""
+    notes: tuple[str, ...]
+    """What it does with the user's own signals and times, and what it drops; a line each."""
+
+
+def wrap_script(text: str) -> WrappedScript:
     """Return the batch script `text` with what lets its job survive lost nodes.
 
     Raises:
-        UserError: HF169, what keeps it from that.
+        UserError: HF169, what keeps it from that; HF160, its time limit is too short.
     """
     if _COMMAND in text:
         cannot_wrap("it is wrapped already")
@@ -124,17 +143,22 @@ def wrap_script(text: str) -> str:
         cannot_wrap(
             f"line {first + 1}: a here-document, or words after a redirection; write it last"
         )
-    command = command[:begin].rstrip()
-    try_out(command)
+    output, command = command[begin:].strip(), command[:begin].rstrip()
+    seen = try_out(command)
+    ending = ending_of(lines[:head], seen.shutdown_timeout_s)
     indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+    call = " ".join((_COMMAND, *ending.of_batch(), "--"))
     new = [
-        f"{indent}hf_batch=$({_COMMAND} -- {command.lstrip()}",
+        f"{indent}hf_batch=$({call} {command.lstrip()}",
         f"{indent}) || exit",
         f'{indent}source "$hf_batch"',
     ]
     kept = [line for line in lines[:head] if not _REPLACED.fullmatch(line.rstrip())]
-    options = [f"#SBATCH --{option}" for option in _ADDED]
-    return "\n".join([*kept, *options, *lines[head:first], *new, *lines[last + 1 :]])
+    wrapped = [*kept, *ending.of_sbatch(), *lines[head:first], *new, *lines[last + 1 :]]
+    notes = [*ending.said(seen.shutdown_timeout_s), *seen.notes]
+    if output.partition("#")[0].strip():
+        notes.append(f"the workers' output goes to the run's logs: `{output}` is dropped")
+    return WrappedScript("\n".join(wrapped), seen.torchrun, tuple(notes))
 
 
 def _head(lines: Sequence[str]) -> int:
@@ -262,7 +286,18 @@ def output_at(bare: str) -> int:
     return found.start() if found else len(bare)
 
 
-def try_out(command: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a command's text says before a shell has filled it in."""
+
+    torchrun: str | None = None
+    """Its word, or that of the Python that runs it; None: it is not known."""
+    shutdown_timeout_s: float | None = None
+    notes: tuple[str, ...] = ()
+    """What is not used, a line each."""
+
+
+def try_out(command: str) -> Seen:
     """Refuse what `launch_of` would, as far as the text of a command says, before a job waits.
 
     Raises:
@@ -274,16 +309,21 @@ def try_out(command: str) -> None:
     try:
         argv = shlex.split(flat)
     except ValueError:
-        return  # bash has more quotes
+        return Seen()  # bash has more quotes
     for leak in leaks(argv):
         message = f"the command holds what looks like {leak.what}, and is kept in job.json"
         raise UserError("HF163", f"{message}: let the program read a variable or a file")
     if (found := find_torchrun(argv)) is None:
         if any(TORCHRUN.search(word) for word in argv):
             cannot_wrap("torchrun is within quotes; srun must start it itself")
-        return
-    _kept([word for word in argv[1 : found[0]] if _UNKNOWN not in word])
-    _torchrun(argv, found[1])
+        return Seen()
+    options = srun_options([word for word in argv[1 : found[0]] if _UNKNOWN not in word])
+    given = _torchrun(argv, found[1])
+    return Seen(
+        torchrun=None if _UNKNOWN in argv[found[0]] or options.in_container else argv[found[0]],
+        shutdown_timeout_s=_shutdown_timeout_s(given.shutdown_timeout),
+        notes=_unused(given, options),
+    )
 
 
 # --- the srun -----------------------------------------------------------------------------------
@@ -315,17 +355,23 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
     if found is None or not started:
         expected = "torchrun …" if in_pod else "srun [OPTIONS] torchrun …"
         cannot_wrap(f"expected {expected}, found {shlex.join(argv[:8])} …")
-    given = _torchrun(argv, found[1])
+    given, options = _torchrun(argv, found[1]), srun_options(argv[1 : found[0]])
     notes = [
-        f"--{name.replace('_', '-')} is not needed"
+        f"torchrun: --{name.replace('_', '-')} is not needed"
         for name in ("rdzv_endpoint", "master_addr", "master_port", "node_rank", "max_restarts")
         if getattr(given, name) is not None
     ]
-    nodes = given.nnodes or env.get("PET_NNODES") or env.get("SLURM_JOB_NUM_NODES") or "1"
+    of_job = env.get("SLURM_JOB_NUM_NODES") or "1"
+    num_nodes = options.num_nodes or int(of_job)
+    nodes = given.nnodes or env.get("PET_NNODES") or (of_job if in_pod else str(num_nodes))
     least, _, most = nodes.partition(":")
     kinds = {"-m": given.module, "--no-python": given.no_python}
+    if not in_pod and _count(least, "--nnodes") > num_nodes:
+        cannot_wrap(f"torchrun waits for {least} nodes, and srun starts it on {num_nodes}")
     return Launch(
-        srun=tuple(_kept(argv[1 : found[0]])),
+        torchrun=argv[found[0]],
+        srun=(*options.kept, *options.gpus_per_node(num_nodes)),
+        options=options,
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
         command=(
@@ -333,7 +379,8 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
             *(given.script, *literal(given.script_args)),
         ),
         join_timeout_s=_join_timeout_s(given.rdzv_conf or env.get("PET_RDZV_CONF", "")),
-        notes=tuple(notes),
+        shutdown_timeout_s=_shutdown_timeout_s(given.shutdown_timeout),
+        notes=(*notes, *_unused(given, options)),
     )
 
 
@@ -373,26 +420,116 @@ def _torchrun(argv: Sequence[str], at: int) -> argparse.Namespace:
     return given
 
 
-def _kept(options: Sequence[str]) -> list[str]:
-    """Return srun's options but for those that follow from the job."""
+def _shutdown_timeout_s(text: str | None) -> float | None:
+    """Return torchrun's --shutdown-timeout; None: none, or only the shell knows it."""
+    if text is None or _UNKNOWN in text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        cannot_wrap(f"torchrun: --shutdown-timeout {text}: expected seconds")
+    return seconds
+
+
+def _unused(given: argparse.Namespace, options: SrunOptions) -> tuple[str, ...]:
+    """Return a line for each option of srun and torchrun that somebody may miss."""
+    names = [
+        *("log_dir", "local_addr", "local_ranks_filter", "logs_specs", "event_log_handler"),
+        *("numa_binding", "signals_to_handle", "redirects", "tee", "role"),
+    ]
+    unused = [f"torchrun: --{name.replace('_', '-')}" for name in names if getattr(given, name)]
+    unused += [f"srun: --{name}" for name in ("output", "error", "label") if name in options.given]
+    return tuple(f"{name} is not used" for name in unused)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SrunOptions:
+    """An srun's options, taken apart."""
+
+    kept: tuple[str, ...]
+    given: Mapping[str, str]
+    """Those of _OURS: long name -> value."""
+
+    @property
+    def in_container(self) -> bool:
+        """Whether it starts its program in a container."""
+        return any(option.startswith("--container-") for option in self.kept)
+
+    @property
+    def num_nodes(self) -> int | None:
+        """How many nodes it starts on; None: on all of the job."""
+        for name in ("nodes", "ntasks"):
+            text = self.given.get(name, "").rpartition("-")[2]
+            if text and not (text.isdecimal() and int(text)):
+                cannot_wrap(f"srun: --{name}={self.given[name]}: expected a number")
+            # Of tasks only a single one says where: more may share a node.
+            if text and (name == "nodes" or text == "1"):
+                return int(text)
+        return None  # not by --nodelist: srun adds to it what SLURM_NNODES asks for
+
+    def hosts(self, of_job: Sequence[str], expand: Callable[[str], Sequence[str]]) -> Sequence[str]:
+        """Return those of the job's nodes that it starts on.
+
+        Args:
+            of_job: their names.
+            expand: of a node list as n[1-3].
+
+        Raises:
+            UserError: HF169, the job does not have them.
+        """
+        named, without = (
+            expand(self.given[name]) if self.given.get(name) else ()
+            for name in ("nodelist", "exclude")
+        )
+        first = int(self.given.get("relative") or 0)
+        left = [host for host in of_job[first:] if host not in without]
+        count = self.num_nodes or len(left)
+        if (foreign := [host for host in named if host not in left]) or count > len(left):
+            what = ", ".join(foreign) or f"{count} nodes"
+            cannot_wrap(f"srun asks for {what}, and has {', '.join(left)} of the job's")
+        others = [host for host in left if host not in named]
+        chosen = {*named, *others[: max(0, count - len(named))]}
+        return [host for host in left if host in chosen]
+
+    def gpus_per_node(self, num_nodes: int) -> tuple[str, ...]:
+        """Return what --gpus, a total, asks of each of so many nodes."""
+        if (total := self.given.get("gpus")) is None:
+            return ()
+        kind, colon, count = total.rpartition(":")
+        if not count.isdecimal() or int(count) % num_nodes:
+            cannot_wrap(f"srun: --gpus={total} does not divide by {num_nodes} nodes; write "
+                        "--gpus-per-node")  # fmt: skip
+        return (f"--gpus-per-node={kind}{colon}{int(count) // num_nodes}",)
+
+
+def srun_options(options: Sequence[str]) -> SrunOptions:
+    """Take srun's options apart.
+
+    Raises:
+        UserError: HF169, another program than torchrun, or an --export that would hurt.
+    """
     kept: list[str] = []
+    given: dict[str, str] = {}
     left = list(options)
     takes_value = False
     while left:
         word = left.pop(0)
-        name = word.partition("=")[0]
+        name, equals, value = word.partition("=")
         if word == "--" and not left:
             break  # ours follow
         if name in _OURS:
-            if _OURS[name] and word in _OURS and left:
-                left.pop(0)
+            long = _OURS[name]
+            given[long] = left.pop(0) if long in _WITH_VALUE and not equals and left else value
             takes_value = False
-        elif re.fullmatch(r"-[NnKWoew]\S+", word) and word[:2] in _OURS:
+        elif word[:2] in _OURS and word[1] != "-":
+            given[_OURS[word[:2]]] = word[2:]
             takes_value = False
         elif word.startswith("-"):
             kept.append(word)
-            takes_value = "=" not in word
-            value = word.partition("=")[2] or (left[0] if left else "")
+            takes_value = not equals
+            value = value or (left[0] if left else "")
             if name == "--export" and "ALL" not in value.split(","):
                 cannot_wrap(
                     f"srun {name}={value} would keep the job's settings from the agents: write "
@@ -403,7 +540,7 @@ def _kept(options: Sequence[str]) -> list[str]:
             takes_value = False
         else:
             cannot_wrap(f"{word} stands between srun and torchrun; srun must start torchrun itself")
-    return kept
+    return SrunOptions(kept=tuple(kept), given=given)
 
 
 def _count(text: str, what: str) -> int:
@@ -442,12 +579,13 @@ def _gpus(env: Mapping[str, str]) -> str:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def job_of(launch: Launch, env: Mapping[str, str]) -> dict[str, Any]:
+def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING) -> dict[str, Any]:
     """Return the job of a torchrun, as a job file has it.
 
     Args:
         launch: the torchrun.
         env: of the batch script, or of the pod.
+        ending: of the batch script.
     """
     least, most = launch.nodes
     elastic: dict[str, Any] = {"min_nodes": least}
@@ -458,7 +596,13 @@ def job_of(launch: Launch, env: Mapping[str, str]) -> dict[str, Any]:
         elastic["stop_grace_s"] = float(env["HOLDFAST_SHUTDOWN_S"]) - _AFTER_KILL_S
     else:
         name, seconds = env.get("SLURM_JOB_NAME", "job"), _time_s(env)
-        slurm: dict[str, Any] = {"signal_lead_s": LEAD_S, "shutdown_s": LEAD_S - 90}
+        slurm: dict[str, Any] = {
+            "signal_lead_s": ending.lead_s,
+            "shutdown_s": ending.lead_s - AROUND_SHUTDOWN_S,
+            "restart": "requeue" if ending.requeue else "none",
+        }
+        elastic["stop_grace_s"] = ending.grace_s(launch.shutdown_timeout_s)
+        elastic["stop_signal"] = ending.workers
         platform = {"slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)}}
     return {
         "name": job_name_near(name),
@@ -479,29 +623,43 @@ def _time_s(env: Mapping[str, str]) -> int | None:
     return int(end) - int(begin) if begin.isdecimal() and end.isdecimal() else None
 
 
-def script_of(spec: JobSpec, plan: Plan, launch: Launch, *, run_dir: Path, python: str) -> str:
+def script_of(
+    spec: JobSpec,
+    plan: Plan,
+    launch: Launch,
+    ending: Ending = USUAL_ENDING,
+    *,
+    run_dir: Path,
+    python: str,
+    hosts: Sequence[str] = (),
+) -> str:
     """Return what the batch script reads in place of its srun.
 
     Args:
         spec: of `job_of`.
         plan: its plan.
         launch: the srun.
+        ending: of the batch script.
         run_dir: absolute.
         python: interpreter that has holdfast on the nodes.
+        hosts: nodes that it starts on; none: all of the job.
 
     Raises:
         UserError: HF160 the times do not fit; HF166 a path that a script cannot carry.
     """
     run = check_path(run_dir, "run directory")
     clock = clock_chain(spec, plan.ladder)
-    container = any(option.startswith("--container-") for option in launch.srun)
+    container = launch.options.in_container
     options = [words(option) for option in launch.srun]
     return template("wrapped.sh.j2").render(
         run=run,
         python=check_path(python, "interpreter"),
         clock=clock,
         chain=str(clock),
-        restart="requeue",
+        restart=spec.slurm.restart,
+        wrapped=True,
+        own_signal=Quoted("" if ending.batch in (OURS, "TERM") else f" {ending.batch}"),
+        on=Quoted(f" --on={quoted(','.join(hosts))}" if hosts else ""),
         max_requeues=spec.slurm.max_requeues,
         cpus=False,
         container="pyxis" if container else None,

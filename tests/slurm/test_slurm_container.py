@@ -84,6 +84,17 @@ def test_a_lost_batch_host_is_noticed_outside_the_containers(slurm, plain, tmp_p
     assert (run.path / "attempts" / f"{job}.0" / "caretaker.0").read_text().strip() != host
 
 
+def test_nodes_that_have_no_apptainer_end_the_job_and_say_so(slurm, tmp_path):
+    sets = ("env.image=torch.sif", "slurm.container=apptainer")
+    run = make_run(slurm, tmp_path, steps=2, nodes=2, sets=sets)
+    job = run.submit()
+    assert run.ended(job, "FAILED").restarts == 0
+    [ended] = run.events("run.ended")
+    assert ended["code"] == 93
+    assert "HF677" in ended["reason"]
+    assert "'apptainer'" in ended["reason"]
+
+
 @pytest.mark.parametrize(
     ("runtime", "program", "text"),
     [("pyxis", "srun", SRUN), ("apptainer", "apptainer", APPTAINER)],

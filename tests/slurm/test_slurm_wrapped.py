@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cluster import until
-from jobs import WAIT_S, submitted_run
+from jobs import ROOT, WAIT_S, make_run, submitted_run
 from test_slurm_scripts import SCRIPT
 
 BATCH = """\
@@ -16,7 +18,6 @@ BATCH = """\
 #SBATCH --nodes=3
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=20
-#SBATCH --no-requeue
 #SBATCH --output=%x-%j.out
 set -euo pipefail
 export TAG="of the script's own"
@@ -31,19 +32,185 @@ printf '%s\\n' "$TAG" >after
 """
 
 
+OWN = """\
+#!/bin/bash
+#SBATCH --job-name=own --output=%x-%j.out --time=20
+#SBATCH --nodes=2 --ntasks-per-node=1
+{options}
+export PATH={bin}:$PATH
+trap 'echo "own trap, saved: $(ls saved.*)"' USR1
+srun torchrun --nnodes=2 {flags} train.py
+echo "srun ended with $?" >after
+"""
+SAVES = """\
+import os, signal, sys, time
+from pathlib import Path
+
+def save(number, _):
+    time.sleep({save_s})
+    name = signal.Signals(number).name
+    Path(f"saved.{{os.environ['RANK']}}").write_text(name)
+    os._exit(91)
+
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+if list(Path().glob("saved.*")):
+    sys.exit(0)
+Path(f"up.{{os.environ['RANK']}}").touch()
+time.sleep(600)
+"""
+
+
+def wrapped(slurm, folder, script):
+    """Wrap a script as a user would; return the wrapped one, and what was said."""
+    path, made = folder / "own.sbatch", folder / "wrapped.sbatch"
+    path.write_text(script)
+    words = [sys.executable, "-m", "launcher.cli.main", "wrap", str(path), "-o", str(made)]
+    return made, slurm.run(*words).stderr
+
+
+def submitted(slurm, folder, script, name="own"):
+    """Submit a wrapped script; return its job's id and its run, once that is there."""
+    job = slurm.sbatch(script, f"--chdir={folder}")
+    path = folder / "runs" / f"{name}-{job}"
+    until("it begins", (path / "job.json").is_file, timeout_s=WAIT_S)
+    return job, submitted_run(slurm, path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("asked", "sent", "got", "grace_s"),
+    [
+        (("#SBATCH --signal=TERM@600", "--shutdown-timeout 500"), "USR2", "SIGTERM", 500),
+        (("#SBATCH --signal=USR1@600 --no-requeue", ""), "USR2", "SIGUSR1", 500),
+        (("#SBATCH --no-requeue\n#SBATCH --signal=B:USR1@300", ""), "USR1", "SIGTERM", 200),
+    ],
+)
+def test_what_the_user_has_set_of_the_end_stays(slurm, tmp_path, *, asked, sent, got, grace_s):
+    (options, flags), restarts = asked, int("no-requeue" not in asked[0])
+    (tmp_path / "train.py").write_text(SAVES.format(save_s=35))  # longer than the usual grace
+    script = OWN.format(options=options, flags=flags, bin=Path(sys.executable).parent)
+    made, _ = wrapped(slurm, tmp_path, script)
+    job, run = submitted(slurm, tmp_path, made)
+    run.until("workers", lambda: len(list(tmp_path.glob("up.*"))) == 2)
+    assert json.loads((run.path / "job.json").read_text())["elastic"]["stop_grace_s"] == grace_s
+    assert json.loads(told(slurm, "status", run))["state"] == "running"
+    slurm.run("scancel", f"--signal={sent}", "--batch", job)  # as at the time limit
+    ended = run.ended(job, "COMPLETED")
+    assert {(tmp_path / f"saved.{rank}").read_text() for rank in (0, 1)} == {got}, run.story()
+    assert ended.restarts == restarts
+    assert [e["code"] for e in run.events("run.ended")] == ([91, 0] if restarts else [91])
+    said = (tmp_path / f"own-{job}.out").read_text()
+    assert ("own trap, saved: saved.0" in said) == (sent == "USR1"), said
+    assert (tmp_path / "after").read_text() == f"srun ended with {0 if restarts else 91}\n"
+
+
+def told(slurm, command, run):
+    """Return what a command of the user's says of a run."""
+    words = ("-m", "launcher.cli.main", command, str(run.path), "--json")
+    return slurm.run(sys.executable, *words, check=False).stdout
+
+
+RANKS = """\
+import os
+from pathlib import Path
+Path(f"rank.{os.environ['RANK']}").write_text(f"{os.uname().nodename} {os.environ['WORLD_SIZE']}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "srun", "ranks", "code"),
+    [
+        ("#SBATCH --gpus=16", "", {"n1 2", "n2 2"}, 0),
+        ("", "--nodes=1 --ntasks=1 --nodelist=n2", {"n2 1"}, 0),
+        ("", "--mem=5 --mem-per-cpu=10", set(), 93),
+    ],
+)
+def test_an_srun_starts_where_it_is_asked_to_or_is_refused_once(
+    slurm, tmp_path, *, options, srun, ranks, code
+):
+    (tmp_path / "train.py").write_text(RANKS)
+    script = OWN.format(options=options, flags="", bin=Path(sys.executable).parent)
+    script = script.replace("srun torchrun --nnodes=2", f"srun {srun} torchrun")
+    made, _ = wrapped(slurm, tmp_path, script)
+    job, run = submitted(slurm, tmp_path, made)
+    assert run.ended(job, "COMPLETED").restarts == 0
+    assert {path.read_text() for path in tmp_path.glob("rank.*")} == ranks, run.story()
+    [ended] = run.events("run.ended")
+    assert ended["code"] == code
+    assert ("HF677" in ended["reason"]) == ("mutually exclusive" in ended["reason"]) == (code == 93)
+    assert (tmp_path / "after").read_text() == f"srun ended with {code}\n"
+    assert len(run.events("step.lost")) == (2 if code else 0)
+    why = json.loads(told(slurm, "why", run))
+    assert why["state"] == ("failed" if code else "done")
+    assert ("HF677" in why["why"]) == bool(code)
+
+
+PREFIX = """\
+import sys
+from pathlib import Path
+Path("prefix").write_text(sys.prefix)
+"""
+
+
+def other_environment(folder, *, has_holdfast):
+    """Make an environment of its own, with a torchrun that starts its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    torchrun = folder / "bin" / "torchrun"
+    torchrun.write_text(f"#!{folder}/bin/python\n")
+    torchrun.chmod(0o755)
+    if has_holdfast:
+        packages = next((folder / "lib").iterdir()) / "site-packages"
+        own = next(path for path in sys.path if path.endswith("site-packages"))
+        (packages / "all.pth").write_text(f"{own}\n{ROOT}\n")
+    return folder
+
+
+@pytest.mark.parametrize("has_holdfast", [True, False])
+def test_the_python_that_the_script_names_runs_or_the_job_ends_at_once(
+    slurm, tmp_path, has_holdfast
+):
+    folder = tmp_path / "venv2"
+    (tmp_path / "train.py").write_text(PREFIX)
+    script = OWN.format(options="", flags="", bin=Path(sys.executable).parent)
+    script = script.replace("srun torchrun", "source venv2/bin/activate\nsrun torchrun")
+    made, _ = wrapped(slurm, tmp_path, script)
+    other_environment(folder, has_holdfast=has_holdfast)
+    job = slurm.sbatch(made, f"--chdir={tmp_path}")
+    found = slurm.wait_state(job, "COMPLETED" if has_holdfast else "FAILED", timeout_s=WAIT_S)
+    said = (tmp_path / f"own-{job}.out").read_text()
+    assert (found.exit_code == 93) == ("HF678" in said) == (not has_holdfast), said
+    if has_holdfast:
+        assert (tmp_path / "prefix").read_text() == str(folder)
+        logs = (tmp_path / "runs" / f"own-{job}" / "logs").rglob("n?.log")
+        assert any(f"{folder}/bin/python (torch " in log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize("has_holdfast", [True, False])
+def test_the_python_of_an_environment_that_the_set_up_activates_runs(slurm, tmp_path, has_holdfast):
+    folder = other_environment(tmp_path / "venv2", has_holdfast=has_holdfast)
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{PREFIX}")
+    text = (
+        "name: set-up\ncommand: train.py\ncluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}\n"
+        f"slurm: {{time: 10, setup: ['export CONDA_PREFIX={folder}']}}\n"
+    )
+    run = make_run(slurm, tmp_path, steps=0, text=text)
+    job = run.submit(env={"PYTHONPATH": ""})
+    found = run.ended(job, "COMPLETED" if has_holdfast else "FAILED")
+    said = next((run.path / "logs").glob("slurm-*.out")).read_text()
+    assert (found.exit_code == 93) == ("HF678" in said) == (not has_holdfast), said
+    if has_holdfast:
+        assert (tmp_path / "prefix").read_text() == str(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_wrapped_script_survives_a_lost_node_and_its_time_limit(slurm, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "how").write_text("143")
-    script = tmp_path / "own.sbatch"
-    script.write_text(BATCH.format(bin=Path(sys.executable).parent))
-    wrapped = tmp_path / "wrapped.sbatch"
-    slurm.run(sys.executable, "-m", "launcher.cli.main", "wrap", str(script), "-o", str(wrapped))
-    job = slurm.sbatch(wrapped, f"--chdir={tmp_path}")
-    path = tmp_path / "runs" / f"own-script-{job}"
-    until("it begins", (path / "board").is_dir, timeout_s=WAIT_S)
-    run = submitted_run(slurm, path)
+    made, _ = wrapped(slurm, tmp_path, BATCH.format(bin=Path(sys.executable).parent))
+    job, run = submitted(slurm, tmp_path, made, "own-script")
 
     run.until("first steps", lambda: len(run.events("script.progress")) > 2)
     members = run.events("epoch.formed")[-1]["members"]

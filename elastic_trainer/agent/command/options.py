@@ -116,7 +116,7 @@ class Options:
     preload: str = ""
     """Modules that the zygote imports for a script, separated by commas."""
     stop_grace_s: float = SCRIPT_GRACE_S
-    """Between SIGTERM and SIGKILL, for a script that takes no requests."""
+    """Between the stop signal and SIGKILL, for a script that takes no requests."""
     signals: frozenset[str] = field(default_factory=lambda: signals(None))
     """Names of those that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
     static_store: tuple[str, int] | None = None

@@ -34,9 +34,9 @@ class _Stop:
 
     request: Request
     kill_at: float
-    """Clock time at which SIGKILL follows SIGTERM."""
+    """Clock time at which SIGKILL follows the stop signal."""
     signalled: set[int] = field(default_factory=set)
-    """Local ranks that got SIGTERM."""
+    """Local ranks that got the stop signal."""
 
 
 class Scripts:
@@ -49,7 +49,8 @@ class Scripts:
         record_dir: where the job's events and logs are; None for none.
         follower: follows the logs; None where there is nothing to show and to look for.
         split: stdout and stderr have logs of their own.
-        grace_s: between SIGTERM and SIGKILL.
+        grace_s: between the stop signal and SIGKILL.
+        stop_signal: what asks workers to save and to end.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class Scripts:
         follower: LogFollower | None = None,
         split: bool = False,
         grace_s: float = 30.0,
+        stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         self._task, self._log, self._shown = task, log, shown or log
         self._record_dir, self._follower, self._split = record_dir, follower, split
-        self._grace_s = grace_s
+        self._grace_s, self._stop_signal = grace_s, stop_signal
         self._stop: _Stop | None = None
         self._signalled = False
         """This node's agent was signalled: a scheduler signals the workers beside it."""
@@ -156,7 +158,7 @@ class Scripts:
             self._stop = _Stop(asked, kill_at, self._stop.signalled if self._stop else set())
 
     def turn(self, now: float, workers: Workers) -> None:
-        """Send what is due: SIGTERM to those who take no requests, SIGKILL to those who stay."""
+        """Send what is due: the stop signal to those who take no requests, SIGKILL at the end."""
         stop = self._stop
         if stop is None:
             return
@@ -171,9 +173,10 @@ class Scripts:
                     local_rank=local_rank,
                     request="stop" if Request.STOP in stop.request else "growth",
                     grace_s=self._grace_s,
+                    signal=self._stop_signal.name,
                 )
-                workers.send(local_rank, signal.SIGTERM, group=self._task.kind == "command")
-                if _ignores(pid, signal.SIGTERM):
+                workers.send(local_rank, self._stop_signal, group=self._task.kind == "command")
+                if _ignores(pid, self._stop_signal):
                     # Forked workers ignore it until the script has a handler: nobody will save.
                     workers.send(local_rank, signal.SIGKILL)
             elif now >= stop.kill_at:

@@ -295,7 +295,7 @@ def same_job(job: SlurmJob, ref: JobRef) -> bool:
             return True
         if job.submit < ref.submit_time - CLOCK_SLACK_S:
             return False
-    if job.script is not None and ref.run_dir:
+    if job.script is not None and ref.run_dir and not ref.own_script:
         return job.script.split(" ")[0] in _scripts(ref) or job.script in _scripts(ref)
     if job.submit is not None or job.end is None or ref.submit_time is None:
         return True

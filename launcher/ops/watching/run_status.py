@@ -62,7 +62,8 @@ class RunStatus:
         if training is None:
             return state
         forgotten = self.platform.reason == NO_SUCH_JOB or state is JobState.UNKNOWN
-        if forgotten and training.code is not None:
+        # A wrapped script may end well whatever came of its srun.
+        if (forgotten or state is JobState.DONE) and training.code is not None:
             state = state_of(training.code)
         if state is JobState.SAVED and training.nothing_saved and not self.problem:
             return JobState.STOPPED

@@ -182,7 +182,7 @@ def _running(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
 def _ended(status: RunStatus, output: Sequence[Path]) -> Why:
     run_dir, training, state = status.run.path, status.training, status.state
     code = status.platform.code
-    if code is None and training is not None:
+    if not code and training is not None:  # 0: of a wrapped script, which ended well all the same
         code = training.code
     failed = None if training is None else training.first_failure
     ending = "" if code is None else f" with code {code}"

@@ -96,6 +96,36 @@ def test_a_script_is_asked_by_sigterm(
     )
 
 
+OTHER_SIGNAL = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(91))
+Path(sys.argv[1]).touch()
+while True:
+    time.sleep(0.02)
+"""
+
+
+def test_a_script_is_asked_by_the_signal_that_it_handles(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(OTHER_SIGNAL)
+    args = (str(tmp_path / "up.${local_rank}"),)
+    target = str(tmp_path / "script.py")
+    task = Task(kind="script", target=target, args=args, fresh=False, count_steps=False)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(1, a.ME))
+        t.until(lambda: len(list(tmp_path.glob("up.*"))) == 2, "workers never came up")
+        m.expect(WorkersRunning)
+        m.say(AskWorkers(epoch=1, request=Request.STOP))
+        report = m.expect(WorkersEnded)
+        assert isinstance(report, WorkersEnded)
+        assert report.saved
+
+    events = run(tmp_path, task, play, stop_signal=signal.SIGUSR1)
+    signalled = [event.fields for event in events if event.event == "worker.signalled"]
+    assert [fields["signal"] for fields in signalled] == ["SIGUSR1"] * 2
+
+
 PEER_LEFT = """
 import os, signal, sys, time
 from pathlib import Path

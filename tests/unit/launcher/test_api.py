@@ -53,7 +53,9 @@ def test_render_writes_a_bundle_over_its_own_but_never_into_a_run(tmp_path, caps
         assert run_cli(["render", str(JOB), "-o", str(out)]) == 0
         listed = capsys.readouterr().out.splitlines()
         assert listed == [str(out / name) for name in ("job.sbatch", "job.json", "job.yaml")]
-    assert f'#SBATCH --chdir="{out}"' in (out / "job.sbatch").read_text()
+    text = (out / "job.sbatch").read_text()
+    assert f'#SBATCH --chdir="{out}"' in text
+    assert f"#SBATCH --job-name={load_job(JOB).name}\n" in text, "the folder's name is the folder's"
     assert (out / "logs").is_dir()
     (out / "events").mkdir()
     assert run_cli(["render", str(JOB), "-o", str(out)]) == 2

@@ -39,6 +39,7 @@ HOSTILE = st.one_of(
 TEXT_KEYS = (
     "slurm.partition", "slurm.account", "slurm.qos", "slurm.constraint", "slurm.reservation",
     "slurm.time", "slurm.version", "slurm.gpu_type", "slurm.gres", "slurm.mem", "slurm.switches",
+    "slurm.mem_per_cpu",
     "slurm.array", "slurm.dependency", "slurm.comment", "slurm.mail_user", "slurm.mail_type",
     "slurm.container", "slurm.python", "slurm.fabric", "slurm.fabric_devices", "slurm.restart",
     "slurm.umask", "slurm.group", "slurm.exclude.0", "slurm.extra.0", "slurm.container_mounts.0",

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from launcher.jobspec.reading import parse_spec
+from launcher.jobspec.requests import request_findings
 from launcher.jobspec.slurm import array_indices
 from launcher.jobspec.source import Where
 from launcher.planning.search import plan
@@ -48,6 +51,7 @@ def script(spec):
         ("slurm.umask='9'", "HF015 slurm.umask: expected four octal digits"),
         ("slurm.container=pyxis", "HF164 slurm.container: pyxis runs an image"),
         ("slurm.container_mounts=['a,b']", "HF015 slurm.container_mounts.0: expected /path"),
+        ("slurm={mem: 1T, mem_per_cpu: 8G}", "HF016 slurm.mem_per_cpu: mem is of a node"),
         ("slurm={gres: 'gpu:8', gpu_type: h100}", "HF016 slurm.gres: gres and gpu_type exclude"),
         ("slurm={array: 0-3, restart: chain}", "HF016 slurm.restart: tasks of an array"),
         ("slurm={fabric: efa, fabric_devices: mlx5}", "HF016 slurm.fabric_devices: fabric: efa"),
@@ -111,7 +115,10 @@ def test_resources_are_asked_for_as_written(make_spec):
     assert "--exclusive" not in shared
     assert "--mem" not in shared
     assert '  --cpus-per-task="$SLURM_CPUS_PER_TASK" \\\n' in shared
-    assert "export OMP_NUM_THREADS=8 " in shared
+    assert "hf_default OMP_NUM_THREADS 8 " in shared
+    by_cpu = script(make_spec("slurm={mem_per_cpu: 8G, cpus: 64}"))
+    assert "#SBATCH --mem-per-cpu=8G\n" in by_cpu
+    assert "--mem=" not in by_cpu
 
 
 def test_restarts_by_requeue_chain_or_not_at_all(make_spec):
@@ -140,7 +147,7 @@ def test_what_the_script_exports_wins_over_an_image(make_spec, runtime, told):
     assert told in text
     patterns = shlex.split(text.partition("hf_ours=(\n")[2].partition("\n)\n")[0])
     exported = set(re.findall(r"(?:^export | )([A-Z][A-Z0-9_]+)=", text, re.MULTILINE))
-    exported |= set(re.findall(r"^export ([A-Z]+)$", text, re.MULTILINE)) | {"W_1"}
+    exported |= set(re.findall(r"^(?:export|hf_default) ([A-Z_]+)", text, re.MULTILINE)) | {"W_1"}
     assert {"MINE", "KEY", "HOLDFAST_GENERATION", "TORCH_FR_DUMP_TEMP_FILE"} <= exported
     missing = {name for name in exported if not any(fnmatchcase(name, p) for p in patterns)}
     assert not missing
@@ -177,6 +184,73 @@ def test_no_fabric_falls_back_to_tcp_or_shuts_plugins_out(make_spec, fabric, set
         "NCCL_NET",
         "HOLDFAST_FABRIC",
     } & set_.keys()
+
+
+@pytest.mark.parametrize(
+    ("image", "pyxis", "apptainer"),
+    [
+        ("nvcr.io/nvidia/pytorch:25.01", "nvcr.io#nvidia/pytorch:25.01", "docker://nvcr.io/"),
+        ("reg.site:5000/a/b", "reg.site:5000#a/b", "docker://reg.site:5000/a/b"),
+        ("localhost/a", "localhost#a", "docker://localhost/a"),
+        ("reg:5000/a:1", "reg:5000#a:1", "docker://reg:5000/a:1"),
+        ("me@nvcr.io/a/b", "me@nvcr.io#a/b", ""),
+        ("docker://nvcr.io/a/b:1", "docker://nvcr.io#a/b:1", "docker://nvcr.io/a/b:1"),
+        ("nvcr.io#nvidia/pytorch:1", "nvcr.io#nvidia/pytorch:1", ""),
+        ("nvidia/cuda:12.8", "nvidia/cuda:12.8", "nvidia/cuda:12.8"),
+        ("/images/a.b/torch.sqsh", "/images/a.b/torch.sqsh", "/images/a.b/torch.sqsh"),
+        ("./a.b/torch.sif", "./a.b/torch.sif", "./a.b/torch.sif"),
+    ],
+)
+def test_an_image_is_named_as_its_runtime_has_it(make_spec, image, pyxis, apptainer):
+    options = f"env.image='{image}'"
+    text = script(make_spec(options, "slurm.container=pyxis"))
+    assert f"--container-image={pyxis}" in shlex.split(
+        text.partition("srun --nt")[2], comments=True
+    )
+    text = script(make_spec(options, "slurm.container=apptainer"))
+    assert f" {apptainer}" in text.partition("apptainer exec ")[2].partition("\n")[0]
+
+
+def test_what_set_up_or_nccl_conf_says_wins_and_is_said(make_spec, tmp_path):
+    spec = make_spec("slurm={fabric: infiniband, setup: [x]}", "network.interface=ib0")
+    begins, ends = "# What set-up, modules", "# Traces of collectives"
+    text = script(spec).partition(begins)[2].partition(ends)[0]
+    (tmp_path / "own.conf").write_text("# NCCL_DEBUG=x\nNCCL_IB_TIMEOUT=20\n")
+    env = {
+        "NCCL_IB_HCA": "mlx5_7",
+        "NCCL_SOCKET_IFNAME": "eth9",
+        "NCCL_CONF_FILE": str(tmp_path / "own.conf"),
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+    }
+    done = subprocess.run(
+        ["bash", "-euc", f"#{text}\nenv"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    assert found["NCCL_IB_HCA"] == "mlx5_7"
+    assert found["NCCL_DEBUG"] == "WARN"
+    assert "NCCL_IB_TIMEOUT" not in found
+    assert found["NCCL_SOCKET_IFNAME"] == "=ib0", "the job file's own key"
+    said = [line for line in done.stdout.splitlines() if line.startswith("holdfast:")]
+    assert [("HCA=mlx5_7" in line, "TIMEOUT" in line) for line in said] == [
+        (True, False),
+        (False, True),
+    ]
+    devices = make_spec("slurm={fabric: infiniband, fabric_devices: mlx5_1}")
+    assert "export NCCL_IB_HCA=mlx5_1 " in script(devices)
+
+
+def test_a_fabric_that_is_none_on_purpose_is_not_warned_of(make_spec):
+    def codes(*sets):
+        return {found.code for found in request_findings(make_spec(*sets))}
+
+    assert "HF173" in codes("cluster.nodes=4", "slurm.partition=a")
+    assert "HF173" not in codes("cluster.nodes=4", "slurm.fabric=none")
 
 
 def test_the_example_of_the_page_is_a_job_file():

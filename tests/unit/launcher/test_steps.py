@@ -7,13 +7,16 @@ import signal
 import pytest
 
 from elastic_trainer.board.file_board import FileBoard
-from elastic_trainer.board.state import BoardState, Commit, Ended
+from elastic_trainer.board.state import BoardState, Commit, Ended, Lease
 from launcher.backends.commands import Answer
 from launcher.node.attempt import Attempt
+from launcher.node.decide import attempt_result
+from launcher.node.sruns import of_one_node, refused
 from launcher.node.steps import (
     AWAY_PAUSE_S,
     AWAY_S,
     LONE_TRIES,
+    MOST_STARTS,
     Steps,
     command_of,
     grouped,
@@ -26,7 +29,7 @@ class Srun:
     """A step that ends when it is told to."""
 
     def __init__(self, argv):
-        self.argv, self.code, self.got = argv, None, []
+        self.argv, self.code, self.got, self.said = argv, None, [], ""
 
     @property
     def nodes(self):
@@ -233,6 +236,103 @@ def test_a_controller_that_answers_does_not_hide_a_step_that_fails(world):
 
     assert world.serve(then=all_fail) == 1
     assert len(world.sruns) == 3 * (1 + LONE_TRIES)
+
+
+STEP = "srun: error: Unable to create step for job 4: "
+REFUSED = STEP + "Invalid generic resource (gres) specification"
+FAILS = "srun: error: n1: task 0: Exited with exit code 1"
+AWAY = "srun: error: Task launch for StepId=4.0 failed on node n1: Communication connection failure"
+
+
+@pytest.mark.parametrize(
+    ("said", "starts", "is_refusal"),
+    [(REFUSED, 1, True), (FAILS, 1 + LONE_TRIES, True), (AWAY, 1 + LONE_TRIES, False)],
+)
+def test_what_never_begins_is_started_a_few_times_and_a_refusal_once(
+    world, said, starts, is_refusal
+):
+    world.attempt.logs.mkdir(parents=True)
+    (world.attempt.logs / "n2.log").write_text("a\nno python3 in the image\n")
+
+    def all_fail():
+        for srun in world.sruns:
+            srun.code, srun.said = 1, said
+
+    assert world.serve(then=all_fail) == 1
+    assert len(world.sruns) == 3 * starts
+    refusal = world.attempt.refusal()
+    assert (said in refusal) == is_refusal
+    found = attempt_result(BoardState(), world.attempt.name, exits={}, refusal=refusal)
+    assert found.code == (93 if is_refusal else 92)
+    assert (said in found.reason) == is_refusal
+
+
+def test_a_refusal_is_no_error_of_the_job_once_an_agent_has_begun(world):
+    lease = Lease(holder="1", node="n1", job=world.attempt.name, address="a", port=1, term=1)
+
+    FileBoard(world.attempt.run_dir / "board").set_state(BoardState(lease=lease).encode(), None)
+
+    def all_fail():
+        for srun in world.sruns:
+            srun.code, srun.said = 1, REFUSED
+
+    assert world.serve(then=all_fail) == 1
+    assert len(world.sruns) == 3 * (1 + LONE_TRIES)
+    assert not world.attempt.refusal()
+
+
+def test_one_node_that_never_begins_is_left_out_after_a_few_starts(world):
+    def n2_fails():
+        world.of("n2").code = 1
+        world.of("n2").said = REFUSED
+        if world.now > 3600:
+            world.ends("n1", 0)
+            world.ends("n3", 0)
+
+    assert world.serve(then=n2_fails) == 1
+    assert len(world.sruns) == 2 + MOST_STARTS
+    assert not world.attempt.refusal()
+
+
+@pytest.mark.parametrize(
+    ("said", "for_good"),
+    [
+        ("", False),
+        (REFUSED, True),
+        ("srun: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.", True),
+        ("/usr/bin/srun: unrecognized option '--nosuch'; Try \"srun --help\"", True),
+        (STEP + "More processors requested than permitted", True),
+        ("slurmstepd: error: pyxis: failed to import docker image", True),
+        ("srun: Job 4 step creation temporarily disabled, retrying; " + REFUSED, True),
+        (FAILS, None),
+        (AWAY, False),
+        (STEP + "Job/step already completing or completed", False),
+        ("srun: error: Unable to confirm allocation for job 4: Invalid job id specified", False),
+        ("srun: error: Node failure on n2", False),
+    ],
+)  # fmt: skip
+def test_words_of_slurm_that_no_try_changes(said, for_good):
+    assert refused(said) is for_good
+
+
+SRUN = ["srun", "--mem=0", "--output=x", "python", "--gres=no"]
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "asked"),
+    [
+        ({"SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, [], ["--gpus-per-node=8"]),
+        ({"SLURM_GPUS": "h100:16", "SLURM_GPUS_ON_NODE": "8"}, [], ["--gpus-per-node=h100:8"]),
+        ({"SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, ["--gres=gpu:2"], []),
+        ({"SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, ["--gpus-per-task=2"], []),
+        ({"SLURM_GPUS_ON_NODE": "8"}, [], []),
+    ],
+)
+def test_the_gpus_of_a_job_are_asked_for_per_node(env, more, asked):
+    command, own = of_one_node([SRUN[0], *more, *SRUN[1:]], {**env, "X": "1"})
+    assert command == ["srun", *asked, *more, *SRUN[1:]]
+    assert "SLURM_GPUS" not in own
+    assert own["X"] == "1"
 
 
 def test_the_board_says_that_the_job_has_ended(world):

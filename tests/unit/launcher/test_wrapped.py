@@ -17,13 +17,15 @@ from launcher.cli.main import run_cli
 from launcher.errors import UserError
 from launcher.jobspec.reading import load_spec
 from launcher.planning.search import plan
-from launcher.render.wrapped import hidden, job_of, launch_of, script_of, wrap_script
+from launcher.render.wrapped import hidden, job_of, launch_of, script_of
+from launcher.render.wrapped import wrap_script as wrapped_script
+from launcher.render.wrapped_ending import signalled
 
 BATCH = """\
 #!/bin/bash
 #SBATCH --nodes=4
-#SBATCH --signal=B:USR1@60
-#SBATCH --no-requeue
+#SBATCH --signal=TERM@60
+#SBATCH --requeue
 module load cuda
 srun --cpus-per-task=8 torchrun \\
   --nnodes "$SLURM_NNODES" train.py --name 'a; b | c' "$(date)" 2>&1 | tee log  # all of it
@@ -43,6 +45,12 @@ hf_batch=$(holdfast batch -- srun --cpus-per-task=8 torchrun \\
 source "$hf_batch"
 echo done
 """
+
+
+def wrap_script(text):
+    return wrapped_script(text).text
+
+
 ENV = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "My_Job", "SLURM_JOB_NUM_NODES": "4"}
 SRUN = ("srun", "--cpus-per-task=8", "torchrun", "--nnodes=4", "--nproc-per-node=8")
 
@@ -59,10 +67,10 @@ SRUN = ("srun", "--cpus-per-task=8", "torchrun", "--nnodes=4", "--nproc-per-node
 )
 def test_arguments_are_what_torchrun_makes_of_them(words, monkeypatch):
     taken = []
-    monkeypatch.setattr("launcher.cli.batch._agents", lambda argv, _env: taken.append(argv) or "")
-    for first in (["batch", "--"], ["batch"]):
+    monkeypatch.setattr("launcher.cli.batch._agents", lambda argv, *_: taken.append(argv) or "")
+    for first in (["batch", "--"], ["batch"], ["batch", "--no-requeue", "--signal=USR1@600", "--"]):
         assert run_cli([*first, *SRUN, *words]) == 0
-    assert taken == [(*SRUN, *words)] * 2
+    assert taken == [(*SRUN, *words)] * 3
     theirs = get_args_parser().parse_args(words)
     spec = load_spec(job_of(launch_of((*SRUN, *words), ENV), ENV))
     script, *args = spec.command
@@ -128,6 +136,8 @@ def test_an_srun_is_found(command):
         "srun --exclusive -n 2 $OPTIONS apptainer exec image torchrun a.py",
         "srun torchrun --standalone a.py",
         "srun torchrun --nonsense=$X a.py",
+        "srun torchrun --shutdown-timeout=-1 a.py",
+        "srun torchrun --shutdown-timeout=soon a.py",
         "srun python -m torch.distributed.launch a.py",
         "#SBATCH hetjob\nsrun torchrun a.py",
         WRAPPED,
@@ -156,6 +166,114 @@ def test_a_secret_in_the_command_is_refused_before_the_job_waits(words):
     assert "AbCdEf" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("asked", "flags", "sbatch", "batch", "lead_s", "signal", "grace_s"),
+    [
+        ("", "", "USR2@180", "", 180, "TERM", 80),
+        ("--signal=TERM@600", "--shutdown-timeout 500", "USR2@600", "TERM@600", 600, "TERM", 500),
+        ("--signal=TERM@600", "", "USR2@600", "TERM@600", 600, "TERM", 500),
+        ("--signal USR1@60", "", "USR2@180", "USR1@180", 180, "USR1", 80),
+        ("--signal=10@700", "", "USR2@700", "USR1@700", 700, "USR1", 600),
+        ("--signal=SIGINT", "", "USR2@180", "INT@180", 180, "INT", 80),
+        ("--signal=B:USR1@300", "", "USR1@300", "B:USR1@300", 300, "TERM", 200),
+        ("--signal=B:12@300", "", "USR2@300", "TERM@300", 300, "TERM", 200),
+        ("--signal=R:CONT@300", "", "USR2@300", "TERM@300", 300, "TERM", 200),
+        ("-t 5 --signal=B:USR1@60 -t60", "", "USR1@180", "B:USR1@180", 180, "TERM", 80),
+        ("", "--shutdown-timeout=400.5", "USR2@501", "TERM@501", 501, "TERM", 400.5),
+        ("", "--shutdown-timeout=10", "USR2@180", "", 180, "TERM", 10),
+        ("", "--shutdown-timeout=0", "USR2@180", "", 180, "TERM", 1),
+    ],
+)
+def test_signal_lead_and_grace_are_the_users(
+    *, asked, flags, sbatch, batch, lead_s, signal, grace_s
+):
+    made = wrapped_script(f"#!/bin/bash\n#SBATCH {asked}\nsrun torchrun {flags} a.py")
+    option = f"--signal={batch} " if batch else ""
+    assert f"\n#SBATCH --signal=B:{sbatch}\n" in made.text
+    assert f"holdfast batch {option}-- srun torchrun" in made.text
+    assert f"{lead_s} s" in made.notes[0]
+    assert f"SIG{signal} and have {grace_s:g} s" in made.notes[0]
+    launch = launch_of(f"srun torchrun {flags} a.py".split(), ENV)
+    spec = load_spec(job_of(launch, ENV, signalled(batch, requeue=True)))
+    assert (spec.slurm.signal_lead_s, spec.slurm.restart) == (lead_s, "requeue")
+    assert (spec.elastic.stop_signal, spec.elastic.stop_grace_s) == (signal, grace_s)
+    plan(spec)
+
+
+@pytest.mark.parametrize(
+    ("asked", "line", "option"),
+    [
+        ("--no-requeue", "no-requeue", "--no-requeue "),
+        ("--requeue\n#SBATCH --nodes=2 --no-requeue", "no-requeue", "--no-requeue "),
+        ("--no-requeue --requeue", "requeue", ""),
+    ],
+)
+def test_a_job_that_is_not_to_be_requeued_is_not(asked, line, option):
+    made = wrapped_script(f"#!/bin/bash\n#SBATCH {asked}\nsrun torchrun a.py")
+    assert f"\n#SBATCH --{line}\n#SBATCH --open-mode" in made.text
+    assert f"holdfast batch {option}-- srun" in made.text
+    assert any("--no-requeue" in note for note in made.notes) == bool(option)
+
+
+def _hosts(text):
+    return text.split(",")
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "nodes"),
+    [
+        ("", "n1,n2,n3,n4", 4),
+        ("--nodelist=n2", "n1,n2,n3,n4", 4),  # srun adds the others
+        ("--nodes=1 --nodelist=n2", "n2", 1),
+        ("-N2 -w n4", "n1,n4", 2),
+        ("-n 1 -w n3", "n3", 1),
+        ("-N 1", "n1", 1),
+        ("-N 1 -r 2", "n3", 1),
+        ("-N3 --exclude n1", "n2,n3,n4", 3),
+        ("--nodes=1-3 --ntasks-per-node=1", "n1,n2,n3", 3),
+    ],
+)
+def test_an_srun_on_a_part_of_the_nodes(options, hosts, nodes):
+    launch = launch_of(["srun", *options.split(), "torchrun", "a.py"], ENV)
+    assert list(launch.options.hosts(_hosts("n1,n2,n3,n4"), _hosts)) == _hosts(hosts)
+    assert (launch.nodes, launch.srun) == ((nodes, nodes), ())
+
+
+def test_an_srun_on_nodes_that_the_job_does_not_have():
+    for options in ("-w n9 -N1", "-N5", "-N4 -x n1", "-w n1 -x n1 -N1"):
+        launch = launch_of(["srun", *options.split(), "torchrun", "a.py"], ENV)
+        with pytest.raises(UserError, match="HF169"):
+            launch.options.hosts(_hosts("n1,n2,n3,n4"), _hosts)
+
+
+def test_gpus_that_an_srun_asks_for_in_total_are_asked_for_per_node():
+    launch = launch_of(["srun", "--gpus=h100:16", "torchrun", "a.py"], ENV)
+    assert launch.srun == ("--gpus-per-node=h100:4",)
+    assert launch_of(["srun", "-G8", "-N2", "torchrun", "a.py"], ENV).srun == ("--gpus-per-node=4",)
+
+
+def test_what_is_dropped_is_said():
+    command = "srun -o x torchrun --log-dir=y a.py 2>&1 | tee log"
+    made = wrapped_script(f"#!/bin/bash\n#SBATCH --signal=R:CONT@300\n{command}")
+    said = "\n".join(made.notes)
+    for word in ("--output", "--log-dir", "2>&1 | tee log", "CONT", "R:"):
+        assert word in said
+    assert not launch_of(["srun", "torchrun", "a.py"], ENV).notes
+
+
+@pytest.mark.parametrize("limit", ["3", "-t 00:03:00", "180"])
+def test_a_time_limit_below_the_lead_is_refused_before_the_queue(limit):
+    def wrap(limit, flags):
+        wrap_script(f"#!/bin/bash\n#SBATCH {limit}\nsrun torchrun {flags} a.py")
+
+    limit = limit if limit.startswith("-") else f"--time={limit}"
+    with pytest.raises(UserError) as caught:
+        wrap(limit, "--shutdown-timeout=11000" if limit.endswith("180") else "")
+    assert caught.value.code == "HF160"
+    asked = str(caught.value).partition("ask for ")[2].partition(" ")[0]
+    wrap(asked, "--shutdown-timeout=11000" if limit.endswith("180") else "")
+
+
 def test_a_loop_before_the_srun_is_none_around_it():
     wrap_script(
         "#!/bin/bash\nfor i in 1; do\n x\ndone\n# for\nfor i in 1; do x; done\nsrun torchrun a"
@@ -178,7 +296,7 @@ def test_quotes_without_end_are_read_to_the_end(text):
     assert len(hidden(text)) == len(text)
 
 
-_GONE = "#SBATCH --no-requeue"
+_GONE = "#SBATCH --requeue"
 _lines = st.lists(
     st.text(st.characters(exclude_characters="\\\n\r"), max_size=20)
     | st.sampled_from([_GONE, "#SBATCH --nodes=2", "srun hostname", "# x"])
@@ -203,7 +321,7 @@ def test_all_other_lines_stay_as_they_are(before, after):
     ("argv", "srun", "nodes", "workers", "command"),
     [
         ((*SRUN, "a.py", "--lr", "1"), ["--cpus-per-task=8"], (4, 4), 8, ["a.py", "--lr", "1"]),
-        (("srun", "-N", "2", "-n2", "--label", "torchrun", "a.py"), [], (4, 4), 1, ["a.py"]),
+        (("srun", "-N", "2", "-n2", "--label", "torchrun", "a.py"), [], (2, 2), 1, ["a.py"]),
         (("srun", "--mem=0", "--", "torchrun", "a.py"), ["--mem=0"], (4, 4), 1, ["a.py"]),
         (
             ("srun", "--export", "ALL,A=1", "torchrun", "a.py"),
@@ -259,6 +377,10 @@ def test_workers_for_each_gpu_and_the_wait_for_nodes():
         "srun --export=ALL env A=1 torchrun t.py",
         "srun --export=NONE torchrun t.py",
         "srun --export HOME,PATH torchrun t.py",
+        "srun --nodes=1 torchrun --nnodes=2 t.py",
+        "srun --gpus=7 torchrun t.py",
+        "srun --nodes=x torchrun t.py",
+        "srun --nodes=0 torchrun t.py",
     ],
 )
 def test_an_srun_that_cannot_be_taken_apart(argv):
@@ -335,7 +457,7 @@ def test_the_command_shows_the_change_and_writes_it(tmp_path, capsys):
     script.write_text(BATCH)
     assert run_cli(["wrap", str(script)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert {"-#SBATCH --no-requeue", "+#SBATCH --requeue", '+source "$hf_batch"'} <= {*shown}
+    assert {"-#SBATCH --signal=TERM@60", "+#SBATCH --no-kill", '+source "$hf_batch"'} <= {*shown}
     assert run_cli(["wrap", str(script), "-o", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["script"] == out.read_text() == WRAPPED
     assert script.read_text() == BATCH
@@ -353,5 +475,5 @@ def test_a_run_is_made_once_for_all_starts_of_a_job(tmp_path, capsys, monkeypatc
     config = json.loads((tmp_path / "runs/my-job-7/job.json").read_text())
     assert (config["command"], config["gpus_per_node"]) == (["a.py"], 8)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 2
+    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 93
     assert "HF673" in capsys.readouterr().err
