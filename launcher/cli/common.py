@@ -36,8 +36,8 @@ class AsGiven(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take the options, each with its value after `=`, then the words."""
         own = {name for param in self.params for name in param.opts if name.startswith("--")}
-        options = list(itertools.takewhile(lambda word: word.partition("=")[0] in own, args))
-        super().parse_args(ctx, options)
+        options = tuple(itertools.takewhile(lambda word: word.partition("=")[0] in own, args))
+        super().parse_args(ctx, [*options])
         [words] = [param for param in self.params if isinstance(param, click.Argument)]
         ctx.params[str(words.name)] = tuple(args[len(options) :])
         return []
