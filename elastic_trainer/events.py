@@ -55,7 +55,7 @@ EVENTS: Final[dict[str, str]] = {
     "standby.ready": "It waits for the next epoch. pid, local_rank, seconds, private_mib",
     "worker.exit": "A worker ended. pid, local_rank, code, signal, kind, action, detail",
     "save.asked": "This node was asked for a checkpoint now; the step its workers are at",
-    "worker.signalled": "A script was asked to end. pid, local_rank, request, signal, grace_s",
+    "worker.signalled": "A script was asked to leave. pid, local_rank, request, signal, grace_s",
     "worker.stalled": "It hangs or waits. local_rank, section, part, idle_s, limit_s, state",
     "worker.hung": "All wait for it. member, worker_rank, section, part, idle_s, state, detail",
     "stacks.dumped": "What hung workers were doing was kept. folder, files, seconds, problem",

@@ -61,7 +61,16 @@ from elastic_trainer.agent.membership.tasks import (
     WorkerStarted,
     ZygoteLost,
 )
-from elastic_trainer.agent.stop_signals import LEAVE, REPEATABLE, SAVE, StopSignals, Waker
+from elastic_trainer.agent.stop_signals import (
+    AGAIN_S,
+    LEAVE,
+    REPEATABLE,
+    SAVE,
+    STOP_WORKERS,
+    URGENT,
+    StopSignals,
+    Waker,
+)
 from elastic_trainer.agent.workers.environment import launches_of, next_rung
 from elastic_trainer.agent.workers.group import (
     JobResult,
@@ -131,8 +140,11 @@ class HoldfastAgent(ElasticAgent):
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
-        self._signals = StopSignals(waker.wake, config.signals)
-        self._urgings = 0
+        self._signals = StopSignals(waker.wake, config.stop_signals)
+        self._urgings: Counter[str] = Counter()
+        """Signals that asked for a stop, but for REPEATABLE, by name."""
+        self._urged_at: float | None = None
+        """When the first one came."""
         self._asked: set[type] = set()
         """Of StopAsked and LeaveAsked, what was reported."""
         self._reported_ready = self._left = False
@@ -265,7 +277,7 @@ class HoldfastAgent(ElasticAgent):
             case AskWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._workers.ask(notice.request)
-                    self._scripts.ask(notice.request, self._clock())
+                    self._scripts.ask(notice.request, self._clock(), notice.signal)
                     self._forgive(self._epoch)
             case JobStopped():
                 self._stop(notice)
@@ -494,17 +506,16 @@ class HoldfastAgent(ElasticAgent):
         keeper, begun = self._keeper, self._clock()
         if keeper is None or not keeper.holds_any():
             return
-        urgings = 2 if self._config.leaves_alone else 1
+        urged = 2 if self._config.leaves_alone else 1
         while (
             (holds := keeper.holds_any())
             and self._clock() - begun < SERVE_S
-            and self._urgings < urgings
+            and len(self._urgings) < urged
         ):
             select.select([self._waker.fileno()], [], [], self._config.tick_s)
             self._waker.drain()
-            self._urgings += sum(
-                name not in (REPEATABLE, SAVE, LEAVE) for name in self._signals.taken()
-            )
+            if any(self._urge(name) for name in self._signals.taken()):
+                break
         self._log.emit("snapshot.served", seconds=round(self._clock() - begun, 3), freed=not holds)
 
     def _show_progress(self, epoch: Running, *, last: bool = False) -> None:
@@ -525,18 +536,32 @@ class HoldfastAgent(ElasticAgent):
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():
-            if name == SAVE and name not in self._config.signals:
+            if name == SAVE and name not in self._config.stop_signals:
                 self._ask_for_save()
                 continue
-            self._urgings += name not in (REPEATABLE, LEAVE)
+            again = self._urge(name)
             alone = name == LEAVE or (self._config.leaves_alone and name != REPEATABLE)
-            wish: type[LeaveAsked | StopAsked] = LeaveAsked if alone else StopAsked
-            if wish not in self._asked:
-                self._asked.add(wish)
+            wish: LeaveAsked | StopAsked
+            if alone:
+                wish = LeaveAsked(reason="drained" if name == LEAVE else name)
+            else:
+                passed_on = name in self._config.stop_signals
+                wish = StopAsked(reason=name, signal=name if passed_on else STOP_WORKERS)
+            if type(wish) not in self._asked:
+                self._asked.add(type(wish))
                 self._scripts.agent_signalled()
-                self._membership.report(wish(reason="drained" if name == LEAVE else name))
-            if self._urgings > 1:
+                self._membership.report(wish)
+            elif again:
                 self._stopped = JobStopped(code=1, reason=f"{name}, again: left without saving")
+
+    def _urge(self, name: str) -> bool:
+        """Note a signal; return whether it says, as the second one, that there is no more time."""
+        if name in (REPEATABLE, LEAVE, SAVE):
+            return False
+        self._urgings[name] += 1
+        if self._urged_at is None:
+            self._urged_at = self._clock()
+        return name == URGENT and self._clock() - self._urged_at >= AGAIN_S
 
     def _ask_for_save(self) -> None:
         """Have the group save and continue: one worker that asks is enough, wherever it runs."""

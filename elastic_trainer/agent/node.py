@@ -24,7 +24,7 @@ from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
-from elastic_trainer.agent.stop_signals import Waker
+from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
 from elastic_trainer.agent.wire.network import listen, open_files
 from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
@@ -343,7 +343,7 @@ def _agent_config(
         start_ceiling_s=options.elastic.start_ceiling_s,
         device=device_limits(options),
         watch_all=options.task.kind == "main",
-        signals=options.signals,
+        stop_signals=ALWAYS | options.signals,
         devices=options.devices,
         leaves_alone=options.leaves_alone,
         standbys_for=options.ladder if options.elastic.standby else None,

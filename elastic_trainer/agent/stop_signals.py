@@ -1,9 +1,9 @@
-"""SIGTERM, SIGINT, SIGUSR2, SIGUSR1 and SIGRTMIN, put aside until the agent's loop takes them.
+"""The agent's signals, put aside until its loop takes them.
 
-The first three ask for a save and an end, and so does any other that torchrun's
---signals-to-handle names. A second SIGTERM or SIGINT means: at once, without
-saving. Slurm signals every process of a step, and `launcher.node` passes on what it gets; so the
-same wish comes twice, and it does so as SIGUSR2, which may come any number of times.
+SIGTERM, SIGINT, SIGHUP, SIGQUIT (`--signals-to-handle`) and SIGUSR2 ask for a save and an end. They
+may come any number of times, since schedulers and process managers repeat themselves, and each
+process of a step gets its own. Only SIGINT, AGAIN_S or more after the first wish, means: at once,
+without saving. That is a person at a terminal, or `launcher.node` when time is up.
 
 SIGUSR1 asks for a checkpoint on storage now; the job continues. SIGRTMIN asks this node alone to
 leave: it is drained.
@@ -18,10 +18,15 @@ from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
-NUMBERS: Final = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGUSR1),
-    signal.SIGRTMIN,
-)
+STOPS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+"""torchrun's, passed on to scripts by their names."""
+ALWAYS: Final = frozenset({"SIGTERM", "SIGINT"})
+"""Ask for a stop whatever `--signals-to-handle` says."""
+STOP_WORKERS: Final = signal.SIGTERM.name
+"""What scripts get for a wish that came by another way."""
+URGENT: Final = signal.SIGINT.name
+AGAIN_S: Final = 1.0
+"""Two SIGINT within this are one Ctrl-C: a terminal and a parent that passes it on both send it."""
 REPEATABLE: Final = signal.SIGUSR2.name
 SAVE: Final = signal.SIGUSR1.name
 LEAVE: Final = signal.SIGRTMIN.name
@@ -32,18 +37,21 @@ class StopSignals:
 
     Args:
         wake: called from the handler, to wake the loop.
-        others: names of more signals.
+        stops: names of those that ask for a stop.
     """
 
-    def __init__(self, wake: Callable[[], None], others: Collection[str] = ()) -> None:
+    def __init__(self, wake: Callable[[], None], stops: Collection[str] = STOPS) -> None:
         self._wake = wake
-        self._numbers = {*NUMBERS, *(signal.Signals[name] for name in others)}
+        self._names = {*stops, REPEATABLE, SAVE, LEAVE}
         self._seen: list[int] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        """Install the handler."""
-        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
+        """Install the handler; SIGHUP that is ignored (nohup) stays so."""
+        numbers = {signal.Signals[name] for name in self._names}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.discard(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(

@@ -23,7 +23,7 @@ LEAVE: Final = signal.SIGRTMIN
 """Asks the agent alone to leave (elastic_trainer/agent/stop_signals.py); Slurm never sends it."""
 CONTAINER_PYTHON: Final = "python3"
 LAST_WORDS_S: Final = 5.0
-"""After each SIGTERM of the last ones, for an agent that has not ended in time."""
+"""After each SIGINT of the last ones, for an agent that has not ended in time."""
 
 
 class AgentProcess:
@@ -127,7 +127,7 @@ class AgentProcess:
     def _kill(self, wait: Wait) -> None:
         say(f"{self._node}: the agent did not end in time")
         for _ in range(1 if self._left else 2):  # the second means: without saving
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGINT)
             deadline = self._clock() + LAST_WORDS_S
             while not reap(self._process) and self._clock() < deadline:
                 wait(LAST_WORDS_S / 25)

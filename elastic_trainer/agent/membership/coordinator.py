@@ -240,6 +240,7 @@ class Coordinator(Role):
         self._asked: Request = Request.NONE
         self._stopping: str | None = None
         """Why the whole job saves and ends."""
+        self._stop_signal = "SIGTERM"
         self._final: ToDone | None = None
         """How the job ends, once that is decided."""
         self._parked: tuple[int, float] | None = None
@@ -462,7 +463,8 @@ class Coordinator(Role):
             elif self.phase in BUSY and not join.runs:
                 self._end_epoch(f"{member.node} was cut off, and has no workers", (member.node,))
             if self.phase is Phase.DRAINING:
-                ctx.send(conn, Ask(epoch=ctx.epoch, request=int(self._asked)))
+                asked = Ask(epoch=ctx.epoch, request=int(self._asked), signal=self._stop_signal)
+                ctx.send(conn, asked)
         return self.advance()
 
     # --- who lives -----------------------------------------------------------------------
@@ -884,9 +886,10 @@ class Coordinator(Role):
         ctx = self.ctx
         self._asked |= request
         self.phase = Phase.DRAINING
-        self._send_all(Ask(epoch=ctx.epoch, request=int(request)), self.members)
+        ask = Ask(epoch=ctx.epoch, request=int(request), signal=self._stop_signal)
+        self._send_all(ask, self.members)
         if ctx.me.agent_id in self.members:
-            ctx.tell(AskWorkers(epoch=ctx.epoch, request=request))
+            ctx.tell(AskWorkers(epoch=ctx.epoch, request=request, signal=self._stop_signal))
 
     # --- failures ------------------------------------------------------------------------
 
@@ -1055,6 +1058,8 @@ class Coordinator(Role):
     # --- departures ----------------------------------------------------------------------
 
     def _stop_asked(self, _peer: Peer, report: StopAsked) -> Transition | None:
+        if self._stopping is None:
+            self._stop_signal = report.signal
         return self._save_and_stop(report.reason)
 
     def _save_and_stop(self, reason: str) -> Transition | None:

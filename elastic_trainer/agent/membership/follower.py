@@ -91,8 +91,8 @@ class Follower(Role):
                 ctx.renewed = (ctx.term, beat, ctx.now)
             case Abort() | Show():
                 self._of_workers(message)
-            case Ask(epoch=epoch, request=request):
-                ctx.tell(AskWorkers(epoch=epoch, request=Request(request)))
+            case Ask(epoch=epoch, request=request, signal=signal):
+                ctx.tell(AskWorkers(epoch=epoch, request=Request(request), signal=signal))
             case Stop() | Reject(code=int()):
                 return _end(message)
             case Reject():  # it knows of another coordinator

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from signal import Signals
 from typing import Any, Final
 
 from elastic_trainer.agent.membership.notices import (
@@ -194,6 +195,7 @@ class Ask:
 
     epoch: int
     request: int
+    signal: str = "SIGTERM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +355,16 @@ def decode(payload: bytes) -> Message:
     check_types(message)
     if isinstance(message, Join | Leaves):
         _check_member(cls.__name__, message.member)
-    elif isinstance(message, Ask) and not 0 <= message.request < 1 << 8:
-        raise ValueError(f"Ask.request is {message.request}")
+    elif isinstance(message, Ask):
+        _check_ask(message)
     return message
+
+
+def _check_ask(ask: Ask) -> None:
+    if not 0 <= ask.request < 1 << 8:
+        raise ValueError(f"Ask.request is {ask.request}")
+    if ask.signal not in Signals.__members__:
+        raise ValueError(f"Ask.signal is {ask.signal:.20}")
 
 
 def _inflate(payload: bytes) -> bytes:

@@ -92,6 +92,8 @@ class AskWorkers:
 
     epoch: int
     request: Request
+    signal: str = "SIGTERM"
+    """For scripts that take no requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +167,8 @@ class StopAsked:
     """Agent: somebody asked this node for a clean stop (SIGTERM): all save and leave with 91."""
 
     reason: str
+    signal: str = "SIGTERM"
+    """For scripts that take no requests, on every node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

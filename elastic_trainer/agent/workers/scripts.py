@@ -1,6 +1,6 @@
 """What the agent does for scripts that know nothing of it.
 
-Arguments filled for each epoch, logs shown and searched, and a stop by SIGTERM where the
+Arguments filled for each epoch, logs shown and searched, and a stop by a signal where the
 script takes no requests. Of the built-in trainer only the stop's bookkeeping is used.
 """
 
@@ -33,10 +33,12 @@ class _Stop:
     """A request passed on as a signal."""
 
     request: Request
+    number: signal.Signals
+    """As the agent that was asked first got it."""
     kill_at: float
-    """Clock time at which SIGKILL follows the stop signal."""
+    """Clock time at which SIGKILL follows it."""
     signalled: set[int] = field(default_factory=set)
-    """Local ranks that got the stop signal."""
+    """Local ranks that got it."""
 
 
 class Scripts:
@@ -49,8 +51,8 @@ class Scripts:
         record_dir: where the job's events and logs are; None for none.
         follower: follows the logs; None where there is nothing to show and to look for.
         split: stdout and stderr have logs of their own.
-        grace_s: between the stop signal and SIGKILL.
-        stop_signal: what asks workers to save and to end.
+        grace_s: between the signal that asks to leave and SIGKILL.
+        stop_signal: what asks workers to leave, in place of SIGTERM.
     """
 
     def __init__(
@@ -150,15 +152,25 @@ class Scripts:
 
     # -- requests as signals ----------------------------------------------------------------
 
-    def ask(self, request: Request, now: float) -> None:
-        """Take a request that the workers' heartbeats have been given already."""
-        if self._task.kind != "main" and request & (Request.STOP | Request.GROW):
-            asked = request | (self._stop.request if self._stop else Request.NONE)
-            kill_at = self._stop.kill_at if self._stop else now + self._grace_s
-            self._stop = _Stop(asked, kill_at, self._stop.signalled if self._stop else set())
+    def ask(self, request: Request, now: float, name: str = signal.SIGTERM.name) -> None:
+        """Take a request that the workers' heartbeats have been given already.
+
+        Args:
+            request: of STOP and GROW.
+            now: by the clock.
+            name: of the signal that passes it on, the first time.
+        """
+        if self._task.kind == "main" or not request & (Request.STOP | Request.GROW):
+            return
+        if self._stop is None:
+            number = signal.Signals[name]
+            if number is signal.SIGTERM:  # whatever asked, the script may handle another
+                number = self._stop_signal
+            self._stop = _Stop(request, number, now + self._grace_s)
+        self._stop.request |= request
 
     def turn(self, now: float, workers: Workers) -> None:
-        """Send what is due: the stop signal to those who take no requests, SIGKILL at the end."""
+        """Send what is due: a signal to those who take no requests, SIGKILL to those who stay."""
         stop = self._stop
         if stop is None:
             return
@@ -172,11 +184,11 @@ class Scripts:
                     pid=pid,
                     local_rank=local_rank,
                     request="stop" if Request.STOP in stop.request else "growth",
+                    signal=stop.number.name,
                     grace_s=self._grace_s,
-                    signal=self._stop_signal.name,
                 )
-                workers.send(local_rank, self._stop_signal, group=self._task.kind == "command")
-                if _ignores(pid, self._stop_signal):
+                workers.send(local_rank, stop.number, group=self._task.kind == "command")
+                if _ignores(pid, stop.number):
                     # Forked workers ignore it until the script has a handler: nobody will save.
                     workers.send(local_rank, signal.SIGKILL)
             elif now >= stop.kill_at:
@@ -199,7 +211,7 @@ class Scripts:
     def classify(self, exited: WorkerExited, failure: Failure | None) -> Failure | None:
         """Return what the end of a worker means: one that was asked to leave did not fail.
 
-        It may not have had its own SIGTERM yet: the peers that left first take it along.
+        It may not have had its own signal yet: the peers that left first take it along.
         """
         if not self.asked:
             return failure
@@ -209,7 +221,7 @@ class Scripts:
     def finished(self, exited: WorkerExited) -> bool:
         """Return whether a worker that ended well has done all there is to do.
 
-        Its exit code 0 says so unless it was asked to leave: handlers of SIGTERM end with 0 in
+        Its exit code 0 says so unless it was asked to leave: handlers of signals end with 0 in
         the midst of training. Then only `api.Run.finish` does.
         """
         finished = exited.beat.section is Section.FINISHED

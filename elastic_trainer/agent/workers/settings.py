@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from elastic_trainer.agent.hangs.hang import CPU, DeviceLimits
 from elastic_trainer.agent.membership.notices import Member, Notice, Report
+from elastic_trainer.agent.stop_signals import STOPS
 from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.gpus import Gpu
 from elastic_trainer.ladder import Ladder
@@ -83,13 +84,13 @@ class AgentConfig:
     """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
-    signals: frozenset[str] = frozenset()
-    """Names of more signals that ask for a stop, as --signals-to-handle has them."""
     devices: tuple[str, ...] = ()
     """By local rank: what CUDA_VISIBLE_DEVICES is for a worker, whose LOCAL_RANK is 0 then; none:
     workers see all."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
+    stop_signals: Collection[str] = STOPS
+    """Names of those that ask for a stop, passed on to scripts that take no requests."""
     settle_s: float = 0.05
     """How long to wait for the cause when the first failure seen is but a consequence."""
     shared_settle_s: float = 0.2

@@ -126,6 +126,39 @@ def test_a_script_is_asked_by_the_signal_that_it_handles(tmp_path: Path) -> None
     assert [fields["signal"] for fields in signalled] == ["SIGUSR1"] * 2
 
 
+BY_NAME = """
+import os, signal, sys
+from pathlib import Path
+def leave(number, _):
+    Path(sys.argv[1] + os.environ["LOCAL_RANK"]).write_text(signal.Signals(number).name)
+    sys.exit(91)
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"):
+    signal.signal(signal.Signals[name], leave)
+Path(sys.argv[1] + os.environ["LOCAL_RANK"]).touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1"])
+def test_a_script_is_asked_by_the_signal_that_an_agent_got(tmp_path: Path, name: str) -> None:
+    (tmp_path / "script.py").write_text(BY_NAME)
+    target = str(tmp_path / "script.py")
+    task = Task(kind="script", target=target, args=(str(tmp_path / "up."),), count_steps=False)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(1, a.ME))
+        t.until(lambda: len(list(tmp_path.glob("up.*"))) == 2, "workers never came up")
+        m.expect(WorkersRunning)
+        m.say(AskWorkers(epoch=1, request=Request.STOP, signal=name))
+        assert m.expect(WorkersEnded) == WorkersEnded(epoch=1, finished=False, step=0, saved=True)
+
+    events = run(tmp_path, task, play)
+    assert {path.read_text() for path in tmp_path.glob("up.*")} == {name}
+    signalled = [event.fields for event in events if event.event == "worker.signalled"]
+    assert [fields["signal"] for fields in signalled] == [name] * 2
+
+
 PEER_LEFT = """
 import os, signal, sys, time
 from pathlib import Path

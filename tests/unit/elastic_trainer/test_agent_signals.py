@@ -27,14 +27,22 @@ from elastic_trainer.snapshots.image import file_name
 __all__ = ["bench"]  # the fixture
 
 
-def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
+@pytest.mark.parametrize("first", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
+def test_a_signal_asks_for_a_stop_by_its_name_and_only_ctrl_c_later_leaves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Schedulers and process managers repeat themselves; two SIGINT at once are one Ctrl-C."""
     bench.env["CHILD_ACT"] = "train"
+    monkeypatch.setattr("elastic_trainer.agent.agent.AGAIN_S", 0.5)
 
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         m.expect(WorkersRunning)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert m.expect(StopAsked) == StopAsked(reason="SIGTERM")
+        os.kill(os.getpid(), signal.Signals[first])
+        assert m.expect(StopAsked) == StopAsked(reason=first, signal=first)
+        for name in (first, "SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT"):
+            os.kill(os.getpid(), signal.Signals[name])
+        assert not m.closing.wait(1.0), "the save goes on"
         os.kill(os.getpid(), signal.SIGINT)
         assert m.closing.wait(t.DEADLINE_S)
 
@@ -45,6 +53,37 @@ def test_a_signal_asks_for_a_stop_and_a_second_one_leaves(bench: Bench) -> None:
     assert events[-1].event == "agent.exit"
     assert events[-1].fields == {"code": 1, "reason": "SIGINT, again: left without saving"}
     assert result.is_failed()
+
+
+def test_a_hangup_that_is_ignored_stays_so(bench: Bench) -> None:
+    """As nohup has it."""
+    bench.env["CHILD_ACT"] = "train"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert m.expect(StopAsked) == StopAsked(reason="SIGUSR2")
+
+    try:
+        bench.run(script)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_is_named_asks_for_a_stop_whatever_it_means_else(bench: Bench) -> None:
+    bench.env["CHILD_ACT"] = "train"
+    bench.config = {"stop_signals": {"SIGTERM", "SIGINT", "SIGUSR1"}}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert m.expect(StopAsked) == StopAsked(reason="SIGUSR1", signal="SIGUSR1")
+
+    bench.run(script)
 
 
 def test_where_the_node_leaves_alone_sigterm_means_it_alone(bench: Bench) -> None:

@@ -9,6 +9,7 @@ from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
 from elastic_trainer.agent.membership.notices import (
+    AskWorkers,
     EpochFormed,
     NodeLeaving,
     StopAsked,
@@ -260,6 +261,15 @@ def test_a_stop_saves_everywhere_then_ends_with_91():
     cluster.run(cluster.now + 3.0)
     assert {n.stopped.code for n in cluster.nodes} == {91}
     assert cluster.board.content[0].lease is None
+
+
+def test_the_signal_of_the_first_stop_goes_to_every_node():
+    cluster = started(3)
+    cluster.report(cluster.up[2], StopAsked(reason="SIGINT", signal="SIGINT"))
+    cluster.report(cluster.up[1], StopAsked(reason="SIGTERM"))
+    cluster.run(cluster.now + 3.0)
+    asked = [[x.signal for x in n.notices if isinstance(x, AskWorkers)] for n in cluster.nodes]
+    assert asked == [["SIGINT"]] * 3
 
 
 def test_a_stop_of_scripts_that_did_not_say_that_they_saved_also_ends_with_91():

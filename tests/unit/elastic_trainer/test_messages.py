@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import zlib
 from dataclasses import replace
 
@@ -92,7 +93,12 @@ messages = st.one_of(
     formed,
     st.builds(lambda epoch, held: epoch.since(held), formed, several),
     st.builds(Abort, epoch=number, reason=text, victims=st.lists(text, max_size=2).map(tuple)),
-    st.builds(Ask, epoch=number, request=st.integers(0, 255)),
+    st.builds(
+        Ask,
+        epoch=number,
+        request=st.integers(0, 255),
+        signal=st.sampled_from([*signal.Signals.__members__]),
+    ),
     st.builds(Stop, code=number, reason=text, serves=st.booleans()),
     st.builds(Elect, candidate=text, job=text, term=number),
     st.builds(Vote, lost=st.booleans()),
@@ -111,7 +117,7 @@ reports = st.one_of(
     ),
     st.builds(WorkersEnded, epoch=number, finished=st.booleans(), step=number),
     st.builds(WorkersRunning, epoch=number, step=number),
-    st.builds(StopAsked, reason=text),
+    st.builds(StopAsked, reason=text, signal=text),
     st.builds(NodeLeaving, reason=text),
 )
 anything = st.recursive(
