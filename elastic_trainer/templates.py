@@ -35,6 +35,16 @@ def unknown_names(args: Sequence[str]) -> list[str]:
     return [name for name in names_in(args) if name not in NAMES]
 
 
+def unknown_as_text(args: Sequence[str]) -> tuple[str, ...]:
+    """Return `args` in which only known names are filled, as in a command that nobody wrote so."""
+
+    def doubled(match: re.Match[str]) -> str:
+        unknown = match["name"] is not None and match["name"] not in NAMES
+        return f"{{{match[0]}}}" if unknown else match[0]
+
+    return tuple(_FIELD.sub(doubled, text) for text in args)
+
+
 def preset(args: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """Return `args` with the names of `values` filled in; all else stays for `fill`."""
     return tuple(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from elastic_trainer.templates import unknown_as_text
 from launcher.errors import NOWHERE, UserError, Where
 from launcher.jobspec.spec import JobSpec
 from launcher.jobspec.values import job_name_near
@@ -602,7 +603,7 @@ def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING
         platform = {"slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)}}
     return {
         "name": job_name_near(name),
-        "command": list(launch.command),
+        "command": list(unknown_as_text(launch.command)),
         "cluster": {
             "nodes": most,
             "gpus_per_node": launch.workers,
