@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test test-pythons lint fresh bench chaos exhaustive gpu gpu-shim exactness docs format wheel clean
+.PHONY: demo test test-pythons test-torches lint fresh bench chaos exhaustive gpu gpu-shim exactness docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -31,6 +31,13 @@ PYTHONS ?= /usr/bin/python3
 test-pythons:
 	for python in $(PYTHONS); do tests/checkpoints_on.sh "$$python" || exit 1; done
 
+# Scripts with the oldest and the newest torch that may be installed, and the trainer with the newest:
+# minutes, and 5 GB each.
+TORCHES ?= 2.11.0 2.15.0
+
+test-torches:
+	for version in $(TORCHES); do tests/torch_on.sh "$$version" || exit 1; done
+
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -53,6 +60,7 @@ bench: .venv/ready benchmarks/.peers/ready
 # What is marked slow, and every property with 200 examples: under an hour on two cores.
 chaos: .venv/ready
 	$(PY) -m pytest tests -m "(slow or hypothesis) and not exhaustive and not gpu and not install" --hypothesis-profile chaos --timeout 900 -n 2 --dist worksteal --durations 15
+	$(MAKE) test-torches
 
 # Every case of what make chaos draws from: hours.
 exhaustive: .venv/ready

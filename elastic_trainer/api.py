@@ -60,19 +60,29 @@ def progress(step: int) -> None:
         counter.report(step)
 
 
+_last: Run | None = None
+"""The training that this process has begun last."""
+
+
 def start(
     *,
+    name: str | None = None,
     every_s: float | None = None,
     every_steps: int | None = None,
     keep: int | None = None,
     memory_every_steps: int | None = None,
 ) -> Run:
-    """Return this worker's part in the job; call it once, on every rank.
+    """Return this worker's part in the job; call it once for each training, on every rank.
+
+    A script may train several times, one after the other. After a restart it begins the same
+    trainings in the same order: `restore` of one that is finished loads its last state, and
+    `Run.finished` is True.
 
     SIGTERM and SIGINT mean nothing to the process from here on: the agent gets them too, and
     `completed` returns True at a step that all ranks agree on.
 
     Args:
+        name: of the training, another one for each; None: `1`, `2` and so on, as they begin.
         every_s: seconds between checkpoints on storage; None: the job file's, or 600.
         every_steps: also after every multiple of so many steps; None: the job file's, or never.
         keep: newest checkpoints kept; None: the job file's, or 3.
@@ -80,17 +90,28 @@ def start(
             file's, or 1.
 
     Raises:
-        ApiError: HF530, torch.distributed is not initialised though an agent runs this.
+        ApiError: HF530, torch.distributed is not initialised though an agent runs this; HF537,
+            the training before is not finished, or has this name.
     """
+    global _last  # noqa: PLW0603  a process trains one after the other
     given = {"every_s": every_s, "every_steps": every_steps, "keep": keep}
     given["memory_every_steps"] = memory_every_steps
-    return Run(os.environ, {name: value for name, value in given.items() if value is not None})
+    options = {key: value for key, value in given.items() if value is not None}
+    _last = Run(os.environ, options, name=name, before=_last)
+    return _last
 
 
 class Run:
-    """This worker in this epoch of membership. Made by `start`."""
+    """This worker in this epoch of membership, in one training. Made by `start`."""
 
-    def __init__(self, env: Mapping[str, str], checkpoint: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        checkpoint: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        before: Run | None = None,
+    ) -> None:
         self._counter = step_counter()
         self.managed: bool = self._counter is not None and "HOLDFAST_RECORD_DIR" in env
         """Whether an agent runs this script; otherwise nothing is kept and nothing is asked."""
@@ -106,6 +127,14 @@ class Run:
         """Degrees of this epoch (`run.layout.dp`, `.tp`, `.pp`, `.cp`); without an agent all
         ranks are dp."""
         self._state: ScriptCheckpointer | None = None
+        self._names: tuple[str, ...] = before._names if before else ()  # noqa: SLF001  of our own
+        """Of the process's trainings up to this one."""
+        self._newest = 0
+        """Its newest completed step."""
+        self._over = False
+        """Whether another may begin: its end is kept."""
+        self.sums: list[float] = []
+        """Of the `numbers` of the newest step, over all ranks."""
         self._last_mono = time.monotonic()
         if not self.managed:
             if self.rank == 0:
@@ -113,10 +142,13 @@ class Run:
             return
         from elastic_trainer.training.script_checkpointer import ScriptCheckpointer
 
-        self._state = ScriptCheckpointer(env, checkpoint)
+        name = name or str(len(self._names) + 1)
+        earlier = before._follows(name) if before else None  # noqa: SLF001  of our own
+        self._names = (*self._names, name)
+        self._state = ScriptCheckpointer(env, checkpoint, training=name, before=earlier)
         if self._counter is not None:
             self._counter.listen()
-            self._counter.report(0, Section.RESTORING)
+            self._counter.report(None if earlier else 0, Section.RESTORING)
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -127,6 +159,15 @@ class Run:
     def run_dir(self) -> Path | None:
         """The job's folder on shared storage; None without an agent."""
         return self._state.who.run_dir if self._state else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training was finished before this start; then there is no step to do.
+
+        Known once `restore` has loaded its last state. A loop that may end before its last step
+        asks for it: `while step < 1000 and not run.finished`.
+        """
+        return self._state is not None and self._state.finished
 
     # --- state -----------------------------------------------------------------------------
 
@@ -139,7 +180,9 @@ class Run:
         per_rank: Mapping[str, Stateful] | None = None,
         sharding: Sharding | None = None,
     ) -> int:
-        """Load the newest valid state in place, from memory or else from storage; collective.
+        """Load the training's newest valid state in place; collective.
+
+        From memory or else from storage; of a training that is finished its last state.
 
         What is given here is what `completed` and `save` keep from now on. Tensors that are
         plain on every rank must be equal on all of them; parts of a tensor must be DTensors, or
@@ -165,7 +208,8 @@ class Run:
         Raises:
             elastic_trainer.checkpoint.errors.CheckpointError: there is state and none is valid.
             ApiError: HF532, plain tensors differ between ranks; HF533, what was kept of an object
-                is missing or does not fit; HF534, its state dict cannot be kept.
+                is missing or does not fit; HF534, its state dict cannot be kept; HF537, ranks
+                begin different trainings; HF538, it cannot be told which one of the run this is.
         """
         if self._state is None:
             return 0
@@ -176,7 +220,8 @@ class Run:
             per_rank=per_rank or {},
             sharding=sharding,
         )
-        self._report(step, Section.FIRST_STEP)
+        self._newest = step
+        self._report(self._state.base + step, Section.FIRST_STEP)
         self._last_mono = time.monotonic()
         return step
 
@@ -193,12 +238,16 @@ class Run:
         """
         if self._state is None:
             return False
+        if self._state.finished:
+            return True
         with self._doing(Section.SAVING):
-            return self._state.save(step, wait=wait)
+            return self._state.save(self._state.base + step, wait=wait)
 
     # --- the loop --------------------------------------------------------------------------
 
-    def completed(self, step: int, *, loss: float | None = None) -> bool:
+    def completed(
+        self, step: int, *, loss: float | None = None, numbers: Sequence[float] = ()
+    ) -> bool:
         """Say that `step` is done; keep the state where it is due; collective.
 
         One small all-reduce. The snapshot in memory is copied to another node in a thread;
@@ -207,28 +256,36 @@ class Run:
         Args:
             step: completed steps, one more than at the last call.
             loss: for the record; that of rank 0 counts.
+            numbers: to be summed over all ranks in the same all-reduce, as many on each; `sums`
+                has the sums when objects given to `restore` are asked for their state.
 
         Returns:
             Whether to leave now, by `leave`: somebody asked for a stop, or more nodes are there.
             The state after `step` is kept then. The same on every rank; False without an agent.
 
         Raises:
-            ApiError: HF531, it is time to leave and the state could not be kept.
+            ApiError: HF531, it is time to leave and the state could not be kept; HF539, the
+                training was finished before this start.
         """
         if self._state is None or self._counter is None:
             return False
+        if self._state.finished:
+            raise ApiError(
+                f"HF539 step {step} of training {self._names[-1]!r}, which an earlier start has "
+                f"finished after step {self._newest}: let its loop ask `not run.finished`"
+            )
+        self._newest, at = step, self._state.base + step
         now = time.monotonic()
         seconds, self._last_mono = now - self._last_mono, now
-        agreed = self._state.agree(step, self._counter.asked())
+        agreed, self.sums = self._state.agree(at, self._counter.asked(), numbers)
         asked, committed = agreed.requests, agreed.committed
-        self._report(step, Section.STEP, committed)
-        self._state.record(
-            "step.completed", step, committed=committed, loss=loss, step_s=round(seconds, 6)
-        )
-        self._state.snapshot(step)
+        self._report(at, Section.STEP, committed)
+        fields = {"loss": loss, "step_s": round(seconds, 6), **self._state.which(at)}
+        self._state.record("step.completed", at, committed=committed, **fields)
+        self._state.snapshot(at)
         if asked & (Request.STOP | Request.GROW):
             with self._doing(Section.SAVING):
-                kept = self._state.keep(step, growing=Request.STOP not in asked)
+                kept = self._state.keep(at, growing=Request.STOP not in asked)
             if not kept:
                 raise ApiError(
                     f"HF531 the state of step {step} could not be kept: see checkpoint.failed in "
@@ -259,18 +316,40 @@ class Run:
         sys.exit(EXIT_SAVED)
 
     def finish(self, step: int | None = None) -> None:
-        """Say that the last step is done; collective. The script ends with exit code 0 then.
+        """Say that the training's last step is done; collective.
+
+        Its state is saved to storage, unless it has been already, and kept as long as the run is:
+        a restarted script continues with it. Another training may begin, or the script ends with
+        exit code 0.
 
         Args:
-            step: saved to storage first, unless it has been already; None: nothing is saved.
+            step: the last one; None: the newest that was completed.
         """
-        if step is not None and self._state is not None and self._state.saved_step < step:
-            self.save(step, wait=True)
-        if self._state is not None:
-            self._state.emit("trainer.finished", step=step, loss=None)
+        state, self._over = self._state, True
+        if state is not None and state.restored and not state.finished:
+            last = state.base + (self._newest if step is None else step)
+            with self._doing(Section.SAVING):
+                self._over = state.finish(last)
+            if self._over:
+                state.emit("training.finished", step=last, **state.which(last))
         self._close(Section.FINISHED)
 
     # --- inside ----------------------------------------------------------------------------
+
+    def _follows(self, name: str) -> ScriptCheckpointer | None:
+        """Return the session of this training, which `name` is to follow.
+
+        Raises:
+            ApiError: HF537, it may not begin, or is called as one before.
+        """
+        if self._state is not None and not self._over:
+            raise ApiError(
+                f"HF537 training {name!r} begins before {self._names[-1]!r} is kept as finished: "
+                "call run.finish() first, and see checkpoint.failed in the events"
+            )
+        if name in self._names:
+            raise ApiError(f"HF537 two trainings of the process are called {name!r}")
+        return self._state
 
     def _close(self, section: Section) -> None:
         if self._state is not None:

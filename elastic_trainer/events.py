@@ -64,8 +64,12 @@ EVENTS: Final[dict[str, str]] = {
     "script.progress": "The newest step that a script has shown; at most one a second",
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
     # workers
-    "trainer.started": "A trainer is ready to step. layout, resume_step, restored_from",
-    "step.completed": "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens",
+    "trainer.started": (
+        "A trainer is ready to step. layout, resume_step, restored_from, training, training_step"
+    ),
+    "step.completed": (
+        "A step is done. loss, grad_norm, tokens, step_s, lr, loss_tokens, training, training_step"
+    ),
     "step.committed": "This step will not be redone. source",
     "step.skipped": "A step's batch was used up without an update. reason, loss, grad_norm",
     "numbers.anomaly": "A step's numbers are wrong. kind, action, reason, loss, grad_norm",
@@ -96,6 +100,10 @@ EVENTS: Final[dict[str, str]] = {
     "snapshot.skipped": "The snapshot before is still being copied. pending, times",
     "trainer.stopping": "The group agreed to stop at this step. why",
     "trainer.finished": "The last step is done. loss",
+    "training.finished": "A script has ended one of its trainings. training, training_step",
+    "training.skipped": (
+        "A restarted script passes one that it had finished. training, training_step"
+    ),
     # whoever injects faults
     "fault.injected": "A fault was injected on purpose. action, target",
     "code.frozen": (

@@ -15,10 +15,11 @@ from typing import Any
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE
 from elastic_trainer.name_service import ask_for_a_name
+from elastic_trainer.torch_private import compile_in_this_process, find_cpu_instructions
 
 MODULES = (
     "torch._dynamo",
-    "torch.profiler._cupti_monitor",
+    "torch.profiler._cupti_monitor",  # 2.13 only
     "torch.utils._device",
     "torch.utils.serialization.config",
     "encodings.ascii",
@@ -34,6 +35,8 @@ COMPILER = (
     "setuptools.command.build_ext",
 )
 """For jobs with `train.compile`: most of its 800 modules, which take seconds a worker.
+
+As of torch 2.13; what another version does not have is left out.
 
 Not torch.utils.cpp_extension: importing it counts devices, which initialises the CUDA driver, and
 CUDA fails in all that is forked later. Of what it imports setuptools takes most of the time."""
@@ -62,7 +65,7 @@ def preload(env: Mapping[str, str]) -> None:
         *(FLOAT8 if float8 else ()),
         *(BOARD if env.get(BOARD_VARIABLE, "").startswith("kubernetes:") else ()),
     ):
-        importlib.import_module(name)
+        _import_if_there(name)
     if float8 and on_cpu:
         with suppress(ImportError):  # the worker says it (parallel/float8.py)
             for name in FLOAT8_ON_CPU:
@@ -72,18 +75,21 @@ def preload(env: Mapping[str, str]) -> None:
     ask_for_a_name()
 
 
+def _import_if_there(name: str) -> None:
+    """Import a module, unless this version of torch has none of that name."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+
+
 def _prepare_compiler(env: Mapping[str, str], *, on_cpu: bool) -> None:
     """Have forked workers find what does not change from worker to worker."""
-    from torch._inductor import config, cpu_vec_isa
-
     if "TORCHINDUCTOR_COMPILE_THREADS" not in env:
-        # Else each worker that compiles for a GPU starts a pool of up to 32 processes, which
-        # import torch. Not by the variable: it is read with the trainer's imports.
-        config.compile_threads = 1
+        compile_in_this_process()
     if on_cpu:
-        # Once here, not once a worker: it starts Python, which imports torch, and takes 1.7 s. It
-        # also imports torch.utils.cpp_extension, see COMPILER.
-        cpu_vec_isa.pick_vec_isa()
+        find_cpu_instructions()  # it also imports torch.utils.cpp_extension, see COMPILER
 
 
 def _job(env: Mapping[str, str]) -> dict[str, Any]:

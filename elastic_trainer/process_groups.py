@@ -1,14 +1,15 @@
-"""What torch's gloo groups need before a worker can be trusted to them (torch 2.13)."""
+"""What torch's gloo groups need before a worker can be trusted to them ."""
 
 from __future__ import annotations
 
 import functools
-import os
 from datetime import timedelta
 from typing import Any
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
+
+from elastic_trainer.torch_private import all_groups, gloo_on_one_thread
 
 
 class _Gloo(type):
@@ -31,16 +32,10 @@ class OneThreadGloo(metaclass=_Gloo):
         rank: int,
         size: int,
         timeout: timedelta = distributed_c10d.default_pg_timeout,
+        **more: Any,
     ) -> dist.ProcessGroupGloo:
-        """Return a group of torch's own class, on the network that torch would take."""
-        gloo = dist.ProcessGroupGloo
-        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        options = gloo._Options()  # noqa: SLF001  the only way to say how many threads
-        options._timeout, options._threads = timeout, 1  # noqa: SLF001
-        options._devices = [  # noqa: SLF001
-            gloo.create_device(interface=name) for name in interfaces
-        ] or [gloo.create_default_device()]
-        return gloo(store, rank, size, options)
+        """Return a group of torch's own class; `more` are arguments of newer versions."""
+        return gloo_on_one_thread(store, rank, size, timeout, **more)
 
 
 def use_one_thread() -> None:
@@ -60,7 +55,7 @@ def keep_process_groups() -> None:
 
     @functools.wraps(destroy)
     def destroy_and_keep(group: Any = None) -> None:
-        kept[:] = distributed_c10d._world.pg_map  # noqa: SLF001  torch has no list of groups
+        kept[:] = all_groups()
         destroy(group)
 
     distributed_c10d.destroy_process_group = destroy_and_keep

@@ -99,6 +99,10 @@ def lines(num_ranks: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         yield rank - inside, rank
 
 
+_shared: dict[tuple[str, timedelta], tuple[object, RankGrid]] = {}
+"""Use and time-out -> the default group it was made under, and the grid."""
+
+
 class RankGrid:
     """All ranks of the default group, for one thread at a time. Making it is collective.
 
@@ -172,6 +176,17 @@ class RankGrid:
     def _at(self, rank: int, *, stride: int, length: int) -> int:
         """Return the place along an axis of `rank`, or of the one it is paired with."""
         return rank % self._inside // stride % length
+
+
+def shared_grid(use: str, timeout: timedelta) -> RankGrid:
+    """Return the process's grid for one use; collective when it is made.
+
+    A script that trains a hundred times would else run out of sockets.
+    """
+    known = _shared.get((use, timeout))
+    if known is None or known[0] is not dist.group.WORLD:
+        known = _shared[use, timeout] = (dist.group.WORLD, RankGrid(timeout))
+    return known[1]
 
 
 def _pass_on(

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint.state import clean_name
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
+from elastic_trainer.torch_private import FakeStore
 from elastic_trainer.training.engine import Engine
 
 _FP32_BYTES, _BF16_BYTES = 4, 2

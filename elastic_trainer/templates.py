@@ -2,7 +2,7 @@
 
 `{dp}` becomes the degree of this epoch; `{{dp}}` is the text `{dp}`. Only braces around
 a name mean anything, so JSON passes through as it is. torchrun's `${local_rank}` is known
-too; other `${...}` are left alone.
+too, and doubled it is the text; other `${...}` are left alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ NAMES: Final = ("dp", "tp", "pp", "cp", "nodes", "world_size", "run_dir")
 """What may stand in braces: degrees and sizes of the epoch, and the job's folder."""
 
 _FIELD = re.compile(
-    r"\$\{\{?[A-Za-z_]\w*\}?\}"  # another tool's
+    r"(?P<rank>\$\{local_rank\})|(?P<no_rank>\$\{\{local_rank\}\})"
+    r"|\$\{\{?[A-Za-z_]\w*\}?\}"  # another tool's
     r"|\{\{(?P<literal>[A-Za-z_]\w*)\}\}"
     r"|\{(?P<name>[A-Za-z_]\w*)\}"
 )
-_LOCAL_RANK = "${local_rank}"
+_GIVEN = re.compile(
+    r"\$(?P<dollar>\$(?:\{\{?[A-Za-z_]\w*\}?\})?)"
+    r"|(?P<rank>\$\{local_rank\}|\$local_rank(?![A-Za-z0-9_]))"
+    r"|\$\{\{?[A-Za-z_]\w*\}?\}"
+    r"|\{\{?[A-Za-z_]\w*\}?\}"
+)
+"""What `fill` or torchrun would take for more than text."""
 
 
 def names_in(args: Sequence[str]) -> list[str]:
@@ -35,21 +42,32 @@ def unknown_names(args: Sequence[str]) -> list[str]:
     return [name for name in names_in(args) if name not in NAMES]
 
 
-def unknown_as_text(args: Sequence[str]) -> tuple[str, ...]:
-    """Return `args` in which only known names are filled, as in a command that nobody wrote so."""
-
-    def doubled(match: re.Match[str]) -> str:
-        unknown = match["name"] is not None and match["name"] not in NAMES
-        return f"{{{match[0]}}}" if unknown else match[0]
-
-    return tuple(_FIELD.sub(doubled, text) for text in args)
-
-
 def preset(args: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
     """Return `args` with the names of `values` filled in; all else stays for `fill`."""
     return tuple(
         _FIELD.sub(lambda match: values.get(match["name"] or "", match[0]), text) for text in args
     )
+
+
+def literal(args: Sequence[str]) -> tuple[str, ...]:
+    """Return `args` of a command line, as `fill` takes them, so that it does what torchrun does.
+
+    No job file gives values there: anything in braces is text but for one of `NAMES`. torchrun
+    also takes `$local_rank`, and `$$` for the text `$` (string.Template, by
+    torch.distributed.elastic.utils.macros).
+    """
+
+    def taken(match: re.Match[str]) -> str:
+        if match["rank"]:
+            return "${local_rank}"
+        text = match["dollar"] or match[0]
+        name = text.strip("${}")
+        is_filled = (name == "local_rank") if text[0] == "$" else (name in NAMES)
+        if is_filled == (text[0] == "$"):  # text here, and more to `fill`
+            return text.replace("{", "{{", 1).replace("}", "}}", 1)
+        return text
+
+    return tuple(_GIVEN.sub(taken, text) for text in args)
 
 
 def explain(name: str) -> str:
@@ -79,7 +97,7 @@ def fill(
     Args:
         args: as the user wrote them, without unknown names.
         values: name -> value, see `values_of`.
-        local_rank: of the worker they are for; fills torchrun's `${local_rank}`.
+        local_rank: of the worker they are for.
     """
     return tuple(_filled(args, values, local_rank))
 
@@ -92,7 +110,9 @@ def _filled(
             return f"{{{match['literal']}}}"
         if match["name"]:
             return str(values[match["name"]])
-        if match[0] == _LOCAL_RANK and local_rank is not None:
+        if match["no_rank"]:
+            return "${local_rank}"
+        if match["rank"] and local_rank is not None:
             return str(local_rank)
         return match[0]
 

@@ -233,6 +233,11 @@ CODES: Final[dict[str, Code]] = {
         "An unknown placeholder in a script's arguments.",
         "Use one of those listed; double the braces for the text itself.",
     ),
+    "HF512": Code(
+        "The port of --master-port cannot be had, or nobody would listen on it.",
+        "Give another port, or leave it out and use init_method=env://.",
+    ),
+    "HF513": Code("--numa-binding cannot be done.", "See the message; leave it out."),
     "HF504": Code("The network section does not fit a node.", "Fix interface, cidr or ports."),
     "HF505": Code("A node lacks the fabric.", "Repair or exclude the node, or fix `fabric`."),
     "HF520": Code(
@@ -253,6 +258,16 @@ CODES: Final[dict[str, Code]] = {
     "HF536": Code(
         "A framework is set up in a way that its integration does not cover.",
         "Use what the message names, or the framework's checkpoints.",
+    ),
+    "HF537": Code(
+        "A script's trainings overlap, or differ between ranks.", "Finish one, then start the next."
+    ),
+    "HF538": Code(
+        "It cannot be told which training of the run a script begins.",
+        "Begin the same trainings in the same order, with the same names.",
+    ),
+    "HF539": Code(
+        "A step after the end of a training that was finished.", "Loop while not run.finished."
     ),
     # `run` and `report`: faults, run directories, pictures.
     "HF601": Code("A malformed --fault.", "Write ACTION[:TARGET]@STEP[/PHASE], as kill-node:2@30."),

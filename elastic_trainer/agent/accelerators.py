@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,6 +13,20 @@ from pathlib import Path
 from elastic_trainer.cpu_list import parse_cpus
 from elastic_trainer.gpus import QUERY, Gpu, answering
 
+NUMA_TIMEOUT_S = 120.0
+"""For importing torch and making a context of CUDA on each GPU."""
+_NUMA = """
+import json, sys
+from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+options = NumaOptions(affinity_mode=AffinityMode(sys.argv[1]))
+cpus = [
+    sorted(_get_logical_cpus_to_bind_to(gpu_index=index, numa_options=options))
+    for index in range(int(sys.argv[2]))
+]
+assert all(cpus), f"no CPU that this job may use is near a GPU: {cpus}"
+print(json.dumps(cpus))
+"""
+"""Prints the CPUs of each local rank; the private name was seen in PyTorch 2.13."""
 QUERY_TIMEOUT_S = 30.0
 """A driver that does not answer within this time is broken."""
 DEVICES = Path("/sys/bus/pci/devices")
@@ -85,6 +101,35 @@ def local_cpus(
     sets = [frozenset(allowed) & _near(gpu, devices) for gpu in gpus]
     workers = Counter(sets)
     return [near if workers[near] <= len(near) < len(frozenset(allowed)) else None for near in sets]
+
+
+def numa_cpus(mode: str, workers: int, python: str = sys.executable) -> list[set[int]]:
+    """Return the CPUs of each worker as torchrun's --numa-binding chooses them, by local rank.
+
+    PyTorch has CUDA say where a GPU is. That is done in a process of its own, whose context is gone
+    when it ends: the agent must have none.
+
+    Args:
+        mode: torch.numa.binding.AffinityMode.
+        workers: of this node; each has the GPU of its local rank.
+        python: interpreter that has torch.
+
+    Raises:
+        ValueError: why there is no answer.
+    """
+    try:
+        asked = subprocess.run(
+            [python, "-P", "-c", _NUMA, mode, str(workers)],
+            capture_output=True,
+            text=True,
+            timeout=NUMA_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(str(error)) from error
+    if asked.returncode != 0:
+        raise ValueError(next(reversed(asked.stderr.strip().splitlines()), "no answer"))
+    return [set(cpus) for cpus in json.loads(asked.stdout)]
 
 
 def _near(gpu: Gpu | None, devices: Path) -> frozenset[int]:

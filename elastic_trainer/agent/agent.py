@@ -131,7 +131,7 @@ class HoldfastAgent(ElasticAgent):
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
-        self._signals = StopSignals(waker.wake)
+        self._signals = StopSignals(waker.wake, config.signals)
         self._urgings = 0
         self._asked: set[type] = set()
         """Of StopAsked and LeaveAsked, what was reported."""
@@ -525,7 +525,7 @@ class HoldfastAgent(ElasticAgent):
 
     def _serve_signals(self) -> None:
         for name in self._signals.taken():
-            if name == SAVE:
+            if name == SAVE and name not in self._config.signals:
                 self._ask_for_save()
                 continue
             self._urgings += name not in (REPEATABLE, LEAVE)

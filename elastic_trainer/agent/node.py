@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, seen
+from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, numa_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
-from elastic_trainer.agent.command.flags import OptionsError
+from elastic_trainer.agent.command.flags import SIGNALS, OptionsError, signals
 from elastic_trainer.agent.command.options import Options
 from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
@@ -26,9 +26,9 @@ from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
-from elastic_trainer.agent.wire.network import open_files
+from elastic_trainer.agent.wire.network import listen, open_files
 from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
-from elastic_trainer.agent.wire.store import parse_ports
+from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
 from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
 from elastic_trainer.agent.workers.scratch import Scratch
@@ -59,12 +59,14 @@ def run(options: Options) -> int:
         The exit code: 0, 91, 92, 93, 94, or 1.
 
     Raises:
-        OptionsError: HF504, the network section does not fit this node.
+        OptionsError: HF504, the network section does not fit this node; HF512, HF513, what
+            torchrun's flags ask for is not here.
         FabricError: HF505, this node lacks the job's fabric.
         StorageError: HF617, the run directory's file system lacks something.
     """
     address, ports = _network(options)
     check_fabric(os.environ)
+    bound = _bound_cpus(options)
     options.shared_dir.mkdir(parents=True, exist_ok=True)
     probe_storage(options.shared_dir, is_data=options.only_data_is_shared)
     for note in options.notes:
@@ -90,17 +92,20 @@ def run(options: Options) -> int:
         keeper = _keeper(options, scratch, address, ports, secret=secret)
         keeper.start()
         stack.callback(keeper.close)
-        gpus = ask() if options.accelerators else None
+        asked = ask() if options.accelerators else None
+        gpus = _seen(asked)
         # At once: a node that dies while it warms up is then known to be dead.
         rendezvous = _join(
-            options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
+            options, address, ports, asked, secret=secret, keeper=keeper, log=log, waker=waker
         )
         stack.callback(rendezvous.close)
         metrics = _metrics(options, address)
         if metrics is not None:
             stack.callback(metrics.close)
         agent = HoldfastAgent(
-            _agent_config(options, rendezvous, scratch, secret_dir, _seen(gpus)),
+            _agent_config(
+                options, rendezvous, scratch, secret_dir, gpus=gpus, cpus=bound or _cpus(gpus)
+            ),
             worker_spec(
                 rendezvous,
                 task.target,
@@ -125,7 +130,11 @@ def run(options: Options) -> int:
 
 
 def _network(options: Options) -> tuple[str, range]:
-    """Return the address that peers are told, and the ports to listen on."""
+    """Return the address that peers are told, and the ports to listen on.
+
+    Raises:
+        OptionsError: HF504 there are none; HF512 --master-port cannot be had.
+    """
     network = options.network
     try:
         ports = parse_ports(network.ports)
@@ -134,6 +143,16 @@ def _network(options: Options) -> tuple[str, range]:
         )
     except ValueError as error:
         raise OptionsError("HF504", str(error)) from error
+    if options.static_store is not None:
+        _, port = options.static_store
+        try:
+            listen(EVERYWHERE, range(port, port + 1)).close()
+        except OSError as error:
+            raise OptionsError(
+                "HF512",
+                f"--master-port {port} cannot be had on this machine: {error.strerror}; give "
+                "another one, or leave it out",
+            ) from error
     return address, ports
 
 
@@ -150,6 +169,9 @@ def _environment(options: Options, address: str) -> dict[str, str]:
         env |= {CODE: options.code.dir, SOURCE: options.code.source}
         env |= frozen_python_path(env)
     env |= nccl_net(env)
+    is_usual = options.signals == signals(None)
+    names = SIGNALS if is_usual else ",".join(sorted(options.signals))
+    env["TORCHELASTIC_SIGNALS_TO_HANDLE"] = names  # a launcher within a worker takes them over
     env["HOLDFAST_SINCE"] = str(time.monotonic())
     # What a batch is that is given for each worker, should there be fewer of them.
     env["HOLDFAST_FULL_WORLD_SIZE"] = str(options.ladder.max_nodes * options.workers)
@@ -235,6 +257,7 @@ def _join(
             workers=healthy(workers, gpus, os.environ.get(_VISIBLE)),
             snapshot_port=keeper.port,
             domain=options.failure_domain,
+            static_store=options.static_store,
             ready=False,
             readmit=options.readmit,
         ),
@@ -252,7 +275,12 @@ def _join(
 def _scripts(options: Options, log: EventLog) -> Scripts:
     follower = None
     if options.streams is not None or options.progress_pattern is not None:
-        follower = LogFollower(options.streams or {}, options.progress_pattern, role=options.role)
+        follower = LogFollower(
+            options.streams or {},
+            options.progress_pattern,
+            role=options.role,
+            prefix=options.line_prefix,
+        )
     return Scripts(
         options.task,
         log,
@@ -276,18 +304,36 @@ def _cpus(gpus: Sequence[Gpu | None]) -> tuple[str | None, ...]:
     return tuple(None if cpus is None else cpu_list(cpus) for cpus in near)
 
 
+def _bound_cpus(options: Options) -> tuple[str, ...]:
+    """Return the CPUs of each worker that --numa-binding asks for; none: it was not given.
+
+    Raises:
+        OptionsError: HF513.
+    """
+    if options.numa_binding is None:
+        return ()
+    try:
+        return tuple(map(cpu_list, numa_cpus(options.numa_binding, options.workers)))
+    except ValueError as error:
+        raise OptionsError(
+            "HF513", f"--numa-binding {options.numa_binding}: {error}; leave it out"
+        ) from error
+
+
 def _agent_config(
     options: Options,
     rendezvous: HoldfastRendezvous,
     scratch: Scratch,
     secret_dir: Path,
+    *,
     gpus: tuple[Gpu | None, ...],
+    cpus: tuple[str | None, ...],
 ) -> AgentConfig:
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
         gpus=gpus,
-        cpus=_cpus(gpus),
+        cpus=cpus,
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         secret_dir=secret_dir,
@@ -297,6 +343,8 @@ def _agent_config(
         start_ceiling_s=options.elastic.start_ceiling_s,
         device=device_limits(options),
         watch_all=options.task.kind == "main",
+        signals=options.signals,
+        devices=options.devices,
         leaves_alone=options.leaves_alone,
         standbys_for=options.ladder if options.elastic.standby else None,
     )

@@ -120,6 +120,8 @@ class Place:
     """Of the node's keeper; 0: none."""
     domain: str = ""
     """The node's failure domain; empty: unknown."""
+    static_store: tuple[str, int] | None = None
+    """MASTER_ADDR and MASTER_PORT, of a job of one node; None: its address, and any free port."""
     ready: bool = True
     """Workers can start at once; else `WorkersReady` follows."""
     readmit: bool = False
@@ -156,7 +158,11 @@ class HoldfastRendezvous(RendezvousHandler):
         badge = Badge(place.secret, "agents", place.run_id)
         endpoint = Endpoint(self._network, place.address, place.ports, badge=badge)
         self._network.start()
-        self._store = EpochStore(place.address, place.ports)
+        if place.static_store is None:
+            self._store = EpochStore(place.address, place.ports)
+        else:
+            name, port = place.static_store
+            self._store = EpochStore(place.address, range(port, port + 1), called=name)
         node = place.node or f"{socket.gethostname()}:{endpoint.port}"
         self.me = Member(
             agent_id=f"{node}-{os.getpid()}-{os.urandom(4).hex()}",

@@ -1,6 +1,7 @@
 """SIGTERM, SIGINT, SIGUSR2, SIGUSR1 and SIGRTMIN, put aside until the agent's loop takes them.
 
-The first three ask for a save and an end. A second SIGTERM or SIGINT means: at once, without
+The first three ask for a save and an end, and so does any other that torchrun's
+--signals-to-handle names. A second SIGTERM or SIGINT means: at once, without
 saving. Slurm signals every process of a step, and `launcher.node` passes on what it gets; so the
 same wish comes twice, and it does so as SIGUSR2, which may come any number of times.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
@@ -31,16 +32,18 @@ class StopSignals:
 
     Args:
         wake: called from the handler, to wake the loop.
+        others: names of more signals.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], others: Collection[str] = ()) -> None:
         self._wake = wake
+        self._numbers = {*NUMBERS, *(signal.Signals[name] for name in others)}
         self._seen: list[int] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         """Install the handler."""
-        self._before = {number: signal.signal(number, self._note) for number in NUMBERS}
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 
     def __exit__(

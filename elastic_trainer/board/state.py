@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastic_trainer.anomalies import Record
 from elastic_trainer.lineage import Lineage
@@ -82,6 +82,25 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """One training of a run: a script may have several, one after the other.
+
+    Steps of the run count on from one to the next, so that a later state has a higher step.
+    """
+
+    name: str
+    begins: int = 0
+    """The lowest step of a state of its own; 0 for the first training, which may be imported."""
+    final: Commit | None = None
+    """Its last state, kept as long as the run; None: it is not finished."""
+
+    @property
+    def base(self) -> int:
+        """The run's step at which its own count begins."""
+        return max(self.begins - 1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How the last job on the run ended: for agents that did not hear it from the coordinator."""
 
@@ -107,11 +126,19 @@ class BoardState:
     """Steps that are passed over, and states that are not to be used."""
     lineage: Lineage = field(default_factory=Lineage)
     """From which state each epoch began, of those that led to the newest."""
+    trainings: tuple[Training, ...] = ()
+    """In the order in which they began; only the last may be unfinished."""
     version: int = BOARD_VERSION
 
     def allows(self, epoch: int, step: int) -> bool:
         """Return whether a restore may use the state after `step` that `epoch` wrote."""
         return self.numbers.allows(epoch, step) and self.lineage.allows(epoch, step)
+
+    @property
+    def kept(self) -> tuple[Commit, ...]:
+        """All checkpoints that count, newest last: the newest, and the last of each training."""
+        finals = (training.final for training in self.trainings if training.final)
+        return tuple(sorted({*finals, *self.commits}, key=lambda each: (each.step, each.epoch)))
 
     def encode(self) -> bytes:
         """Return the register's bytes (JSON)."""
@@ -139,11 +166,16 @@ class BoardState:
                 ended=Ended(**value["ended"]) if value["ended"] else None,
                 numbers=Record.from_dict(value.get("numbers", {})),
                 lineage=Lineage.from_list(value.get("lineage", [])),
+                trainings=tuple(map(_training, value.get("trainings", []))),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error
         check_types(state)
         return state
+
+
+def _training(raw: dict[str, Any]) -> Training:
+    return Training(**{**raw, "final": Commit(**raw["final"]) if raw["final"] else None})
 
 
 def after_damage(content: bytes | None, lost: int) -> bytes:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.tensor import DTensor
 
 from elastic_trainer.checkpoint.fault_in import fault_in
 from elastic_trainer.checkpoint.offload import CopyEnd, Offload
@@ -25,6 +24,7 @@ from elastic_trainer.snapshots.image import (
     place,
 )
 from elastic_trainer.snapshots.room import no_room
+from elastic_trainer.torch_private import local_of
 
 
 class ImageWriter:
@@ -191,5 +191,4 @@ def _flat(live: NamedTensors) -> dict[str, Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  no autograd
-    return local.detach()
+    return local_of(tensor).detach()

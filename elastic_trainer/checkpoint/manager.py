@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,19 @@ from typing import Any
 import torch
 
 from elastic_trainer.anomalies import Record
-from elastic_trainer.board.state import AGAIN_S, Board, BoardBusyError, BoardState, update
+from elastic_trainer.board.state import (
+    AGAIN_S,
+    Board,
+    BoardBusyError,
+    BoardState,
+    Commit,
+    Training,
+    ask_patiently,
+    update,
+)
+from elastic_trainer.checkpoint.collective import Collective, StepFailedError
 from elastic_trainer.checkpoint.load import State
-from elastic_trainer.checkpoint.manifest import with_origin
+from elastic_trainer.checkpoint.manifest import with_final, with_origin
 from elastic_trainer.checkpoint.memory import MemoryTier
 from elastic_trainer.checkpoint.memory_restore import Restored, copy_again, restore_from_memory
 from elastic_trainer.checkpoint.overdue import unsaved_s
@@ -26,6 +36,7 @@ from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.lineage import Origin
 from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.trainings import training_of
 
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage has to do."""
@@ -51,6 +62,7 @@ class CheckpointManager:
         memory: the memory tier; None for storage only.
         since_mono: when this node's agent started; None: unknown.
         at: write points for fault injection.
+        group: of all ranks, for saves and restores; None: one is made.
 
     Raises:
         CheckpointError: HF204, the directory cannot be written.
@@ -69,6 +81,7 @@ class CheckpointManager:
         at: WritePoint = lambda _: None,
         since_mono: float | None = None,
         mono: Callable[[], float] = time.monotonic,
+        group: Collective | None = None,
     ) -> None:
         self._policy, self._board, self._events = policy, board, events.apart("checkpoints")
         self._ranks, self._mono = ranks, mono
@@ -87,6 +100,7 @@ class CheckpointManager:
             emit=self._emit,
             at=at,
             mono=mono,
+            group=group,
         )
         self._group = self._saver.group
         self._last_due_mono: float | None = None
@@ -101,12 +115,15 @@ class CheckpointManager:
         """Newest step of which memory has only a part."""
         self.restored_from: str | None = None
         """`memory`, `storage`, or `RUN@STEP` of another run; None before a restore found any."""
+        self.training = Training(name=policy.training)
+        """Which one of the run `restore` found this to be."""
 
     def restore(self) -> int | None:
-        """Load the newest valid state in place; collective.
+        """Load the newest valid state of the training in place; collective.
 
         From memory when that is at least as new as storage. The run's own; before it has
-        one, the checkpoint it starts from.
+        one, the checkpoint it starts from. Of a training that is finished its last state, which
+        changes nothing about where the epoch begins.
 
         Returns:
             Its step; None when there is neither.
@@ -114,11 +131,20 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none can be used.
             BoardAwayError: the board does not answer.
+            ApiError: HF538, it cannot be told which training this is.
         """
         self._unusable = 0
-        origin = self._restore_newest()
+        board = agreed_board(self._board, self._group, epoch=self._policy.epoch)
+        self.training = training_of(board.trainings, self._policy.training, self._policy.number)
+        if (final := self.training.final) is not None:
+            self.committed_steps = frozenset([final.step])
+            self._restore_from_storage((final,), self._mono())
+            return final.step
+        origin = self._restore_newest(board)
         step = None if origin is None else origin.step
-        self._begin(origin or Origin(self._policy.epoch, 0, 0))
+        finals = [each.final for each in board.trainings if each.final]
+        parent = finals[-1].epoch if finals else 0
+        self._begin(origin or Origin(self._policy.epoch, parent, self.training.base))
         if self._unusable > (step or 0) and self.restored_from != "memory":
             source = self.restored_from or "initial values"
             self._emit(
@@ -138,7 +164,7 @@ class CheckpointManager:
 
     def _put_on_board(self, origin: Origin) -> None:
         """Body of the thread. Nothing counts any more once a newer epoch is published."""
-        change = partial(with_origin, origin=origin)
+        change = partial(with_origin, origin=origin, training=self.training)
         while not self._closing.is_set():
             with contextlib.suppress(OSError, BoardBusyError):
                 if update(self._board, change) is not None:
@@ -146,19 +172,31 @@ class CheckpointManager:
                 return
             self._closing.wait(AGAIN_S)
 
-    def _restore_newest(self) -> Origin | None:
-        epoch = self._policy.epoch
+    def _restore_newest(self, board: BoardState) -> Origin | None:
+        epoch, lowest = self._policy.epoch, self.training.begins
         started = self._mono()
-        state = agreed_board(self._board, self._group, epoch=epoch)
-        self.record, self._allows = state.numbers, state.allows
-        self.committed_steps = frozenset(commit.step for commit in state.commits)
+        self.record = board.numbers
+        self._allows = lambda epoch, step: step >= lowest and board.allows(epoch, step)
+        own = [commit for commit in board.commits if commit.step >= lowest]
+        self.committed_steps = frozenset(commit.step for commit in own)
         newest = max(self.committed_steps, default=-1)
         if (memory := self._restore_from_memory(newest)) is not None:
             return Origin(epoch, memory.epoch, memory.step)
+        if (found := self._restore_from_storage(own, started)) is not None:
+            return Origin(epoch, found.epoch, found.step)
+        if (start := self._policy.start_from) is None or lowest:
+            return None
+        found = restore_from(
+            self._state, start, self._group, global_batch=self._policy.global_batch
+        )
+        self._restored(start.name, found.step, str(Path(start.checkpoints) / start.dir), started)
+        return Origin(epoch, 0, found.step)
+
+    def _restore_from_storage(self, commits: Sequence[Commit], started: float) -> Commit | None:
         found = restore(
             self._state,
             self._storage,
-            state.commits,
+            commits,
             self._group,
             global_batch=self._policy.global_batch,
             on_skip=lambda commit, reason: self._emit(
@@ -166,21 +204,13 @@ class CheckpointManager:
             ),
         )
         if found is not None:
-            self.restored_from, place, parent = "storage", found.dir, found.epoch
-        elif (start := self._policy.start_from) is not None:
-            found = restore_from(
-                self._state,
-                start,
-                self._group,
-                global_batch=self._policy.global_batch,
-            )
-            self.restored_from, parent = start.name, 0
-            place = str(Path(start.checkpoints) / start.dir)
-        else:
-            return None
+            self._restored("storage", found.step, found.dir, started)
+        return found
+
+    def _restored(self, source: str, step: int, place: str, started: float) -> None:
+        self.restored_from = source
         seconds = round(self._mono() - started, 4)
-        self._emit("checkpoint.restored", found.step, dir=place, seconds=seconds)
-        return Origin(epoch, parent, found.step)
+        self._emit("checkpoint.restored", step, dir=place, seconds=seconds)
 
     def _restore_from_memory(self, at_least: int) -> Restored | None:
         if self.memory is None:
@@ -303,6 +333,24 @@ class CheckpointManager:
             Whether the save was started, or, with `wait`, whether it is committed.
         """
         return self._saver.save(step, wait=wait)
+
+    def finish(self, step: int) -> bool:
+        """Have the checkpoint of `step` kept as the last of the training; collective.
+
+        Returns:
+            Whether it is. Otherwise the training is not finished, which is an event.
+        """
+        change = partial(with_final, epoch=self._policy.epoch, training=self.training, step=step)
+
+        def mark() -> None:
+            ask_patiently(lambda: update(self._board, change), mono=self._mono, wait=time.sleep)
+
+        try:
+            self._group.by_first(mark)
+        except StepFailedError as error:
+            self._emit("checkpoint.failed", step, reason=f"it is not marked as the last: {error}")
+            return False
+        return True
 
     @property
     def saving(self) -> int | None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic_trainer.board.state import BoardState, Commit
+from elastic_trainer.board.state import BoardState, Commit, Training
 from elastic_trainer.checkpoint.errors import FencedError
 from elastic_trainer.lineage import Origin
 from elastic_trainer.models import ModelShape, raw_of, shape_of
@@ -132,11 +132,37 @@ def with_commit(
     return dataclasses.replace(state, commits=(*older, commit)[-keep:], lineage=lineage)
 
 
-def with_origin(state: BoardState, origin: Origin) -> BoardState | None:
-    """Return the board's state with where an epoch began; None: the board is at another epoch."""
+def with_origin(
+    state: BoardState, origin: Origin, training: Training | None = None
+) -> BoardState | None:
+    """Return the board's state with where an epoch, or a training in it, began.
+
+    None: the board is at another epoch.
+    """
     if state.epoch != origin.epoch:
         return None
-    return dataclasses.replace(state, lineage=state.lineage.began(origin))
+    begun = state if training is None else with_training(state, training)
+    return dataclasses.replace(begun, lineage=state.lineage.began(origin))
+
+
+def with_training(state: BoardState, training: Training) -> BoardState:
+    """Return the board's state with `training` in place of what it says of that, or at the end."""
+    if all(known.name != training.name for known in state.trainings):
+        return dataclasses.replace(state, trainings=(*state.trainings, training))
+    replaced = (training if known.name == training.name else known for known in state.trainings)
+    return dataclasses.replace(state, trainings=tuple(replaced))
+
+
+def with_final(state: BoardState, epoch: int, training: Training, step: int) -> BoardState:
+    """Return the board's state with the checkpoint of `step` as the last of `training`.
+
+    Raises:
+        FencedError: the board is at another epoch, or has no such checkpoint.
+    """
+    final = next((commit for commit in state.commits if commit.step == step), None)
+    if state.epoch != epoch or final is None:
+        raise FencedError(f"fenced by epoch {state.epoch}")
+    return with_training(state, dataclasses.replace(training, final=final))
 
 
 def superseded(

@@ -73,7 +73,7 @@ class Place:
         return cls(
             directory=Path(directory),
             node=env["HOLDFAST_NODE"],
-            local_rank=int(env["LOCAL_RANK"]),
+            local_rank=int(env.get("HOLDFAST_LOCAL_RANK", env["LOCAL_RANK"])),
             workers=int(env["LOCAL_WORLD_SIZE"]),
             **read_peers(Path(env["HOLDFAST_PEERS"])),
             authenticate=partial(

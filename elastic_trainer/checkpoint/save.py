@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -42,6 +41,7 @@ from elastic_trainer.checkpoint.manifest import FileEntry, Manifest, with_commit
 from elastic_trainer.checkpoint.state import NamedTensors
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.lineage import Origin
+from elastic_trainer.torch_private import _StorageInfo, _StoragePrefix
 
 WritePoint = Callable[[str], None]
 """Called at `made`, `data`, `written`, `manifest`, `committed`; tests kill or fail there."""
@@ -276,7 +276,7 @@ def _commit(
     state = _swap(board, commit, request)
     at("committed")
     with contextlib.suppress(OSError):  # housekeeping; the next commit tries again
-        storage.retire(state.commits, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
+        storage.retire(state.kept, epoch=commit.epoch, keep_every_steps=request.keep_every_steps)
     return dataclasses.asdict(commit)
 
 

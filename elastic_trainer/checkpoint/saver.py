@@ -45,6 +45,10 @@ class CheckpointPolicy:
     """Samples a step; 0: not counted."""
     model: ModelShape | None = None
     start_from: StartFrom | None = None
+    training: str = "1"
+    """Name of the run's training that is kept; the trainer has one."""
+    number: int = 1
+    """Of that training among those that this process has begun."""
 
     @classmethod
     def of(cls, config: TrainConfig, *, epoch: int, layout: ParallelLayout) -> CheckpointPolicy:
@@ -100,6 +104,7 @@ class Saver:
         emit: writes an event; of rank 0.
         at: write points for fault injection.
         mono: the clock, seconds.
+        group: for saves and restores; None: one is made.
     """
 
     def __init__(
@@ -114,11 +119,12 @@ class Saver:
         emit: Callable[..., None],
         at: WritePoint,
         mono: Callable[[], float] = time.monotonic,
+        group: Collective | None = None,
     ) -> None:
         self._policy, self._storage, self._board = policy, storage, board
         self._device, self._ranks, self._state, self._emit = device, ranks, state, emit
         self._at, self._mono = at, mono
-        self.group = Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
+        self.group = group or Collective(RankGrid(dt.timedelta(seconds=policy.ceiling_s)))
         """For saves and restores."""
         self.origin: Origin | None = None
         """Where the epoch began, once something was restored."""

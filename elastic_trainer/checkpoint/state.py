@@ -7,7 +7,6 @@ tensors are saved: hyper-parameters are functions of the config and the step.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.checkpoint.fault_in import WORTH_BYTES, fault_in, start_idle
+from elastic_trainer.torch_private import dtensor_like, local_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into names."""
@@ -104,9 +104,7 @@ def _zeros_like(param: Tensor, dtype: torch.dtype) -> Tensor:
     if not isinstance(param, DTensor):
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     local = torch.zeros_like(param.to_local().detach(), dtype=dtype)
-    spec = param._spec  # noqa: SLF001  from_local would compute it again
-    meta = spec.tensor_meta._replace(dtype=dtype)
-    return DTensor(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
+    return dtensor_like(local, param)
 
 
 class Stager:
@@ -143,7 +141,7 @@ class Stager:
                 sources.append(_local(tensor))
                 targets.append(self._buffer((section, name), sources[-1]))
                 staged[section][name] = (
-                    DTensor(targets[-1], tensor._spec, requires_grad=False)  # noqa: SLF001  from_local would move it to the mesh's device
+                    dtensor_like(targets[-1], tensor)
                     if isinstance(tensor, DTensor)
                     else targets[-1]
                 )
@@ -180,5 +178,4 @@ class Stager:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001  no autograd
-    return local.detach()
+    return local_of(tensor).detach()

@@ -22,7 +22,12 @@ from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
 from elastic_trainer import api
-from elastic_trainer.integrations.steps import batches_of_rank, seed_step
+from elastic_trainer.integrations.steps import (
+    Adapted,
+    batches_of_rank,
+    given_count,
+    seed_step,
+)
 
 
 class HoldfastCallback(Callback):
@@ -51,14 +56,15 @@ class HoldfastCallback(Callback):
         """Accumulate over more batches where ranks are missing."""
         if stage != "fit":
             return
-        given = trainer.accumulate_grad_batches
-        now = batches_of_rank(os.environ, given, "accumulate_grad_batches")
+        now = batches_of_rank(
+            os.environ, trainer.accumulate_grad_batches, "accumulate_grad_batches"
+        )
         trainer.accumulate_grad_batches = now
         # These count batches of a rank, too.
-        if isinstance(trainer.val_check_interval, int):
-            trainer.val_check_interval = -(-trainer.val_check_interval * now // given)
-        if isinstance(trainer.limit_train_batches, int):
-            trainer.limit_train_batches = -(-trainer.limit_train_batches * now // given)
+        for name in ("val_check_interval", "limit_train_batches"):
+            if isinstance(value := getattr(trainer, name), int):
+                given = given_count(value)
+                setattr(trainer, name, Adapted(-(-given * now // now.given), given))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what there is; from here on the agent's stops are heard."""

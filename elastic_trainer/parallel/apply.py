@@ -8,11 +8,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -26,6 +24,10 @@ from elastic_trainer.parallel.experts import SplitExperts, split_experts
 from elastic_trainer.parallel.float8 import use_float8
 from elastic_trainer.parallel.mesh import Meshes
 from elastic_trainer.parallel.tensor import apply_tensor_parallel
+from elastic_trainer.torch_private import (
+    checkpoint_wrapper,
+    compute_local_shape_and_global_offset,
+)
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default  # noqa: SLF001

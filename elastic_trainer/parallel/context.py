@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer.model import attend
+from elastic_trainer.torch_private import all_gather_single_autograd
 
 
 def zigzag_positions(seq_len: int, cp: int, cp_rank: int) -> Tensor:

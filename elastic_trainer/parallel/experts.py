@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer.mixture import Experts
+from elastic_trainer.torch_private import all_to_all_single_autograd
 
 
 class SplitExperts(Experts):

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.rank_grid import connected_when_used
+from elastic_trainer.torch_private import concatenate, connect_nccl, flatten, set_timeout
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -67,7 +67,7 @@ def build_meshes(layout: ParallelLayout, device: torch.device, timeout: timedelt
     # torch gives new groups its own default: 30 min on gloo, 10 on NCCL. Options in
     # `backend_override` would say it at once, but gloo's groups then never come up.
     for group in {*mesh.get_all_groups(), *fsdp.get_all_groups(), *experts.get_all_groups()}:
-        _set_pg_timeout(timeout, group)
+        set_timeout(group, timeout)
     views = {axis: mesh[axis] if axis in sizes else None for axis in ("tp", "pp", "cp", "ep")}
     meshes = Meshes(fsdp=fsdp, experts=experts, **views)
     for group in meshes.groups:  # in another order they would wait in a ring
@@ -82,7 +82,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
     which would have a communicator of all ranks.
     """
     if dist.get_backend(group) == "nccl":
-        group._get_backend(device).eager_connect_single_device(device)  # noqa: SLF001  as torch does
+        connect_nccl(group, device)
 
 
 def _sharded_over(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: str) -> DeviceMesh:
@@ -91,10 +91,9 @@ def _sharded_over(mesh: DeviceMesh, axes: tuple[str, ...], name: str, backend: s
     found = tuple(axis for axis in names if axis in axes)
     shard = mesh[found]
     if len(found) > 1:
-        # As torchtitan; there is no public way.
-        shard = shard._flatten(name, backend)  # noqa: SLF001
+        shard = flatten(shard, name, backend)
     if "dp_replicate" in names:
-        return DeviceMesh._concatenate([mesh["dp_replicate"], shard])  # noqa: SLF001
+        return concatenate([mesh["dp_replicate"], shard])
     return shard
 
 

@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_single_autograd,
-    all_reduce,
-    reduce_scatter_single_autograd,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,6 +25,11 @@ from torch.distributed.tensor.parallel import (
 
 from elastic_trainer.data import IGNORED
 from elastic_trainer.model import Decoder, ModelError
+from elastic_trainer.torch_private import (
+    all_gather_single_autograd,
+    all_reduce,
+    reduce_scatter_single_autograd,
+)
 
 SEQUENCE = 1
 """The dim of activations that is split between branches."""

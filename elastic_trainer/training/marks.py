@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elastic_trainer.heartbeat import Part
 from elastic_trainer.model import Decoder
+from elastic_trainer.torch_private import when_compiling
 
 T = TypeVar("T")
 
@@ -67,10 +68,7 @@ def _mark_block(block: nn.Module, mark: Mark, done: Part) -> None:
 
 def mark_compiling(mark: Mark) -> None:
     """Have this process mark the time in torch.compile, whenever a block is compiled."""
-    from torch._dynamo.callback import callback_handler  # late: it takes a second
-
-    callback_handler.register_start_callback(lambda _: mark(Part.COMPILE))
-    callback_handler.register_end_callback(lambda _: mark(Part.FORWARD))
+    when_compiling(lambda _: mark(Part.COMPILE), lambda _: mark(Part.FORWARD))
 
 
 def marked_data(batches: Iterable[T], mark: Mark) -> Iterator[T]:

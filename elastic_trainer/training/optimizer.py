@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastic_trainer.config import OptimizerConfig
+from elastic_trainer.torch_private import local_of
 
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
@@ -107,4 +108,4 @@ def _num_copies(grad: Tensor) -> int:
 
 def _local(tensor: Tensor) -> Tensor:
     # Past autograd: its view of each tensor costs more than the sum over a small one.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    return local_of(tensor)

@@ -48,12 +48,21 @@ class ScriptCheckpointer(Session):
     Args:
         env: what the agent has set.
         checkpoint: keys of the section `checkpoint` that the script sets.
+        training: name of the training; None: its number in the process.
+        before: the training that the process did before.
 
     Raises:
         ApiError: HF530, torch.distributed is not initialised.
     """
 
-    def __init__(self, env: Mapping[str, str], checkpoint: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        checkpoint: Mapping[str, Any],
+        *,
+        training: str | None = None,
+        before: ScriptCheckpointer | None = None,
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ApiError(
                 "HF530 call torch.distributed.init_process_group() before api.start(), on every "
@@ -63,9 +72,15 @@ class ScriptCheckpointer(Session):
         who = WorkerContext.from_environment(env)
         device = device_of(dist.get_backend_config(), who.local_rank)
         policy = _policy(who, env.get("HOLDFAST_RUN_DIR"), checkpoint)
+        self.number: int = before.number + 1 if before else 1
+        name = training or str(self.number)
+        policy = dataclasses.replace(policy, training=name, number=self.number)
         super().__init__(who, policy, device)
-        # What came before is the script's: its imports and its process group.
-        self.end_phase("process_group")
+        if before is None:
+            # What came before is the script's: its imports and its process group.
+            self.end_phase("process_group")
+        else:
+            self.follow(before)
 
     def load(
         self,
@@ -76,8 +91,9 @@ class ScriptCheckpointer(Session):
         per_rank: Mapping[str, Stateful],
         sharding: Sharding | None,
     ) -> int:
-        """Load what there is and return its step; see `api.Run.restore`."""
+        """Load what there is and return its step in the training; see `api.Run.restore`."""
         self.end_phase("model")
+        _check_same_training(self._policy, self.ranks)
         state = ScriptState(
             model,
             optimizers,
@@ -101,14 +117,42 @@ class ScriptCheckpointer(Session):
             state.hand_out(found)
         _check_equal(model, sharding, self.ranks)
         self.end_phase("restore")
-        self.started(found or 0)
-        return found or 0
+        step = self.base if found is None else found
+        if self.finished:
+            self.emit("training.skipped", step=step, **self.which(step))
+        else:
+            self.started(step)
+        return step - self.base
 
-    def agree(self, step: int, asked: Request) -> Agreed:
-        """Return what all ranks do after `step`, by one small all-reduce."""
-        sums = torch.tensor(self.votes(step, asked), dtype=torch.float64)
+    @property
+    def restored(self) -> bool:
+        """Whether `load` has been called: before that it has no state."""
+        return self._manager is not None
+
+    @property
+    def base(self) -> int:
+        """The run's step at which the training's own count begins."""
+        return self.checkpoints.training.base
+
+    @property
+    def finished(self) -> bool:
+        """Whether an earlier process has finished the training: what was loaded is its end."""
+        return self.restored and self.checkpoints.training.final is not None
+
+    def agree(
+        self, step: int, asked: Request, numbers: Sequence[float] = ()
+    ) -> tuple[Agreed, list[float]]:
+        """Return what all ranks do after `step`, and sums of `numbers`: one small all-reduce."""
+        votes = self.votes(step, asked)
+        sums = torch.tensor([*votes, *numbers], dtype=torch.float64)
         self.ranks.all_reduce(sums)
-        return self.agreed(sums.tolist())
+        found = sums.tolist()
+        return self.agreed(found[: len(votes)]), found[len(votes) :]
+
+    def finish(self, step: int) -> bool:
+        """Have the state after `step` on storage as the training's last; return whether it is."""
+        saved = self.saved_step == step or self.save(step, wait=True)
+        return saved and self.checkpoints.finish(step)
 
     def keep(self, step: int, *, growing: bool) -> bool:
         """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
@@ -143,6 +187,22 @@ def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) 
         )
     section = dataclasses.replace(policy.section, **checkpoint)
     return dataclasses.replace(policy, section=section)
+
+
+def _check_same_training(policy: CheckpointPolicy, ranks: RankGrid) -> None:
+    """Refuse ranks that are in different trainings: they would wait for each other in vain.
+
+    Raises:
+        ApiError: HF537, on every rank.
+    """
+    mine = zlib.crc32(f"{policy.number} {policy.training}".encode())
+    bounds = torch.tensor([mine, -mine], dtype=torch.int64)
+    ranks.all_reduce(bounds, dist.ReduceOp.MAX)
+    if int(bounds[0]) != -int(bounds[1]):
+        raise ApiError(
+            f"HF537 ranks begin different trainings at once: here start {policy.number} of the "
+            f"process, {policy.training!r}. Begin the same ones on every rank, with the same names"
+        )
 
 
 def _check_equal(model: nn.Module, sharding: Sharding | None, ranks: RankGrid) -> None:

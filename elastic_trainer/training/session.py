@@ -19,6 +19,7 @@ import torch
 
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
 from elastic_trainer.board.state import Board
+from elastic_trainer.checkpoint.collective import Collective
 from elastic_trainer.checkpoint.load import State
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory import MemoryTier, Place
@@ -28,7 +29,7 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
-from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.rank_grid import RankGrid, shared_grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,9 @@ class WorkerContext:
     the job."""
     rank: int
     local_rank: int
+    """Index of its device."""
+    worker: int
+    """Of this node's workers: `local_rank`, unless each sees its device alone."""
     world_size: int
     epoch: int
     rung: Rung
@@ -64,6 +68,7 @@ class WorkerContext:
             run_dir=Path(env["HOLDFAST_RECORD_DIR"]),
             rank=int(env["RANK"]),
             local_rank=int(env["LOCAL_RANK"]),
+            worker=int(env.get("HOLDFAST_LOCAL_RANK", env["LOCAL_RANK"])),
             world_size=int(env["WORLD_SIZE"]),
             epoch=int(env["HOLDFAST_EPOCH"]),
             rung=Rung.from_dict(json.loads(env["HOLDFAST_RUNG"])),
@@ -106,7 +111,7 @@ class Session:
         self.layout = who.rung.layout
         self.events = EventLog(
             who.run_dir,
-            f"worker-{who.node}-{who.local_rank}",
+            f"worker-{who.node}-{who.worker}",
             node=who.node,
             rank=who.rank,
             epoch=who.epoch,
@@ -125,7 +130,15 @@ class Session:
     @cached_property
     def ranks(self) -> RankGrid:
         """All ranks, for the thread that trains; collective when first asked for."""
-        return RankGrid(timedelta(seconds=self._policy.ceiling_s))
+        return self._grid("steps")
+
+    @cached_property
+    def savers(self) -> Collective:
+        """All ranks, for saves and restores; collective when first asked for."""
+        return Collective(self._grid("saves"))
+
+    def _grid(self, use: str) -> RankGrid:
+        return shared_grid(use, timedelta(seconds=self._policy.ceiling_s))
 
     @property
     def checkpoints(self) -> CheckpointManager:
@@ -166,6 +179,7 @@ class Session:
             state=state,
             memory=self._memory(placement or self.layout, ready),
             since_mono=self.who.since_mono,
+            group=self.savers,
         )
         found = self._manager.restore()
         if found in self._manager.committed_steps:  # what came from memory need not be
@@ -259,8 +273,17 @@ class Session:
         if self.who.rank == 0:
             self.events.emit(event, step=step, **fields)
 
+    def follow(self, before: Session) -> None:
+        """Continue the phases of `before`, an earlier session of this process."""
+        self._phase_begun_mono, self._stepped = before._phase_begun_mono, before._stepped
+
     def end_phase(self, phase: str) -> None:
-        """Put a phase on record: from the end of the one before, the first from the fork."""
+        """Put a phase on record: from the end of the one before, the first from the fork.
+
+        The first step of the process ends the last one.
+        """
+        if self._stepped:
+            return
         begun, self._phase_begun_mono = self._phase_begun_mono, time.monotonic()
         seconds = round(self._phase_begun_mono - begun, 6)
         self.emit("recovery.phase", phase=phase, seconds=seconds)
@@ -272,16 +295,21 @@ class Session:
             layout=str(self.layout),
             resume_step=step,
             restored_from=self.checkpoints.restored_from,
+            **self.which(step),
         )
+
+    def which(self, step: int) -> dict[str, Any]:
+        """Return which training `step` is of, and its own count, where a run may have several."""
+        training = self.checkpoints.training
+        return {"training": training.name, "training_step": step - training.base}
 
     def record(self, event: str, step: int, *, committed: int | None, **fields: Any) -> None:
         """Put the end of a step on record, and what it has committed."""
         if committed is not None:
             self.emit("step.committed", step=committed, source="memory")
         self.emit(event, step=step, **fields)
-        if not self._stepped:
-            self._stepped = True
-            self.end_phase("first_step")
+        self.end_phase("first_step")
+        self._stepped = True
 
     def close(self) -> None:
         """Give what is under way a moment, and end the threads."""

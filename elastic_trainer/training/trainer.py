@@ -32,6 +32,7 @@ from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED
 from elastic_trainer.heartbeat import Heartbeat, Part, Request, Section
 from elastic_trainer.parallel.apply import initialise
 from elastic_trainer.rank_grid import init_unconnected
+from elastic_trainer.torch_private import flight_recorder
 from elastic_trainer.training.determinism import make_deterministic
 from elastic_trainer.training.device_times import DeviceTimes
 from elastic_trainer.training.engine import Engine
@@ -412,11 +413,3 @@ def run_worker(built: Callable[[Engine], None]) -> int:
     config = load_config(who.run_dir)
     answer_with_flight(flight_recorder(config.device))
     return Trainer(config, who, built).run()
-
-
-def flight_recorder(device: str) -> Callable[[], bytes]:
-    """Return what dumps the recorder of the collectives on `device`: NCCL has one of its own."""
-    recorders = torch._C._distributed_c10d  # noqa: SLF001  nothing public
-    if device == "cuda":
-        return recorders._dump_nccl_trace_json  # noqa: SLF001
-    return recorders._dump_fr_trace_json  # noqa: SLF001

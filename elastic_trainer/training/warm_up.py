@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.config import TrainConfig
 from elastic_trainer.ladder import Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.rank_grid import RankGrid
+from elastic_trainer.torch_private import FakeStore, forget_compiled
 from elastic_trainer.training.engine import Engine
 from elastic_trainer.training.feed import MicroBatch
 from elastic_trainer.training.optimizer import (
@@ -74,7 +74,7 @@ def forget_others(engine: Engine) -> None:
         engine: of the worker, which has not run.
     """
     if _compiled_for and _compiled_for.pop() != _compiled_as(engine):
-        torch._dynamo.reset()  # noqa: SLF001
+        forget_compiled()
 
 
 def _compiled_as(engine: Engine) -> tuple[ParallelLayout, list[str]]:

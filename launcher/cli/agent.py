@@ -7,15 +7,12 @@ import sys
 
 import click
 
+from launcher.cli.common import AsGiven
 from launcher.installed import need
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-    options_metavar="[FLAGS]",
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+@click.command(cls=AsGiven, add_help_option=False, options_metavar="[FLAGS]")
+@click.argument("arguments", nargs=-1, metavar="SCRIPT [ARGS]...")
 def agent(arguments: tuple[str, ...]) -> None:
     """Run this node's part of any torchrun script: join, start workers, live through failures.
 

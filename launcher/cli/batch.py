@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING
 import click
 
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
-from launcher.cli.common import EXIT_DONE, exit_with_problems
+from launcher.cli.common import EXIT_DONE, AsGiven, exit_with_problems
 from launcher.errors import UserError, writing
 
 if TYPE_CHECKING:
     from launcher.render.wrapped_ending import Ending
 
 
-@click.command(
-    "batch",
-    context_settings={"ignore_unknown_options": True, "help_option_names": []},
-    options_metavar="--",
-)
+@click.command("batch", cls=AsGiven, add_help_option=False, options_metavar="--")
 @click.option("--signal", "signalled_by", default="", help="As sbatch has it: USR1@600.")
 @click.option("--no-requeue", is_flag=True, help="The job is not put back into the queue.")
-@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[srun [OPTIONS]] torchrun …")
+@click.argument("argv", nargs=-1, metavar="[srun [OPTIONS]] torchrun …")
 def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
     """Make the run directory of this job, and print the file that the batch script reads.
 
@@ -35,7 +31,7 @@ def batch(*, argv: tuple[str, ...], signalled_by: str, no_requeue: bool) -> int:
     from launcher.render.wrapped import is_pod
     from launcher.render.wrapped_ending import signalled
 
-    env = os.environ
+    argv, env = argv[argv[:1] == ("--",) :], os.environ
     try:
         if is_pod(env):
             _pod(argv, env)

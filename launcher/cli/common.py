@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,19 @@ EXIT_USER: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class AsGiven(click.Command):
+    """A command of options of its own, then words as they are: click drops their first `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take the options, each with its value after `=`, then the words."""
+        own = {name for param in self.params for name in param.opts if name.startswith("--")}
+        options = tuple(itertools.takewhile(lambda word: word.partition("=")[0] in own, args))
+        super().parse_args(ctx, [*options])
+        [words] = [param for param in self.params if isinstance(param, click.Argument)]
+        ctx.params[str(words.name)] = tuple(args[len(options) :])
+        return []
 
 
 def job_argument(function: _Function) -> _Function:

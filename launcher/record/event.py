@@ -134,6 +134,8 @@ _TELL: dict[str, _Tell] = {
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),
     "checkpoint.skipped": _fill("checkpoint {dir} skipped: {reason}", every_rank=False),
     "checkpoint.restored": _fill("state of step {step} loaded from {dir}", every_rank=False),
+    "training.finished": _fill("training {training} finished after its step {training_step}"),
+    "training.skipped": _fill("training {training} was finished before: its last state is loaded"),
     "validation.completed": _validated,
     "numbers.anomaly": _fill("step {step}: {reason}: {action}"),
     "numbers.rollback": _fill("going back to step {back_to}; batches {skipped} are skipped"),

@@ -42,6 +42,8 @@ class TrainingStatus:
         self.recent: deque[str] = deque(maxlen=6)
         """The newest lines that `apply` returned."""
         self.step = config.start_from.step if config.start_from else 0
+        self.training: tuple[str, int] | None = None
+        """Of a script: the training that the newest step is of, and its own count of steps."""
         self.loss: float | None = None
         self.epoch = 0
         self.layout = ""
@@ -94,8 +96,15 @@ class TrainingStatus:
 
     @property
     def step_text(self) -> str:
-        """`step 7/100`, or `step 7` where the last one is not known."""
-        return f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
+        """`step 7/100`, or `step 7` where the last one is not known.
+
+        Of a script's second training `step 17 (training 2: step 7)`.
+        """
+        text = f"step {self.step}" + (f"/{self.total_steps}" if self.total_steps else "")
+        if self.training in (None, ("1", self.step)):
+            return text
+        name, step = self.training
+        return f"{text} (training {name}: step {step})"
 
     @property
     def state_text(self) -> str:
@@ -160,8 +169,10 @@ class TrainingStatus:
         match event.event:
             case "epoch.formed":
                 self._take_epoch(event)
-            case "trainer.started" if self.layout in ("", "?"):
-                self.layout = str(event.fields.get("layout", "?"))
+            case "trainer.started":
+                self._take_training(event)
+                if self.layout in ("", "?"):
+                    self.layout = str(event.fields.get("layout", "?"))
             case "epoch.aborted" if (event.epoch or 0) >= self.epoch:
                 self.state = "recovering"
             case "epoch.delayed":
@@ -239,10 +250,16 @@ class TrainingStatus:
             return
         done = step_done(event, event.step)
         self.step, self.state = done.step, "training"
+        self._take_training(event)
         self.loss = self.loss if done.loss is None else done.loss
         if not self.steps or done.step > self.steps[-1].step:
             self.steps.append(done)
             self.pause_unix = None
+
+    def _take_training(self, event: Event) -> None:
+        name, step = event.fields.get("training"), event.fields.get("training_step")
+        if isinstance(name, str) and isinstance(step, int):
+            self.training = name, step
 
     def _take_validation(self, event: Event) -> None:
         self.pause_unix = None
@@ -267,6 +284,8 @@ class TrainingStatus:
             "epoch": self.epoch,
             "step": self.step,
             "steps_asked": self.total_steps,
+            "training": self.training and self.training[0],
+            "training_step": self.training and self.training[1],
             "loss": self.loss,
             "validation_step": self.validation and self.validation[0],
             "validation_loss": self.validation and self.validation[1],

@@ -69,7 +69,7 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
     spans: dict[int, EpochSpan] = {}
     ranks: dict[tuple[int, int], int] = {}
     """(epoch, step) -> the lowest rank that has reported it."""
-    told = {"epoch.formed", "trainer.started", "step.committed", *STEPS}
+    told = {"epoch.formed", "trainer.started", "training.skipped", "step.committed", *STEPS}
     for event in events:
         if event.epoch is None or event.event not in told:
             continue
@@ -80,7 +80,7 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
             span.members = node_names(fields.get("members"))
             span.spares = node_names(fields.get("spares"))
             span.layout = str(fields.get("layout", span.layout))
-        elif event.event == "trainer.started":
+        elif event.event in ("trainer.started", "training.skipped"):
             _fill_started(span, event)
         elif step is None:
             continue
@@ -96,7 +96,7 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
 
 def _fill_started(span: EpochSpan, event: Event) -> None:
     resume, source = event.fields.get("resume_step", event.step), event.fields.get("restored_from")
-    if isinstance(resume, int):
+    if isinstance(resume, int) and not span.steps:  # else it begins another training
         span.resume_step = resume
         span.restored_from = source if isinstance(source, str) else None
     if span.layout == "?":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from elastic_trainer.templates import unknown_as_text
+from elastic_trainer.templates import literal
 from launcher.errors import NOWHERE, UserError, Where
 from launcher.jobspec.spec import JobSpec
 from launcher.jobspec.values import job_name_near
@@ -374,7 +374,10 @@ def launch_of(argv: Sequence[str], env: Mapping[str, str]) -> Launch:
         options=options,
         nodes=(_count(least, "--nnodes"), _count(most or least, "--nnodes")),
         workers=_workers(given.nproc_per_node or env.get("PET_NPROC_PER_NODE"), env),
-        command=(*(flag for flag, is_set in kinds.items() if is_set), *given.command),
+        command=(
+            *(flag for flag, is_set in kinds.items() if is_set),
+            *(given.script, *literal(given.script_args)),
+        ),
         join_timeout_s=_join_timeout_s(given.rdzv_conf or env.get("PET_RDZV_CONF", "")),
         shutdown_timeout_s=_shutdown_timeout_s(given.shutdown_timeout),
         notes=(*notes, *_unused(given, options)),
@@ -403,15 +406,15 @@ def _torchrun(argv: Sequence[str], at: int) -> argparse.Namespace:
     parser.add_argument("--no-python", "--no_python", dest="no_python", action="store_true")
     parser.add_argument("--use-env", "--use_env", dest="use_env", action="store_true")
     parser.add_argument("--run-path", "--run_path", dest="run_path", action="store_true")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
+    # As torchrun has it: of `script -- word` argparse takes the -- for its own.
+    parser.add_argument("script")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER)
     given = parser.parse_args(list(argv[at:]))
     if argv[at - 1] == _MODULES[1] and not given.use_env:
         cannot_wrap(
             "torch.distributed.launch passes --local-rank to the script, which holdfast does not: "
             "let it read LOCAL_RANK, and use torchrun"
         )
-    if not given.command:
-        cannot_wrap("torchrun: no script is named")
     if given.run_path or given.standalone:
         cannot_wrap("torchrun: --run-path and --standalone cannot be wrapped; leave them out")
     return given
@@ -603,7 +606,7 @@ def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING
         platform = {"slurm": slurm if seconds is None else {**slurm, "time": str(seconds // 60)}}
     return {
         "name": job_name_near(name),
-        "command": list(unknown_as_text(launch.command)),
+        "command": list(launch.command),
         "cluster": {
             "nodes": most,
             "gpus_per_node": launch.workers,

@@ -70,6 +70,7 @@ def connect(run, job_json, rank):
         run_dir=run,
         rank=rank,
         local_rank=0,
+        worker=0,
         world_size=rung.layout.world_size,
         epoch=1,
         rung=rung,

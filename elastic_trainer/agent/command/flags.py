@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import to_map
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent.wire.store import parse_ports
+from elastic_trainer.torch_private import _parse_rendezvous_config
 
 CONF_NUMBERS: Final = (
     "join_timeout_s",
@@ -39,40 +40,67 @@ CONF_NUMBERS: Final = (
 """Keys of --rdzv-conf that are numbers of job.json's section `elastic`."""
 CONF_TEXTS: Final = ("interface", "cidr", "ports")
 """Those of its section `network`."""
+CONF_TORCH: Final = ("join_timeout", "keep_alive_interval", "keep_alive_max_attempt")
+"""torchelastic's keys that have an effect here (dynamic_rendezvous.py, create_handler)."""
+CONF_UNUSED: Final[Mapping[str, str]] = {
+    "timeout": "nodes are waited for as long as join_timeout says",
+    "last_call_timeout": "the first epoch waits join_timeout for all nodes, then starts with fewer",
+    "close_timeout": "the end of a job is told, not waited for",
+    "read_timeout": "agents meet through a directory, not through a store",
+    "heartbeat_timeout": "keep_alive_interval times keep_alive_max_attempt is the limit",
+    "is_host": "any node may host the store",
+    "store_type": "agents meet through a directory, not through a store",
+    "use_agent_store": "workers always meet at a store of the agents",
+    "rank": "ranks come with each epoch",
+}
+"""torchelastic's key of --rdzv-conf, taken without effect -> why."""
 REFUSED: Final[Mapping[str, str]] = {
-    "start_method": "workers are forked from a warm process, or started fresh with --fresh",
     "duplicate_stdout_filters": "filter the worker's log, or the agent's output, with grep",
     "duplicate_stderr_filters": "filter the worker's log, or the agent's output, with grep",
     "logs_specs": "use --log-dir, --redirects, --tee and --local-ranks-filter",
-    "numa_binding": "start numactl with --no-python, or bind in the script by LOCAL_RANK",
-    "virtual_local_rank": "use LOCAL_RANK as the device's index",
 }
 """torchrun's option -> what to use instead."""
 UNUSED: Final[Mapping[str, str]] = {
     "monitor_interval": "the end of a worker is known at once",
     "node_rank": "ranks come with each epoch",
-    "master_addr": "each epoch has a store on a node that lives: see MASTER_ADDR in the workers",
-    "master_port": "each epoch has a free port; --rdzv-conf ports=LOW-HIGH bounds them",
+    "start_method": "workers are forked from a warm process, or started fresh with --fresh",
 }
 """torchrun's option, taken without effect -> why."""
+UNUSED_VARIABLES: Final[Mapping[str, str]] = {
+    "TORCHELASTIC_ENABLE_FILE_TIMER": (
+        "hangs are found by steps; nobody serves torch.distributed.elastic.timer.FileTimerClient"
+    ),
+    "TORCHELASTIC_HEALTH_CHECK_PORT": "PyTorch's own server for it answers nobody either",
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": (
+        "a worker without progress is killed; one that cannot be killed takes its node out"
+    ),
+    "TORCH_ELASTIC_WORKER_IDENTICAL": "ranks need no exchange between the agents",
+}
+"""Variable that torchrun reads, without effect here -> why (PyTorch 2.13)."""
 CHANGED: Final[Mapping[str, str]] = {
     "nproc_per_node": "Workers per node: a number, gpu, cpu or auto.",
     "rdzv_backend": "holdfast, or left out.",
     "rdzv_endpoint": "Directory on storage that all nodes share.",
     "rdzv_id": "Id of the job; another one for every job.",
-    "rdzv_conf": f"K=V,...; the keys are {', '.join(CONF_NUMBERS + CONF_TEXTS)}.",
+    "rdzv_conf": f"K=V,...; the keys are {', '.join(CONF_NUMBERS + CONF_TEXTS + CONF_TORCH)}.",
     "standalone": "This machine alone; the job's folder is a temporary one.",
     "local_addr": "Numeric address of this node.",
     "max_restarts": "Restarts of the whole job within the window (torchrun: of each agent).",
     "run_path": "What is done anyway: the script runs in a fork of a warm interpreter.",
+    "master_addr": "MASTER_ADDR of the workers; only with --master-port.",
+    "master_port": "On one node: MASTER_PORT of the workers, for init_method=tcp://HOST:PORT.",
+    "logs_specs": "default, or left out.",
+    "numa_binding": "Bind each worker to CPUs near its GPU.",
     "log_dir": "Base directory of the workers' logs; by default logs/ in the job's folder.",
-    "signals_to_handle": "SIGTERM,SIGINT.",
+    "signals_to_handle": "Signals that ask for a stop; SIGTERM and SIGINT always do.",
     "shutdown_timeout": "Seconds between SIGTERM and SIGKILL; default 30.",
     "training_script": "Training script; by default what job.json says.",
 }
 """torchrun's option -> what it means here."""
-SIGNALS: Final = frozenset({"SIGTERM", "SIGINT"})
-"""What the agent takes for a request to stop."""
+SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""torchrun's --signals-to-handle, where it is not given."""
+SCRIPT_GRACE_S: Final = 30.0
+"""torchrun's time between SIGTERM and SIGKILL."""
 EXAMPLE: Final = """
 In the script's arguments {dp} {tp} {pp} {cp} {nodes} {world_size} {run_dir} are filled for
 each epoch; {{dp}} is the text itself. torchrun's options may also come as PET_... variables.
@@ -121,6 +149,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         raise OptionsError("HF501", f"a PET_... variable of a switch: {error}") from error
     given = argparse.Namespace(**{name: None for name in _adapt(parser) if name != "help"})
     _add_ours(parser.add_argument_group("beside torchrun's"))
+    _keep_abbreviations(parser, given)
     args = parser.parse_args(argv, given)
     return args if args.run_dir else parser.parse_args(argv)
 
@@ -150,7 +179,25 @@ def _adapt(parser: argparse.ArgumentParser) -> list[str]:
             action.help = CHANGED[name]
         if name == "training_script":
             action.nargs, action.required = "?", False
-    return [action.dest for action in actions]
+    names = [action.dest for action in actions]
+    # An older torchrun lacks some: nobody can have given them.
+    parser.set_defaults(**dict.fromkeys({*REFUSED, *UNUSED, *CHANGED} - {*names}))
+    return names
+
+
+def _keep_abbreviations(parser: argparse.ArgumentParser, theirs: argparse.Namespace) -> None:
+    """Have torchrun's options abbreviated as without ours, which are written in full.
+
+    Python 3.11's argparse looks at all words before it takes any: of a script's `--p 1` it would
+    say that this may be --preload or --progress-pattern.
+    """
+    found = parser._get_option_tuples  # noqa: SLF001  there is no other way
+    names = {*vars(theirs), "help"}  # parsing adds to them
+
+    def of_theirs(text: str) -> list[Any]:
+        return [each for each in found(text) if each[0].dest in names]
+
+    parser._get_option_tuples = of_theirs  # type: ignore[assignment, method-assign]  # noqa: SLF001
 
 
 def _add_ours(group: argparse._ArgumentGroup) -> None:
@@ -201,14 +248,14 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--attempt", default="0", help="names this submission's folder in logs/")
 
 
-def refuse(args: argparse.Namespace) -> list[str]:
+def refuse(args: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
     """Check what cannot be taken, and return notes on what is taken without effect.
 
     Raises:
         OptionsError: HF510, with what to use instead.
     """
     for name, instead in REFUSED.items():
-        if getattr(args, name):
+        if getattr(args, name) not in (None, [], "default"):
             raise OptionsError("HF510", f"{_flag(name)} does not exist here: {instead}")
     backend, endpoint = args.rdzv_backend or "holdfast", args.rdzv_endpoint or ""
     if backend != "holdfast":
@@ -217,22 +264,106 @@ def refuse(args: argparse.Namespace) -> list[str]:
             f"--rdzv-backend {backend}: agents meet through a directory, not through a node that "
             "may die; leave it out, and give --rdzv-endpoint DIR on storage that all nodes share",
         )
-    if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w.-]+):[0-9]+", endpoint):
+    is_host = "/" not in endpoint and not Path(endpoint).is_dir()
+    if endpoint and (is_host or re.match(r"\w+://", endpoint)):
         raise OptionsError(
             "HF510",
-            f"--rdzv-endpoint {endpoint}: expected a directory on storage that all nodes share, "
-            "for no host is needed all the time; on one machine use --standalone",
+            f"--rdzv-endpoint {endpoint}: expected a directory on storage that all nodes share, as "
+            f"/shared/jobs or ./jobs, for no host is needed all the time; on one machine use "
+            "--standalone",
         )
-    signals = {part.strip() for part in (args.signals_to_handle or "").split(",") if part.strip()}
-    if signals - SIGNALS:
+    unused = {_flag(name): why for name, why in UNUSED.items() if getattr(args, name) is not None}
+    unused |= {
+        name: why for name, why in UNUSED_VARIABLES.items() if env.get(name) not in (None, "", "0")
+    }
+    return [f"{name} is not used: {why}" for name, why in unused.items()]
+
+
+def signals(text: str | None) -> frozenset[str]:
+    """Return the signals of `--signals-to-handle`.
+
+    Raises:
+        OptionsError: HF501, no signal of this system, or one that nobody can handle.
+    """
+    found = {part.strip() for part in (text or SIGNALS).split(",") if part.strip()}
+    known = {number.name for number in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    if wrong := ", ".join(sorted(found - known)):
         raise OptionsError(
-            "HF510",
-            f"--signals-to-handle {args.signals_to_handle}: only SIGTERM and SIGINT ask for a "
-            "stop; have the scheduler send one of these",
+            "HF501",
+            f"--signals-to-handle {text}: no process can handle {wrong}; expected names as "
+            f"{SIGNALS}",
         )
+    return frozenset(found)
+
+
+def shutdown_timeout_s(args: argparse.Namespace, env: Mapping[str, str]) -> float:
+    """Return the seconds between SIGTERM and SIGKILL.
+
+    Raises:
+        OptionsError: HF501, below zero, or none.
+    """
+    name, text = "--shutdown-timeout", args.shutdown_timeout
+    if text is None and (variable := "TORCH_ELASTIC_SHUTDOWN_TIMEOUT") in env:
+        name, text = variable, env[variable]
+    try:
+        seconds = SCRIPT_GRACE_S if text is None else int(text)
+    except ValueError:
+        seconds = -1
+    if seconds < 0:
+        raise OptionsError("HF501", f"{name} {text}: expected whole seconds, 0 or more")
+    return float(seconds)
+
+
+def virtual_devices(workers: int, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what CUDA_VISIBLE_DEVICES is for each worker with `--virtual-local-rank`.
+
+    Raises:
+        OptionsError: HF501, there are fewer devices than workers.
+    """
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    names = [*map(str, range(workers))] if visible is None else visible.split(",")
+    if len(names) < workers:
+        raise OptionsError(
+            "HF501",
+            f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={visible} has {len(names)} devices for "
+            f"--nproc-per-node {workers}",
+        )
+    return tuple(name.strip() for name in names[:workers])
+
+
+def static_store(args: argparse.Namespace, max_nodes: int) -> tuple[str, int] | None:
+    """Return MASTER_ADDR and MASTER_PORT that the user gave; None: any free port does.
+
+    A script may name them itself, as init_method=tcp://HOST:PORT: it connects to the launcher's
+    store then. Here the store moves between nodes, so that only one node has such a place.
+
+    Raises:
+        OptionsError: HF501 no port; HF512 an argument of the script names the port, which nobody
+            would listen on.
+    """
+    port = args.master_port
+    if port is None:
+        return None
+    if not 0 < port < 1 << 16:
+        raise OptionsError("HF501", f"--master-port {port}: expected 1 to 65535")
+    if max_nodes == 1:
+        return (args.master_addr or "127.0.0.1").strip("[]"), port
+    for text in args.training_script_args:
+        if re.search(rf"tcp://.*:{port}\b", text):
+            raise OptionsError(
+                "HF512",
+                f"{text}: with --nnodes {args.nnodes} nobody listens on port {port}, for the store "
+                "moves to another node when one is lost; use init_method=env://, the default",
+            )
+    return None
+
+
+def unused_place(args: argparse.Namespace) -> list[str]:
+    """Return notes on --master-addr and --master-port where there is no static store."""
     return [
-        f"{_flag(name)} is not used: {why}"
-        for name, why in UNUSED.items()
+        f"{_flag(name)} is not used: each epoch has a store on a node that lives; see "
+        f"{name.upper()} in the workers"
+        for name in ("master_addr", "master_port")
         if getattr(args, name) is not None
     ]
 
@@ -322,6 +453,8 @@ def workers_per_node(text: str) -> int:
 def rendezvous_conf(text: str) -> dict[str, str]:
     """Return the settings of `--rdzv-conf`, each of them known and within its range.
 
+    torchelastic's keys are among them; those without effect are in CONF_UNUSED.
+
     Raises:
         OptionsError: HF501, a value of another form.
     """
@@ -330,13 +463,13 @@ def rendezvous_conf(text: str) -> dict[str, str]:
         parse_ports(conf.get("ports"))
     except ValueError as error:
         raise OptionsError("HF501", f"--rdzv-conf {text}: {error}") from error
+    known = (*CONF_NUMBERS, *CONF_TEXTS, *CONF_TORCH, *CONF_UNUSED)
     for key, value in conf.items():
-        if key not in CONF_NUMBERS + CONF_TEXTS:
-            known = ", ".join(CONF_NUMBERS + CONF_TEXTS)
+        if key not in known:
             raise OptionsError(
-                "HF501", f"--rdzv-conf {key}={value}: expected k=v with k of {known}"
+                "HF501", f"--rdzv-conf {key}={value}: expected k=v with k of {', '.join(known)}"
             )
-        if key in CONF_NUMBERS:
+        if key in CONF_NUMBERS + CONF_TORCH or key.endswith("timeout"):
             try:
                 good = float(value) > 0
             except ValueError:
@@ -346,6 +479,23 @@ def rendezvous_conf(text: str) -> dict[str, str]:
                     "HF501", f"--rdzv-conf {key}={value}: expected a positive number"
                 )
     return conf
+
+
+def elastic_of(conf: Mapping[str, str]) -> dict[str, float]:
+    """Return what of `--rdzv-conf` is of job.json's section `elastic`; its own keys go first.
+
+    Torchelastic's keep-alives: an agent is dead after so many intervals (5 s and 3 by default).
+    """
+    found = {"join_timeout_s": float(conf["join_timeout"])} if "join_timeout" in conf else {}
+    if "keep_alive_interval" in conf or "keep_alive_max_attempt" in conf:
+        interval_s = float(conf.get("keep_alive_interval", 5))
+        dead_after_s = interval_s * float(conf.get("keep_alive_max_attempt", 3))
+        found |= {"heartbeat_s": interval_s, "dead_after_s": dead_after_s}
+    found |= {key: float(conf[key]) for key in CONF_NUMBERS if key in conf}
+    for key in ("node_failures", "max_crashes", "max_hangs", "no_progress"):
+        if key in found:
+            found[key] = int(found[key])
+    return found
 
 
 def event_log_handler(name: str | None) -> str:

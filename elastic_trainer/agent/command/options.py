@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,17 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.command.flags import (
-    CONF_NUMBERS,
     CONF_TEXTS,
+    CONF_UNUSED,
+    SCRIPT_GRACE_S,
     OptionsError,
     Streams,
+    elastic_of,
     event_log_handler,
     node_range,
     parse_flags,
     progress_pattern,
     refuse,
     rendezvous_conf,
+    shutdown_timeout_s,
+    signals,
+    static_store,
     streams,
+    unused_place,
+    virtual_devices,
     workers_per_node,
 )
 from elastic_trainer.agent.membership.jobs import slurm_job
@@ -37,7 +45,7 @@ from elastic_trainer.config import (
     TrainConfig,
 )
 from elastic_trainer.ladder import Ladder
-from elastic_trainer.templates import explain, unknown_names
+from elastic_trainer.templates import explain, literal, unknown_names
 from elastic_trainer.zygote import DEFAULT_PRELOAD
 
 IN_JOB_JSON = (
@@ -52,10 +60,13 @@ IN_JOB_JSON = (
     "tee",
     "local_ranks_filter",
     "shutdown_timeout",
+    "signals_to_handle",
+    "master_port",
+    "virtual_local_rank",
+    "numa_binding",
+    "role",
 )
 """Flags that --run-dir excludes."""
-SCRIPT_GRACE_S = 30.0
-"""torchrun's time between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +117,17 @@ class Options:
     """Modules that the zygote imports for a script, separated by commas."""
     stop_grace_s: float = SCRIPT_GRACE_S
     """Between the stop signal and SIGKILL, for a script that takes no requests."""
+    signals: frozenset[str] = field(default_factory=lambda: signals(None))
+    """Names of those that ask for a stop, besides SIGTERM, SIGINT and SIGUSR2."""
+    static_store: tuple[str, int] | None = None
+    """MASTER_ADDR and MASTER_PORT of the one node; None: its address, and any free port."""
+    devices: tuple[str, ...] = ()
+    """By local rank: what CUDA_VISIBLE_DEVICES is for a worker, whose LOCAL_RANK is 0 then; none:
+    workers see all."""
+    numa_binding: str | None = None
+    """torch.numa.binding.AffinityMode: which CPUs near its GPU a worker runs on; None: not said."""
+    line_prefix: str | None = None
+    """Template of what stands before the lines of --tee; None: `[role local_rank]:`."""
     notes: tuple[str, ...] = ()
     """To be reported at the start."""
     code: CodeSection | None = None
@@ -139,7 +161,9 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     ]
     if both:
         listed = ", ".join(both)
-        raise OptionsError("HF501", f"{listed}: job.json in --run-dir says that; leave it out")
+        raise OptionsError(
+            "HF501", f"{listed}: job.json in --run-dir says how to run; leave it out"
+        )
     run_dir = args.run_dir.resolve()
     path = run_dir / "job.json"
     try:
@@ -150,7 +174,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     except (ValueError, KeyError, TypeError) as error:
         raise OptionsError("HF502", f"{path}: {error}; render the job again") from error
     pattern = progress_pattern(args.progress_pattern or config.elastic.progress_pattern)
-    task = _task(args, pattern) if args.training_script else _job_task(args, config, pattern)
+    task = _task(args, pattern, env) if args.training_script else _job_task(args, config, pattern)
     job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
     if not job:
         # One made up here would differ from the other nodes'.
@@ -180,25 +204,30 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
 
 
 def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
-    notes = refuse(args)
+    notes = refuse(args, env)
     low, high = node_range(args.nnodes or "1")
     workers = workers_per_node(args.nproc_per_node or "1")
     conf = rendezvous_conf(args.rdzv_conf or "")
     if args.training_script is None:
         raise OptionsError("HF501", "which script? Give one after the flags, or --run-dir RUN")
+    notes += [
+        f"{key} of --rdzv-conf is not used: {CONF_UNUSED[key]}"
+        for key in conf
+        if key in CONF_UNUSED
+    ]
+    if (store := static_store(args, high)) is None:
+        notes += unused_place(args)
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
-    task = _task(args, pattern)
+    task = _task(args, pattern, env)
     endpoint, run_id = _meeting(args, high)
     record = endpoint / run_id
     if args.standalone or args.rdzv_endpoint is None:
         notes.append(f"the record of this job (events, logs) is in {record}")
-    elastic: dict[str, float] = {key: float(conf[key]) for key in CONF_NUMBERS if key in conf}
-    for key in ("node_failures", "max_crashes", "max_hangs", "no_progress"):
-        if key in elastic:
-            elastic[key] = int(elastic[key])
+    elastic = elastic_of(conf)
     if args.max_restarts is not None:
+        if args.max_restarts < 0:
+            raise OptionsError("HF501", f"--max-restarts {args.max_restarts}: expected 0 or more")
         elastic["max_restarts"] = args.max_restarts
-    grace_s = SCRIPT_GRACE_S if args.shutdown_timeout is None else args.shutdown_timeout
     return Options(
         **_of_both(args, env),
         run_id=run_id,
@@ -219,7 +248,12 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         streams=shown,
         progress_pattern=pattern,
         preload=args.preload or "",
-        stop_grace_s=grace_s,
+        stop_grace_s=shutdown_timeout_s(args, env),
+        signals=signals(args.signals_to_handle),
+        static_store=store,
+        devices=virtual_devices(workers, env) if args.virtual_local_rank else (),
+        numa_binding=args.numa_binding,
+        line_prefix=env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
         notes=tuple(notes),
     )
 
@@ -294,13 +328,28 @@ def _job_task(args: argparse.Namespace, config: TrainConfig, pattern: str | None
     return _checked(command, Path(config.command_dir or "."), pattern, fresh=args.fresh)
 
 
-def _task(args: argparse.Namespace, pattern: str | None) -> Task:
-    """Return what the command line says to run."""
-    if args.no_python and args.module:
+def _task(args: argparse.Namespace, pattern: str | None, env: Mapping[str, str]) -> Task:
+    """Return what the command line says to run; PYTHON_EXEC names the interpreter, as torchrun's.
+
+    Another one than the agent's is started anew for each worker: what is forked has the agent's.
+    """
+    if args.no_python and args.module and not args.run_path:
         raise OptionsError("HF501", "--no-python and --module exclude each other")
     kind = "command" if args.no_python else "module" if args.module else "script"
-    command = Command(kind=kind, target=args.training_script, args=tuple(args.training_script_args))
-    return _checked(command, Path.cwd(), pattern, fresh=args.fresh)
+    if args.run_path:  # torchrun's other flags of this kind have no effect then
+        kind = "script"
+    command = Command(
+        kind=kind, target=args.training_script, args=literal(args.training_script_args)
+    )
+    task = _checked(command, Path.cwd(), pattern, fresh=args.fresh)
+    python = env.get("PYTHON_EXEC")
+    if not python or args.run_path or task.kind not in ("script", "module"):
+        return task
+    if shutil.which(python) == sys.executable:
+        return task
+    words = ("-u", *(("-m",) if kind == "module" else ()), task.target, *task.args)
+    interpreter = Command(kind="command", target=python, args=words)
+    return _checked(interpreter, Path.cwd(), pattern, fresh=args.fresh)
 
 
 def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -> Task:

@@ -52,7 +52,7 @@ def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
     """Return a socket that listens on the first free port of `ports`.
 
     Args:
-        address: numeric, IPv4 or IPv6.
+        address: numeric, IPv4 or IPv6; `::` is all of both.
         ports: tried in turn; `range(1)` lets the system pick.
         first: index in `ports` to begin with; the range is gone through once from there.
 
@@ -63,7 +63,9 @@ def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
     for attempt in range(len(ports)):
         port = ports[(first + attempt) % len(ports)]
         try:
-            return socket.create_server((address, port), family=family, backlog=BACKLOG)
+            return socket.create_server(
+                (address, port), family=family, backlog=BACKLOG, dualstack_ipv6=address == "::"
+            )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise

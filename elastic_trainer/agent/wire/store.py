@@ -7,6 +7,9 @@ from datetime import timedelta
 
 from elastic_trainer.agent.wire.network import listen
 
+EVERYWHERE = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104  as torch's own
+"""All of this machine's addresses."""
+
 
 def parse_ports(text: str | None) -> range:
     """Read `low-high` (both included); None means a port that the system picks.
@@ -29,17 +32,28 @@ def parse_ports(text: str | None) -> range:
 class EpochStore:
     """Hosts one store at a time: fresh for every epoch, so no key of an old one is read.
 
-    It listens on the node's own address only. `open` may be called from another thread
-    than `close`, but not at the same time.
+    It listens on the node's own address only, unless workers know it by another name. `open` may
+    be called from another thread than `close`, but not at the same time.
 
     Args:
         address: numeric address of this node.
         ports: ports to try in turn; `range(1)` lets the system pick.
         timeout_s: how long a client waits for a key.
+        called: name of this machine for `MASTER_ADDR`; the store then listens on all addresses, as
+            torchrun's does. None: the address.
     """
 
-    def __init__(self, address: str, ports: range = range(1), *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        ports: range = range(1),
+        *,
+        timeout_s: float = 300.0,
+        called: str | None = None,
+    ) -> None:
         self._address, self._ports, self._timeout_s = address, ports, timeout_s
+        self._called = called or address
+        self._listens_on = EVERYWHERE if called else address
         self._store: object | None = None
         self._next = 0
 
@@ -67,7 +81,7 @@ class EpochStore:
             use_libuv=True,
             master_listen_fd=listener.detach(),  # the store owns it from here
         )
-        return self._address, port
+        return self._called, port
 
     def close(self) -> None:
         """Stop serving; clients that still wait get an error."""
@@ -75,7 +89,7 @@ class EpochStore:
 
     def _listen(self) -> socket.socket:
         # Another port than last time, so that a worker too late meets nobody.
-        listener = listen(self._address, self._ports, first=self._next)
+        listener = listen(self._listens_on, self._ports, first=self._next)
         if len(self._ports) > 1:
             self._next = self._ports.index(listener.getsockname()[1]) + 1
         return listener

@@ -97,6 +97,9 @@ def _launch(
         "HOLDFAST_ADDRESS": config.me.address,
         "HOLDFAST_HEARTBEAT": heartbeat,
     }
+    if config.devices:
+        env |= {"LOCAL_RANK": 0, "CUDA_VISIBLE_DEVICES": config.devices[worker.local_rank]}
+        env["HOLDFAST_LOCAL_RANK"] = worker.local_rank
     if config.snapshots is not None:
         env |= {"HOLDFAST_SNAPSHOTS": config.snapshots, "HOLDFAST_PEERS": peers}
         env["HOLDFAST_SECRET_DIR"] = config.secret_dir

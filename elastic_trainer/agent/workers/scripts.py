@@ -88,7 +88,7 @@ class Scripts:
         dressed = [self._dressed(launch, formed) for launch in launches]
         if self._follower is not None:
             followed = [
-                Followed(launch.local_rank, std, path, size_of(path))
+                Followed(launch.local_rank, std, path, size_of(path), launch.rank)
                 for launch in dressed
                 for std, path in ((Std.OUT, launch.log), (Std.ERR, launch.error_log))
                 if path is not None

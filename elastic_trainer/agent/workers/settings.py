@@ -83,6 +83,11 @@ class AgentConfig:
     """How long past its ceiling a worker is left to the coordinator, which finds the cause."""
     watch_all: bool = True
     """False: workers may know nothing of heartbeats, so only those that beat are watched."""
+    signals: frozenset[str] = frozenset()
+    """Names of more signals that ask for a stop, as --signals-to-handle has them."""
+    devices: tuple[str, ...] = ()
+    """By local rank: what CUDA_VISIBLE_DEVICES is for a worker, whose LOCAL_RANK is 0 then; none:
+    workers see all."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
     settle_s: float = 0.05

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import IO
 
 from torch.distributed.elastic.multiprocessing import Std
@@ -73,6 +74,7 @@ class Followed:
     path: Path
     offset: int
     """Where this epoch's part begins, in bytes."""
+    rank: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ class LogFollower:
         streams: local rank -> what the console shows of it.
         pattern: regular expression with one group, the step; None: none is looked for.
         role: for the prefixes.
+        prefix: template of a prefix, which may name role_name, rank and local_rank as ${…}; None:
+            torchrun's own.
         out: the console's stdout.
         err: its stderr.
     """
@@ -114,10 +118,12 @@ class LogFollower:
         pattern: str | None,
         *,
         role: str = "default",
+        prefix: str | None = None,
         out: IO[str] | None = None,
         err: IO[str] | None = None,
     ) -> None:
         self._streams, self._role = streams, role
+        self._prefix = Template(prefix or "[${role_name}${local_rank}]:")
         self._pattern = re.compile(pattern) if pattern else None
         self._console = {Std.OUT: out or sys.stdout, Std.ERR: err or sys.stderr}
         self._epochs: list[_Epoch] = []
@@ -220,7 +226,9 @@ class LogFollower:
         if streams is None or std not in streams.console:
             return
         if std in streams.prefix:
-            head = f"[{self._role}{local_rank}]:"
+            head = self._prefix.safe_substitute(
+                role_name=self._role, rank=log.followed.rank, local_rank=local_rank
+            )
             lines = re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text)
             text = "".join(f"{head}{line}" for line in lines)
         console = self._console[std]

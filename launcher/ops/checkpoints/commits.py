@@ -301,7 +301,7 @@ def _commits(run: Path) -> tuple[Commit, ...]:
         state = read_board(board, on_damage=_refuse, heal_s=0.0)
     except (OSError, ValueError) as error:
         raise UserError("HF302", f"the board {board} cannot be read: {error}") from error
-    return state.commits if state else ()
+    return state.kept if state else ()
 
 
 def _refuse(damage: str) -> None:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.utils import macros
+from torch.distributed.run import get_args_parser
 
 from elastic_trainer.agent import node
 from elastic_trainer.agent.command.flags import OptionsError
@@ -27,6 +29,7 @@ from elastic_trainer.ladder import Ladder, Rung
 from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.models import ModelShape
 from elastic_trainer.storage_probe import probe_storage
+from elastic_trainer.templates import fill
 
 
 def job(run_dir: Path) -> TrainConfig:
@@ -153,12 +156,26 @@ def test_a_file_system_without_hard_links_exits_93(
         (["--rdzv-backend", "c10d", "x"], "HF510", "c10d"),
         (["--rdzv-endpoint", "node0:29400", "x"], "HF510", "node0:29400"),
         (["--rdzv-endpoint", "[::1]:29400", "x"], "HF510", "[::1]:29400"),
-        (["--start-method", "fork", "x"], "HF510", "--start-method"),
-        (["--numa_binding", "node", "x"], "HF510", "--numa-binding"),
-        (["--virtual-local-rank", "x"], "HF510", "--virtual-local-rank"),
+        (["--rdzv-endpoint", "localhost", "x"], "HF510", "./jobs"),
+        (["--rdzv-endpoint", "etcd://n0:2379", "x"], "HF510", "etcd://n0:2379"),
+        (["--rdzv-endpoint", "n0:1,n1:2", "x"], "HF510", "n0:1,n1:2"),
+        (["--start-method", "other", "x"], "HF501", "--start-method"),
+        (["--numa_binding", "node", "--no-python", "sh"], "HF513", "--numa-binding node"),
+        (["--master-port", "0", "--no-python", "sh"], "HF501", "--master-port 0"),
+        (["--master-port", "65536", "--no-python", "sh"], "HF501", "--master-port 65536"),
+        (
+            [*HERE, "--nnodes=1:2", "--master-port=29511", "--no-python", "sh", "tcp://h:29511/"],
+            *("HF512", "tcp://h:29511/"),
+        ),
+        ([*HERE, "--rdzv-conf", "join_timeout=-1", "x"], "HF501", "join_timeout=-1"),
+        ([*HERE, "--rdzv-conf", "last_call_timeout=0", "x"], "HF501", "last_call_timeout=0"),
+        ([*HERE, "--rdzv-conf", "keep_alive_interval=x", "x"], "HF501", "keep_alive_interval=x"),
+        (["--max-restarts", "-1", "--no-python", "sh"], "HF501", "--max-restarts -1"),
+        (["--shutdown-timeout", "-1", "--no-python", "sh"], "HF501", "--shutdown-timeout -1"),
         (["--duplicate-stdout-filters", "a,b", "x"], "HF510", "--duplicate-stdout-filters"),
         (["--logs-specs", "x", "x"], "HF510", "--log-dir"),
-        (["--signals-to-handle", "SIGTERM,SIGHUP", "x"], "HF510", "SIGTERM,SIGHUP"),
+        (["--signals-to-handle", "SIGTERM,SIGKILL", "--no-python", "sh"], "HF501", "SIGKILL"),
+        (["--signals-to-handle", "SIGHUB", "--no-python", "sh"], "HF501", "SIGHUB"),
         (["--event-log-handler", "nobodys", "--no-python", "sh"], "HF501", "nobodys"),
         (["--standalone", "--nnodes", "2", "--no-python", "sh"], "HF501", "--nnodes 2"),
         (["--nnodes", "2", "--no-python", "sh"], "HF501", "--rdzv-endpoint"),
@@ -168,7 +185,6 @@ def test_a_file_system_without_hard_links_exits_93(
         (["--local-ranks-filter", "x", "x"], "HF501", "--local-ranks-filter x"),
         (["--progress-pattern", "step", "x"], "HF501", "--progress-pattern step"),
         (["--progress-pattern", "(", "x"], "HF501", "--progress-pattern ("),
-        (["--standalone", "--no-python", "sh", "--dp={dpp}"], "HF511", "{dpp}"),
     ],
 )
 def test_the_users_mistakes_exit_93(
@@ -192,11 +208,123 @@ def test_a_run_needs_a_job_id_and_a_readable_job_json(tmp_path: Path) -> None:
 def test_flags_without_effect_are_told(tmp_path: Path) -> None:
     argv = ["--node-rank", "0", "--master-port", "29500", "--monitor-interval", "5"]
     options = parse([*argv, "--rdzv-endpoint", str(tmp_path), "--no-python", "sh"], {})
-    assert [note.split()[0] for note in options.notes] == [
-        "--monitor-interval",
-        "--node-rank",
-        "--master-port",
-    ]
+    assert [note.split()[0] for note in options.notes] == ["--monitor-interval", "--node-rank"]
+    assert options.static_store == ("127.0.0.1", 29500), "one node: this is where it is"
+    argv += ["--start-method=fork", "--nnodes=1:2", "--master-addr=h", "--logs-specs=default"]
+    conf = "last_call_timeout=1,join_timeout=9,is_host=1,store_type=file,timeout=8"
+    variables = {
+        "TORCHELASTIC_HEALTH_CHECK_PORT": "8080",
+        "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+        "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT": "60",
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "0",
+    }
+    argv += ["--rdzv-conf", conf, "--rdzv-endpoint", str(tmp_path)]
+    options = parse([*argv, "--no-python", "sh", "tcp://h:29501"], variables)
+    assert options.static_store is None
+    assert {note.partition(" is not used: ")[0] for note in options.notes} == {
+        *("--monitor-interval", "--node-rank", "--start-method", "--master-addr", "--master-port"),
+        *(f"{key} of --rdzv-conf" for key in ("last_call_timeout", "is_host", "store_type")),
+        *("timeout of --rdzv-conf", *variables),
+    } - {"TORCH_ELASTIC_WORKER_IDENTICAL"}
+    assert options.elastic.join_timeout_s == 9.0
+
+
+def test_torchelastics_keep_alives_are_heartbeats_of_agents(tmp_path: Path) -> None:
+    argv = ["--rdzv-endpoint", str(tmp_path), "--no-python", "sh"]
+    conf = "keep_alive_interval=2,keep_alive_max_attempt=4"
+    elastic = parse(["--rdzv-conf", conf, *argv], {}).elastic
+    assert (elastic.heartbeat_s, elastic.dead_after_s) == (2.0, 8.0)
+    elastic = parse(["--rdzv-conf", "keep_alive_max_attempt=4", *argv], {}).elastic
+    assert (elastic.heartbeat_s, elastic.dead_after_s) == (5.0, 20.0)
+    elastic = parse(["--rdzv-conf", f"{conf},dead_after_s=3", *argv], {}).elastic
+    assert (elastic.heartbeat_s, elastic.dead_after_s) == (2.0, 3.0)
+
+
+def test_signals_and_the_time_to_shut_down_are_those_of_torchrun(tmp_path: Path) -> None:
+    argv = ["--rdzv-endpoint", str(tmp_path), "--no-python", "sh"]
+    options = parse(argv, {})
+    assert options.signals == {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}
+    assert options.stop_grace_s == 30.0
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}
+    options = parse(["--signals-to-handle", "SIGTERM, SIGUSR1", *argv], env)
+    assert options.signals == {"SIGTERM", "SIGUSR1"}
+    assert options.stop_grace_s == 7.0
+    assert parse(["--shutdown-timeout", "0", *argv], env).stop_grace_s == 0.0
+    for text in ("-1", "x"):
+        with pytest.raises(OptionsError, match=rf"HF501 TORCH_ELASTIC_SHUTDOWN_TIMEOUT {text}"):
+            parse(argv, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": text})
+
+
+def test_virtual_local_ranks_have_a_device_each(tmp_path: Path) -> None:
+    argv = ["--rdzv-endpoint", str(tmp_path), "--nproc-per-node=2", "--virtual-local-rank"]
+    argv += ["--no-python", "sh"]
+    assert parse(argv, {}).devices == ("0", "1")
+    assert parse(argv, {"CUDA_VISIBLE_DEVICES": "GPU-1, 7,3"}).devices == ("GPU-1", "7")
+    with pytest.raises(OptionsError, match=r"HF501 .*CUDA_VISIBLE_DEVICES=7 .*--nproc-per-node 2"):
+        parse(argv, {"CUDA_VISIBLE_DEVICES": "7"})
+
+
+def test_another_interpreter_is_started_for_each_worker(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    argv = ["--rdzv-endpoint", str(tmp_path)]
+    script, python = str(tmp_path / "train.py"), str(tmp_path / "python")
+    Path(python).symlink_to("/bin/sh")
+    task = parse([*argv, script, "-x"], {"PYTHON_EXEC": python}).task
+    assert (task.kind, task.target, task.args) == ("command", python, ("-u", script, "-x"))
+    task = parse([*argv, "-m", "pkg", "-x"], {"PYTHON_EXEC": python}).task
+    assert (task.kind, task.target, task.args) == ("command", python, ("-u", "-m", "pkg", "-x"))
+    for others, env in (
+        (["--run-path", "--no-python"], {"PYTHON_EXEC": python}),  # as torchrun: it goes first
+        ([], {"PYTHON_EXEC": sys.executable}),
+    ):
+        task = parse([*argv, *others, script], env).task
+        assert (task.kind, task.target) == ("script", script)
+    with pytest.raises(OptionsError, match=r"HF503 .*nowhere/python"):
+        parse([*argv, script], {"PYTHON_EXEC": "nowhere/python"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a", "--", "b"],
+        ["--", "a"],
+        ["--"],
+        ["--", "--"],
+        ["a", "--", "--", "b", "--", "c"],
+        ["--flag=-- ", "-- "],
+        ["", "a", ""],
+        ["--nnodes", "3", "--standalone", "-m", "-t3"],
+        ["--job", "x", "--fresh", "--run-dir", "x", "--node", "n"],
+        ["--p", "1", "--f", "--h", "5", "--re", "1"],  # what ours and others of them begin with
+        ["-h", "--help"],
+        ["é\nx", "@file", "a=b", "-"],
+        ["{b} {{b}} ${b} ${{b}}", '{"a": {"b": 1}}'],
+        ["$$", "$${local_rank}", "$local_rank", "${local_rank}}", "$local_ranks"],
+    ],
+)
+def test_a_scripts_arguments_are_what_torchrun_makes_of_them(
+    tmp_path: Path, words: list[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    for before in (["--nnodes=1"], ["--nnodes=1", "--"], ["--stand"]):
+        try:
+            theirs = get_args_parser().parse_args([*before, script, *words])
+        except SystemExit:  # Python 3.11: a word that may begin two of its options
+            given = words
+        else:
+            assert theirs.training_script == script or before[-1] == "--"
+            given = theirs.training_script_args
+        if before[-1] == "--" and words[:1] == ["--"]:
+            given = words
+        ours = parse(["--rdzv-endpoint", str(tmp_path), *before, script, *words], {}).task
+        filled = fill(ours.args, {}, local_rank=1)
+        assert list(filled) == macros.substitute(given, "1"), before
+
+
+def test_names_of_ours_are_filled_and_doubled_are_text(tmp_path: Path) -> None:
+    argv = ["--rdzv-endpoint", str(tmp_path), "--no-python", "sh", "{dp}{b}", "{{dp}}{{b}}"]
+    assert fill(parse(argv, {}).task.args, {"dp": 4}) == ("4{b}", "{dp}{{b}}")
 
 
 def test_one_machine_needs_no_endpoint_and_each_job_is_one_of_its_own(

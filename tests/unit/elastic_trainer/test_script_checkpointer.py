@@ -74,7 +74,7 @@ def test_the_clock_of_saves_goes_on_from_when_the_agent_began(tmp_path, ago_s, d
     state = checkpointer(tmp_path, HOLDFAST_SINCE=str(time.monotonic() - ago_s))
     state.load(model, (torch.optim.AdamW(model.parameters()),), {}, per_rank={}, sharding=None)
     update(FileBoard(tmp_path / "board"), lambda b: dataclasses.replace(b, commits=(old,)))
-    assert bool(state.agree(2, Request.NONE).requests) == due
+    assert bool(state.agree(2, Request.NONE)[0].requests) == due
     state.close()
 
 
@@ -98,6 +98,8 @@ def test_what_came_from_memory_is_on_storage_only_if_it_was_committed(
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
 def test_a_script_may_name_any_back_end(backend, monkeypatch):
+    if backend is None and dist.is_nccl_available():
+        pytest.skip("a build of torch for CUDA takes NCCL, which wants a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     dist.destroy_process_group()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

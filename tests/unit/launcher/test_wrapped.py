@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.utils import macros
+from torch.distributed.run import get_args_parser
 
 from elastic_trainer.templates import fill
 from launcher.cli.main import run_cli
@@ -51,6 +53,41 @@ def wrap_script(text):
 
 ENV = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "My_Job", "SLURM_JOB_NUM_NODES": "4"}
 SRUN = ("srun", "--cpus-per-task=8", "torchrun", "--nnodes=4", "--nproc-per-node=8")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("a.py", "a", "--", "b"),
+        ("a.py", "--", "a"),
+        ("--", "a.py", "--", "a"),
+        ("a.py", "", "{b} {{b}} ${b}", '{"a": {"b": 1}}', "{dp}"),
+        ("a.py", "$$HOME", "$${local_rank}", "$local_rank", "é\nx"),
+    ],
+)
+def test_arguments_are_what_torchrun_makes_of_them(words, monkeypatch):
+    taken = []
+    monkeypatch.setattr("launcher.cli.batch._agents", lambda argv, *_: taken.append(argv) or "")
+    for first in (["batch", "--"], ["batch"], ["batch", "--no-requeue", "--signal=USR1@600", "--"]):
+        assert run_cli([*first, *SRUN, *words]) == 0
+    assert taken == [(*SRUN, *words)] * 3
+    theirs = get_args_parser().parse_args(words)
+    spec = load_spec(job_of(launch_of((*SRUN, *words), ENV), ENV))
+    script, *args = spec.command
+    values = {"dp": "{dp}"}
+    assert script == theirs.training_script == "a.py"
+    assert [*fill(args, values, local_rank=1)] == macros.substitute(
+        theirs.training_script_args, "1"
+    )
+
+
+def test_an_agent_is_given_all_words(monkeypatch):
+    started = []
+    monkeypatch.setattr("os.execv", lambda _program, argv: started.append(argv))
+    for words in (["a.py", "a", "--", "b"], ["--", "a.py", "--"], ["--help"], ["", "--node", "é"]):
+        assert run_cli(["agent", *words]) == 0
+        assert started[-1][-len(words) :] == words
+        assert started[-1][-len(words) - 1] == "elastic_trainer.agent"
 
 
 def test_a_script_changes_in_its_options_and_its_srun():
