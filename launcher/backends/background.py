@@ -251,6 +251,11 @@ def _status(run_dir: Path) -> JobStatus:
         return JobStatus(
             state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"
         )
+    if any((run_dir / "attempts").glob("[a-z]*-*.*/begin.json")):
+        # A wrapped job's pods: the launcher has not submitted it, and its record says how it goes.
+        pods = f"kubectl get pods -l training.kubeflow.org/job-name={run_dir.name}"
+        words = f"pods run it, or have run it: {pods}"
+        return JobStatus(state=JobState.UNKNOWN, reason="run by pods", words=words)
     return JobStatus(state=JobState.UNKNOWN, reason="never started", words="it was never started")
 
 

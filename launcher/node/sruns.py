@@ -16,14 +16,15 @@ TOTAL_GPUS: Final = "SLURM_GPUS"
 _ASKS_FOR_GPUS: Final = re.compile(r"--(gpus-per-\w+|gres|tres-per-\w+)(=.*)?")
 _REFUSED: Final = re.compile(
     r"mutually exclusive|invalid|unrecogni[sz]ed|ambiguous|excluded list|job not submitted"
-    r"|not available|not permitted|than permitted|pyxis: (?!importing|imported|creating|starting)",
+    r"|not available|not permitted|than permitted",
     re.IGNORECASE,
 )
 """What Slurm says of an srun that no try would change (src/common/slurm_errno.c, opt.c)."""
 _PASSING: Final = re.compile(
     r"timed? ?out|tempora|unable to con|communication|connection|busy|node fail|failure on"
     r"|aborting|zero bytes|configuring|prolog|completing|invalid job id|drained|requeue|cancelled"
-    r"|credential|expired|retry|no route|unreachable|not responding|slurmctld",
+    r"|credential|expired|retry|no route|unreachable|not responding|slurmctld"
+    r"|error code: (429|5..)",
     re.IGNORECASE,
 )
 """What it says when nodes or the controller are away, or the job ends."""

@@ -402,6 +402,12 @@ def test_the_job_of_an_srun_is_legal_and_its_script_starts_agents(tmp_path):
     assert text.endswith('return "$hf_code"\n')
 
 
+def test_braces_in_arguments_are_text_unless_they_name_something_of_ours():
+    words = ("{b}", "{dp}x", '{"a": 1}', "a={lr:.2f} ${X}")
+    command = load_spec(job_of(launch_of((*SRUN, "a.py", *words), ENV), ENV)).command
+    assert fill(command, {"dp": 4}, local_rank=0) == ("a.py", "{b}", "4x", *words[2:])
+
+
 def test_a_second_srun_of_a_start_ends_the_job_instead_of_being_left_out(tmp_path):
     python, agents, batch = tmp_path / "python", tmp_path / "agents.sh", tmp_path / "batch"
     python.write_text("#!/bin/sh\nexit 0\n")
@@ -477,3 +483,20 @@ def test_a_run_is_made_once_for_all_starts_of_a_job(tmp_path, capsys, monkeypatc
     monkeypatch.delenv("SLURM_JOB_ID")
     assert run_cli(["batch", "--", *SRUN, "a.py"]) == 93
     assert "HF673" in capsys.readouterr().err
+
+
+def test_a_run_of_pods_was_started_although_nobody_submitted_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 0
+    run = tmp_path / "runs" / "my-job-7"
+    (run / "agents.sh").unlink()
+    begun = run / "attempts" / "my-job-1.0" / "begin.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text('{"t_unix": 1.0, "step": -1}')
+    capsys.readouterr()
+    run_cli(["status", str(run), "--json"])
+    platform = json.loads(capsys.readouterr().out)["platform"]
+    assert platform["reason"] == "run by pods"
+    assert "job-name=my-job-7" in platform["words"]
