@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests and runs start hundreds of processes. Each would compile all of our modules anew where the
 # environment forbids to keep what was compiled.
 export PYTHONDONTWRITEBYTECODE :=
-.PHONY: demo test test-pythons test-torches lint fresh bench chaos exhaustive gpu gpu-shim exactness docs format wheel clean
+.PHONY: demo test test-pythons test-torches lint fresh bench chaos exhaustive gpu gpu-shim exactness torchrun docs format wheel clean
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
@@ -86,6 +86,10 @@ gpu-shim: .venv/ready
 exactness: .venv/ready
 	$(PY) tests/cluster/exactness.py > docs/exactness.tmp
 	mv docs/exactness.tmp docs/exactness.md
+
+# Runs torchrun and holdfast agent with the same command lines: three minutes.
+torchrun: .venv/ready
+	$(PY) tests/cluster/conformance.py
 
 docs: .venv/ready
 	$(PY) -m launcher.cli.docs > docs/cli.md

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -328,6 +329,46 @@ def test_a_script_without_progress_hangs_and_one_that_never_showed_any_does_not(
     hung = agents.events("worker.hung")
     assert [(e["epoch"], e["section"]) for e in hung] == [(1, "step")]
     assert [e["epoch"] for e in agents.events("epoch.formed")] == [1, 2]
+
+
+FAILS_ONCE = """
+import os, sys, torch, torch.distributed as dist
+from pathlib import Path
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=sys.argv[1], world_size=world, rank=rank)
+total = torch.ones(1)
+dist.all_reduce(total)
+mark = Path(sys.argv[2])
+if rank == 0 and not mark.exists():
+    mark.touch()
+    sys.exit(5)
+dist.barrier()
+print(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], total.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_meets_at_the_port_of_the_command_line_again_after_a_restart(tmp_path):
+    (tmp_path / "script.py").write_text(FAILS_ONCE)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        argv = [*HOLDFAST, "agent", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+        argv += ["--master-addr=localhost", f"--master-port={port}", "script.py"]
+        argv += [f"tcp://127.0.0.1:{port}", str(tmp_path / "mark")]
+
+        def run():
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+            return subprocess.run(
+                argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+            )
+
+        refused = run()
+        assert refused.returncode == 93, refused.stderr
+        assert f"HF512 --master-port {port}" in refused.stderr
+        assert not (tmp_path / "mark").exists()
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"localhost {port} 2.0"] * 2
 
 
 def test_arguments_follow_the_rung(tmp_path):

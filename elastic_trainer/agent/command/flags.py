@@ -77,6 +77,12 @@ UNUSED_VARIABLES: Final[Mapping[str, str]] = {
     "TORCH_ELASTIC_WORKER_IDENTICAL": "ranks need no exchange between the agents",
 }
 """Variable that torchrun reads, without effect here -> why (PyTorch 2.13)."""
+UNUSED_IN_RUNS: Final[Mapping[str, str]] = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "elastic.stop_grace_s of the job is what counts",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "the output is in logs of each rank",
+    "PYTHON_EXEC": "workers run the interpreter of the agent",
+}
+"""The same for those that have an effect without --run-dir."""
 CHANGED: Final[Mapping[str, str]] = {
     "nproc_per_node": "Workers per node: a number, gpu, cpu or auto.",
     "rdzv_backend": "holdfast, or left out.",
@@ -273,10 +279,17 @@ def refuse(args: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
             "--standalone",
         )
     unused = {_flag(name): why for name, why in UNUSED.items() if getattr(args, name) is not None}
-    unused |= {
-        name: why for name, why in UNUSED_VARIABLES.items() if env.get(name) not in (None, "", "0")
-    }
-    return [f"{name} is not used: {why}" for name, why in unused.items()]
+    return [f"{name} is not used: {why}" for name, why in unused.items()] + unused_variables(env)
+
+
+def unused_variables(env: Mapping[str, str], *, of_run: bool = False) -> list[str]:
+    """Return notes on variables that torchrun would obey, and this agent does not."""
+    unused = UNUSED_VARIABLES if not of_run else {**UNUSED_VARIABLES, **UNUSED_IN_RUNS}
+    return [
+        f"{name} is not used: {why}"
+        for name, why in unused.items()
+        if env.get(name) not in (None, "", "0")
+    ]
 
 
 def signals(text: str | None) -> frozenset[str]:

@@ -30,6 +30,7 @@ from elastic_trainer.agent.command.flags import (
     static_store,
     streams,
     unused_place,
+    unused_variables,
     virtual_devices,
     workers_per_node,
 )
@@ -199,6 +200,7 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         progress_pattern=pattern,
         preload=args.preload or config.elastic.preload or "",
         stop_grace_s=config.elastic.stop_grace_s,
+        notes=tuple(unused_variables(env, of_run=True)),
         code=config.code,
     )
 

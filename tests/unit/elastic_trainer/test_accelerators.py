@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.accelerators import Gpu, answering, ask, healthy, local_cpus, seen
+from elastic_trainer.agent.accelerators import (
+    Gpu,
+    answering,
+    ask,
+    healthy,
+    local_cpus,
+    numa_cpus,
+    seen,
+)
 from elastic_trainer.cpu_list import cpu_list, parse_cpus
 
 
@@ -138,3 +147,42 @@ def test_a_list_of_cpus_says_the_set(cpus):
 def test_lists_are_the_kernels(text, cpus):
     assert parse_cpus(text) == cpus
     assert cpu_list(cpus) == text.strip()
+
+
+TWO_GPUS = """
+import atexit, torch, torch.numa.binding as binding
+torch.cuda.device_count = lambda: 2  # of a machine of one NUMA node
+binding._get_numa_node_index_for_gpu_index = lambda gpu_index: [0, 0][gpu_index]
+"""
+
+
+@pytest.mark.parametrize("mode", ["node", "socket", "exclusive", "core-complex"])
+def test_workers_are_bound_as_pytorch_binds_them(mode, tmp_path, monkeypatch):
+    from torch.numa import binding
+
+    (tmp_path / "sitecustomize.py").write_text(TWO_GPUS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(
+        binding, "_get_numa_node_index_for_gpu_index", lambda gpu_index: [0, 0][gpu_index]
+    )
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    bound = []
+    for index in range(2):
+        try:
+            bound.append(
+                binding._get_logical_cpus_to_bind_to(gpu_index=index, numa_options=options)
+            )
+        except (RuntimeError, OSError) as error:  # a machine with fewer cores, or without sysfs
+            with pytest.raises(ValueError, match=type(error).__name__):
+                numa_cpus(mode, 2)
+            return
+    assert numa_cpus(mode, 2) == bound
+    assert all(cpus <= os.sched_getaffinity(0) for cpus in bound)
+
+
+def test_without_a_gpu_there_is_nothing_to_bind_to():
+    with pytest.raises(ValueError, match=r"NVIDIA|CUDA"):
+        numa_cpus("node", 1)
+    with pytest.raises(ValueError, match="no-such-python"):
+        numa_cpus("node", 1, python="no-such-python")

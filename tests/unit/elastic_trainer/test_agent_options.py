@@ -68,7 +68,19 @@ def test_a_run_directory_says_everything(tmp_path: Path) -> None:
     assert options.elastic.hang_ceiling_s == 7.0
     assert options.network.ports == "29400-29409"
     assert (options.run_dir, options.board_dir) == (tmp_path, tmp_path / "board")
+    assert options.notes == ()
     assert (options.task.kind, options.task.target) == ("main", "elastic_trainer.train")
+
+
+def test_a_run_says_what_of_torchruns_it_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(job(tmp_path).to_json())
+    argv = ["--run-dir", str(tmp_path), "--job", "j"]
+    variables = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHON_EXEC", "TORCHELASTIC_HEALTH_CHECK_PORT")
+    notes = parse(argv, dict.fromkeys(variables, "9")).notes
+    assert {note.partition(" is not used: ")[0] for note in notes} == {*variables}
+    for flag in ("--virtual-local-rank", "--numa-binding=node", "--signals-to-handle=SIGHUP"):
+        with pytest.raises(OptionsError, match="HF501"):
+            parse([*argv, flag], {})
 
 
 @pytest.mark.parametrize(

@@ -91,3 +91,19 @@ def test_the_base_environment_keeps_what_the_user_set() -> None:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "TORCH_FR_BUFFER_SIZE": "512",
     }
+
+
+def test_a_store_of_the_users_place_is_reached_by_all_names_and_at_the_same_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    store = EpochStore("127.0.0.8", range(port, port + 1), called="some-name")
+    try:
+        for epoch in (1, 2):
+            assert store.open(epoch) == ("some-name", port)
+            for name in ("127.0.0.1", "localhost", "127.0.0.8", socket.gethostname()):
+                client = TCPStore(name, port, is_master=False, timeout=WAIT)
+                assert client.add(f"{epoch}", 1) > 0
+                assert not client.check([f"{epoch - 1}"])
+                del client
+    finally:
+        store.close()

@@ -123,3 +123,15 @@ def test_a_log_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path
 
 def test_a_follower_that_followed_nothing_closes() -> None:
     LogFollower({}, None).close()
+
+
+def test_prefixes_are_made_of_the_users_template(tmp_path: Path) -> None:
+    out = io.StringIO()
+    prefix = "${role_name} ${rank}/${local_rank} ${other} $$ "
+    streams = {1: Streams(console=Std.OUT, prefix=Std.OUT)}
+    follower = LogFollower(streams, None, role="r", prefix=prefix, out=out)
+    follower.follow(1, [Followed(1, Std.OUT, tmp_path / "log", 0, rank=5)])
+    append(tmp_path / "log", "a\nb\n")
+    t.until(lambda: out.getvalue().count("\n") == 2, "not shown")
+    follower.close()
+    assert out.getvalue() == "r 5/1 ${other} $ a\nr 5/1 ${other} $ b\n"
