@@ -9,6 +9,7 @@ Tested with transformers 5.23 and accelerate 1.15. Without an agent the callback
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -320,6 +321,9 @@ def _refuse_what_is_not_covered(trainer: Trainer) -> None:
         "steps_per_generation: a rank's samples are generated for a fixed number of ranks": (
             hasattr(args, "steps_per_generation")
         ),
+        "dataloader_drop_last=True: an epoch has another number of steps": (
+            args.dataloader_drop_last and _steps_differ(args, data, ranks, full)
+        ),
         f"split_batches=True: a batch of {batch} cannot be divided": (
             args.accelerator_config.split_batches and batch % ranks != 0
         ),
@@ -330,6 +334,18 @@ def _refuse_what_is_not_covered(trainer: Trainer) -> None:
                 f"HF535 {ranks} of {full} ranks would train otherwise than {full}, by {reason}. "
                 "Change that, or keep the number of nodes fixed"
             )
+
+
+def _steps_differ(args: TrainingArguments, data: Any, ranks: int, full: int) -> bool:
+    """Whether what is dropped at the end of an epoch makes it shorter or longer on fewer ranks."""
+    given = given_count(args.gradient_accumulation_steps)
+    if not isinstance(data, Sized) or given * full % ranks:
+        return False
+    batches = len(data) // args.train_batch_size
+    now, always = (
+        math.ceil(batches // num_ranks / (given * full // num_ranks)) for num_ranks in (ranks, full)
+    )
+    return now != always
 
 
 def _check_accumulation(args: TrainingArguments) -> None:

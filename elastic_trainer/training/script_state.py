@@ -28,6 +28,8 @@ _LENGTH_BYTES: Final = 8
 _GROWTH: Final = 4
 """The state of objects may grow so many times within an epoch: the size of an image is fixed."""
 _GRAIN: Final = 4096
+_COUNT_BYTES: Final = 16
+"""Room for a number that an optimizer may keep for each parameter from its first step on."""
 
 
 class ScriptState(TrainingState):
@@ -99,6 +101,8 @@ class ScriptState(TrainingState):
         if OBJECTS in self._found:
             said = _decoded(self._found[OBJECTS])
             _give("param_groups", self._set_groups, said["param_groups"])
+            for optimizer, kept in zip(self._optimizers, said.get("state", ()), strict=False):
+                _set_counts(optimizer, kept)
             _hand_out(self._objects, said["objects"], step)
         elif self._objects:
             _hand_out(self._objects, {}, step)
@@ -119,7 +123,8 @@ class ScriptState(TrainingState):
             ApiError: HF534, it is none that can be read without running code.
         """
         mine = _encoded(_state_dicts(self._per_rank)) if self._per_rank else b""
-        return len(_encoded(self._said())), len(mine)
+        params = sum(len(g["params"]) for each in self._optimizers for g in each.param_groups)
+        return len(_encoded(self._said())) + _COUNT_BYTES * params, len(mine)
 
     def reserve(self, objects: int, per_rank: int) -> None:
         """Make room for states that grow from the sizes given, in bytes: until the next epoch."""
@@ -132,7 +137,8 @@ class ScriptState(TrainingState):
             [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
             for each in self._optimizers
         ]
-        return {"param_groups": groups, "objects": _state_dicts(self._objects)}
+        counts = [_counts(each) for each in self._optimizers]
+        return {"param_groups": groups, "state": counts, "objects": _state_dicts(self._objects)}
 
     def _set_groups(self, kept: list[list[dict[str, Any]]]) -> None:
         for optimizer, groups in zip(self._optimizers, kept, strict=True):
@@ -185,6 +191,25 @@ class ScriptState(TrainingState):
             return value
         mesh, placements = placed
         return DTensor.from_local(value.detach(), mesh, list(placements), run_check=False)
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """Return what an optimizer keeps that is no tensor, as Adafactor its steps, by parameter.
+
+    One that keeps none for its first parameter keeps none: this is asked after each step.
+    """
+    first: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
+    keys = [key for key, value in first.items() if isinstance(value, int | float | str)]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {key: [optimizer.state.get(p, {}).get(key) for p in params] for key in keys}
+
+
+def _set_counts(optimizer: torch.optim.Optimizer, kept: Mapping[str, list[Any]]) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for key, values in kept.items():
+        for param, value in zip(params, values, strict=True):
+            if value is not None:
+                optimizer.state[param][key] = value
 
 
 def _parameter_of(name: str) -> str:

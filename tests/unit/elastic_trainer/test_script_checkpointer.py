@@ -18,6 +18,7 @@ from elastic_trainer.checkpoint.memory_restore import Restored
 from elastic_trainer.events import Event
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.ladder import Ladder
+from elastic_trainer.progress import ApiError
 from elastic_trainer.training.script_checkpointer import ScriptCheckpointer, device_of
 
 
@@ -31,7 +32,7 @@ def _alone(tmp_path):
         signal.signal(number, handler)
 
 
-def checkpointer(root, **more):
+def checkpointer(root, *, training=None, before=None, **more):
     (rung,) = Ladder.data_parallel(max_nodes=1, min_nodes=1, workers=1).rungs
     env = {
         "HOLDFAST_RECORD_DIR": str(root),
@@ -47,7 +48,7 @@ def checkpointer(root, **more):
         "MASTER_PORT": "1",
         **more,
     }
-    return ScriptCheckpointer(env, {"every_s": 50.0})
+    return ScriptCheckpointer(env, {"every_s": 50.0}, training=training, before=before)
 
 
 def test_every_part_of_a_recovery_is_on_record_once(tmp_path):
@@ -113,3 +114,47 @@ def test_a_script_with_nccl_computes_on_its_gpu(backend, monkeypatch):
     assert device_of(told, 1) == torch.device("cpu")  # torch's build for CUDA, no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_of(told, 1) == torch.device("cuda:1")
+
+
+def begun(session, value, *, kept=None):
+    """Restore into a model that is all `value`; return it and the step."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    optimizers = (torch.optim.AdamW(model.parameters()),)
+    return model, session.load(model, optimizers, kept or {}, per_rank={}, sharding=None)
+
+
+def test_each_training_of_a_process_has_its_own_state(tmp_path):
+    """The second begins with what the script gives it, and a restart finds either."""
+    first = checkpointer(tmp_path)
+    model, step = begun(first, 1.0)
+    assert step == 0
+    assert first.finish(first.base + 10)
+    first.close()
+    second = checkpointer(tmp_path, before=first)
+    model, step = begun(second, 2.0)
+    assert (step, second.base, model.weight[0, 0].item()) == (0, 10, 2.0)
+    assert second.save(second.base + 4, wait=True)
+    second.close()
+
+    first = checkpointer(tmp_path)
+    model, step = begun(first, 0.0)
+    assert (step, first.finished, model.weight[0, 0].item()) == (10, True, 1.0)
+    first.close()
+    second = checkpointer(tmp_path, before=first)
+    model, step = begun(second, 0.0)
+    assert (step, second.finished, model.weight[0, 0].item()) == (4, False, 2.0)
+    second.close()
+
+
+def test_a_training_whose_end_is_not_kept_is_not_taken_for_finished(tmp_path):
+    first = checkpointer(tmp_path, training="sft")
+    begun(first, 1.0)
+    assert first.save(7, wait=True)
+    first.close()
+    with pytest.raises(ApiError, match="HF538"):
+        begun(checkpointer(tmp_path, training="dpo"), 2.0)
+    again = checkpointer(tmp_path, training="sft")
+    assert begun(again, 0.0)[1] == 7
+    assert not again.finished
+    again.close()

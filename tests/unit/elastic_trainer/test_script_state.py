@@ -158,3 +158,35 @@ def test_plain_parts_are_kept_as_what_they_are_a_part_of(tmp_path):
     assert again.load(sharding=sharding) == 1
     assert again.everything() == script.everything()
     again.state.close()
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its steps as plain numbers, as Adafactor of transformers does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("square", torch.zeros_like(param))
+                state["step"] = state.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_in_plain_numbers_is_kept(tmp_path):
+    scripts = [Script(tmp_path), Script(tmp_path)]
+    for script in scripts:
+        script.optimizers = tuple(
+            Counting(part.parameters(), lr=0.1, momentum=0.9) for part in script.model
+        )
+        script.objects = {}
+    before, after = scripts
+    before.load()
+    for _ in range(3):
+        before.model(torch.ones(3, 4)).square().sum().backward()
+        for optimizer in before.optimizers:
+            optimizer.step()
+    assert before.state.save(3, wait=True)
+    before.state.close()
+    assert after.load() == 3
+    counts = [state["step"] for each in after.optimizers for state in each.state.values()]
+    assert counts == [3, 3, 3, 3]

@@ -26,9 +26,8 @@ def _half_of_the_ranks(monkeypatch):
 def trainer_of(folder, *, callbacks=None, **options):
     sizes = torch.randint(4, 30, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     rows = [{"input_ids": torch.ones(size, dtype=torch.int64)} for size in sizes]
-    arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=2, **options
-    )
+    options = {"per_device_train_batch_size": 2, **options}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **options)
     return Trainer(
         model=LlamaForCausalLM(LlamaConfig(**SMALL)), args=arguments, train_dataset=rows,
         callbacks=[HoldfastCallback()] if callbacks is None else callbacks,
@@ -66,11 +65,21 @@ def test_a_callback_that_comes_too_late_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"average_tokens_across_devices": False}],
+    [
+        {"average_tokens_across_devices": False},
+        # 13 batches: of two ranks 6 steps, of one that accumulates two of them 7
+        {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
+    ],
 )
-def test_what_weighs_samples_by_the_ranks_is_refused_on_fewer(options, tmp_path, monkeypatch):
+def test_what_trains_otherwise_on_fewer_ranks_is_refused(options, tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_RECORD_DIR", str(tmp_path))
     with pytest.raises(ApiError, match="HF535"):
         trainer_of(tmp_path, **options)
     monkeypatch.setenv("HOLDFAST_FULL_WORLD_SIZE", "1")
     trainer_of(tmp_path, **options)
+
+
+def test_an_epoch_that_drops_as_much_on_fewer_ranks_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_RECORD_DIR", str(tmp_path))
+    trainer = trainer_of(tmp_path, dataloader_drop_last=True)
+    assert trainer.args.gradient_accumulation_steps == 2
