@@ -45,6 +45,7 @@ EVENTS: Final[dict[str, str]] = {
         "A machine that was lost again takes no part for a while. member, host, seconds, losses"
     ),
     "member.refused": "A node may not take part. member, host, reason",
+    "member.differs": "A node has otherwise what may differ. member, host, reason",
     "member.waiting": "A pod waits for the end of the one whose name it has. member, host, reason",
     "member.readmitted": "The operator readmitted an excluded machine. member, host, reason",
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",

@@ -246,6 +246,14 @@ CODES: Final[dict[str, Code]] = {
     "HF521": Code(
         "The run's board is elsewhere, or --board is not an address.", "Name the board it has."
     ),
+    "HF527": Code(
+        "Agents of one job differ in what they must have in common, as workers per node.",
+        "Start all with the same flags and the same version.",
+    ),
+    "HF528": Code(
+        "Agents of one job differ in what may differ, as a script's arguments; they train.",
+        "Make them equal if that is not meant.",
+    ),
     # The API for one's own loop.
     "HF530": Code("api.start() without a process group.", "Call init_process_group() first."),
     "HF531": Code("A script's state could not be kept.", "See checkpoint.failed in the events."),

@@ -22,6 +22,7 @@ import json
 import os
 import select
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -49,6 +50,7 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     ShowWorkers,
     StopAsked,
+    Warned,
     WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
@@ -267,10 +269,7 @@ class HoldfastAgent(ElasticAgent):
             case EpochFormed():
                 self._form(notice)
             case EpochAborted():
-                if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
-                    if notice.stacks:
-                        self._reporter.dump_stacks(self._epoch)
-                    self._kill_workers(notice.reason)
+                self._abort(notice)
             case ShowWorkers():
                 if self._epoch is not None and notice.epoch == self._epoch.formed.epoch:
                     self._reporter.show(self._epoch, stalled=False)
@@ -281,6 +280,14 @@ class HoldfastAgent(ElasticAgent):
                     self._forgive(self._epoch)
             case JobStopped():
                 self._stop(notice)
+            case Warned(text=text):
+                sys.stderr.write(f"holdfast agent: {text}\n")
+
+    def _abort(self, notice: EpochAborted) -> None:
+        if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
+            if notice.stacks:
+                self._reporter.dump_stacks(self._epoch)
+            self._kill_workers(notice.reason)
 
     def _stop(self, notice: JobStopped) -> None:
         self._stopped = notice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, numa_cpus, seen
@@ -22,6 +24,7 @@ from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.terms import layout_terms
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
@@ -251,6 +254,7 @@ def _join(
                 **dataclasses.asdict(options.elastic),
                 workers=workers,
                 ladder=options.ladder,
+                terms=_terms(options),
             ),
             node=options.node,
             host=options.host,
@@ -270,6 +274,32 @@ def _join(
         notify=waker.wake,
         crashed=die,
     )
+
+
+def _terms(options: Options) -> dict[str, str]:
+    """Return what this node's agent has to have in common with the others, in words for people."""
+    task, elastic = options.task, options.elastic
+    fields = dataclasses.fields(elastic)
+    values = ((each, getattr(elastic, each.name)) for each in fields)
+    changed = (f"{each.name}={value}" for each, value in values if value != each.default)
+    return {
+        "agent": "holdfast",
+        "workers per node": str(options.workers),
+        **layout_terms(options.ladder),
+        "holdfast": _version("holdfast"),
+        "torch": _version("torch"),
+        "script": task.target,
+        "arguments": shlex.join(task.args),
+        "elastic settings": " ".join(changed),
+    }
+
+
+def _version(distribution: str) -> str:
+    """Return which version is installed; of what runs from a folder, as sources, nobody knows."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _scripts(options: Options, log: EventLog) -> Scripts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,10 +39,12 @@ from elastic_trainer.agent.membership.notices import (
     Member,
     Notice,
     Report,
+    Warned,
     WorkersEnded,
     WorkersFailed,
     WorkersRunning,
 )
+from elastic_trainer.agent.membership.terms import layout_terms
 from elastic_trainer.agent.wire.addresses import local_address
 from elastic_trainer.agent.wire.client import MembershipClient
 from elastic_trainer.agent.wire.network import Endpoint, NetworkThread
@@ -77,6 +80,7 @@ def of_torchrun(params: RendezvousParameters) -> HoldfastRendezvous:
     if not params.endpoint:
         raise ValueError("--rdzv-endpoint must name a directory on storage all nodes share")
     board = Path(params.endpoint) / params.run_id
+    ladder = Ladder.data_parallel(max_nodes=params.max_nodes, min_nodes=params.min_nodes, workers=1)
     return HoldfastRendezvous(
         Place(
             address=params.get("address") or params.local_addr or local_address(),
@@ -85,9 +89,8 @@ def of_torchrun(params: RendezvousParameters) -> HoldfastRendezvous:
             job=params.run_id,
             secret=make_secret(board),
             settings=Settings(
-                ladder=Ladder.data_parallel(
-                    max_nodes=params.max_nodes, min_nodes=params.min_nodes, workers=1
-                ),
+                ladder=ladder,
+                terms={"agent": "torchrun", **layout_terms(ladder)},
                 join_timeout_s=float(params.get("join_timeout", 600)),
                 heartbeat_s=float(params.get("heartbeat", 1)),
                 dead_after_s=float(params.get("dead_after", 5)),
@@ -310,6 +313,8 @@ class HoldfastRendezvous(RendezvousHandler):
                 self._asked_to_grow = self._asked_to_grow or Request.GROW in request
             case JobStopped():
                 self._stopped = notice
+            case Warned(text=text):
+                sys.stderr.write(f"holdfast rendezvous: {text}\n")
             case None:
                 pass
 

@@ -120,6 +120,7 @@ _TELL: dict[str, _Tell] = {
     "member.lost": _fill("{who} is lost: {reason}"),
     "member.evicted": _fill("{who} is excluded: {reason}"),
     "member.refused": _fill("{who} is refused: {reason}"),
+    "member.differs": _fill("{who} differs: {reason}"),
     "member.waiting": _fill("{who} waits: {reason}"),
     "membership.parked": lambda event: f"{parked_text(*counts(event))}; waiting for nodes",
     "fault.injected": _fill("fault: {action} {target} after step {step}"),

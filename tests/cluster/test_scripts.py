@@ -308,6 +308,56 @@ def test_a_script_keeps_its_world_size_and_waits_for_the_node(tmp_path):
     assert '"event":"membership.parked"' in events
 
 
+WORLD = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", total.item(), "of", os.environ["WORLD_SIZE"], flush=True)
+dist.barrier()
+"""
+
+
+def start_two(agents, *, first, second, nodes="2"):
+    """Start two agents of one job whose command lines differ."""
+    (agents.folder / "world.py").write_text(WORLD)
+    for index, (flags, args) in enumerate((first, second), start=1):
+        argv = ["--nnodes", nodes, "--rdzv-endpoint", str(agents.folder / "shared")]
+        argv += ["--rdzv-id", agents.folder.name, "--node", f"n{index}"]
+        argv += ["--local-addr", f"127.0.2.{index}", *flags, "world.py", *args]
+        with (agents.folder / f"n{index}.out").open("wb") as out:
+            agents.running[f"n{index}"] = subprocess.Popen(
+                [*HOLDFAST, "agent", *argv],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                cwd=agents.folder,
+                stdout=out,
+                stderr=out,
+            )
+
+
+def test_nodes_with_other_numbers_of_workers_are_refused_and_both_are_named(agents):
+    two, one = ["--nproc-per-node", "2"], ["--nproc-per-node", "1"]
+    start_two(agents, first=(two, []), second=(one, []), nodes="1:2")
+    (refused,) = agents.until("nobody is refused", lambda: agents.events("member.refused"))
+    odd = agents.running[refused["member"]]
+    assert odd.wait(DEADLINE_S) == 93
+    exits = agents.events("agent.exit")
+    for reason in (refused["reason"], exits[0]["reason"]):
+        assert "HF527" in reason
+        assert re.search(r"workers per node: (1 on n2, 2 on n1|2 on n1, 1 on n2)", reason)
+    assert agents.events("epoch.formed") == []
+
+
+def test_nodes_with_other_arguments_train_and_both_are_told(agents):
+    start_two(agents, first=([], ["--tag", "left"]), second=([], ["--tag", "right"]))
+    assert agents.codes() == {"n1": 0, "n2": 0}, agents.said()
+    for index in (1, 2):
+        said = (agents.folder / f"n{index}.out").read_text()
+        assert "HF528" in said
+        assert "--tag left on n1" in said
+        assert "--tag right on n2" in said
+
+
 HANGS = """
 import os, sys, time
 import torch

@@ -39,8 +39,10 @@ from elastic_trainer.agent.membership.hang_diagnosis import ANSWER_S, SILENT_BEA
 from elastic_trainer.agent.membership.lease import LeaseHolder, LeaseStatus
 from elastic_trainer.agent.membership.liveness import Peer, Peers, choose_members
 from elastic_trainer.agent.membership.messages import (
+    PROTOCOL,
     Abort,
     Ask,
+    Differ,
     Formed,
     Join,
     Leaves,
@@ -64,6 +66,7 @@ from elastic_trainer.agent.membership.notices import (
     Report,
     ShowWorkers,
     StopAsked,
+    Warned,
     WorkersCommitted,
     WorkersEnded,
     WorkersFailed,
@@ -85,6 +88,7 @@ from elastic_trainer.agent.membership.roles import (
 from elastic_trainer.agent.membership.seeker import SLOWEST_S
 from elastic_trainer.agent.membership.stragglers import Stragglers
 from elastic_trainer.agent.membership.table import NOBODY, Members
+from elastic_trainer.agent.membership.terms import differences, digest
 from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.failures import (
     EXIT_DO_NOT_RESTART,
@@ -339,6 +343,9 @@ class Coordinator(Role):
 
     def _join(self, conn: Conn, join: Join) -> Transition | None:
         ctx, member = self.ctx, join.member
+        if self._has_to_say_its_terms(join):
+            ctx.send(conn, Differ(node=ctx.me.node, terms=dict(ctx.settings.terms)))
+            return None
         if refusal := self._refusal(join):
             ctx.send(conn, refusal)
             ctx.close(conn)
@@ -383,6 +390,10 @@ class Coordinator(Role):
                 reason=f"the run is live in job {ctx.job}, {lease}: cancel that job first, or "
                 "wait for its end",
             )
+        if differs := self._differs(join):
+            ctx.log("member.refused", member=node, host=host, reason=differs)
+            ctx.tell(Warned(text=f"{node} is refused: {differs}"))
+            return Reject(code=EXIT_DO_NOT_RESTART, reason=differs)
         if self._is_in_my_place(member) and not ctx.in_pod:
             return Reject(
                 code=EXIT_DO_NOT_RESTART,
@@ -402,6 +413,31 @@ class Coordinator(Role):
             reason = excluded_message(host, ctx.excluded[host])
             return Reject(code=EXIT_TOO_FEW_NODES, reason=reason)
         return None
+
+    def _has_to_say_its_terms(self, join: Join) -> bool:
+        """Whether an agent's digest of its terms is another: it joins again, and says them."""
+        ctx = self.ctx
+        ours = join.job == ctx.job and join.protocol == PROTOCOL
+        return ours and not join.said and join.terms != digest(ctx.settings.terms)
+
+    def _differs(self, join: Join) -> str:
+        """Return what an agent must have in common with this one and has not; empty: nothing.
+
+        What only may differ is put on record.
+        """
+        ctx, member = self.ctx, join.member
+        names = member.node, ctx.me.node
+        if join.protocol != PROTOCOL:
+            must = f"agents' protocol: {join.protocol} on {names[0]}, {PROTOCOL} on {names[1]}"
+            return f"HF527 nodes of this job differ: {must}; install one version of holdfast"
+        if not join.said:
+            return ""
+        must, may = differences(join.said, ctx.settings.terms, names)
+        if must:
+            return f"HF527 nodes of this job differ: {must}; start all agents alike"
+        ctx.log("member.differs", member=member.node, host=member.host, reason=may)
+        ctx.warn_of(may)
+        return ""
 
     def _is_out(self, host: str) -> bool:
         """Whether no agent on a machine may take part now."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from elastic_trainer.agent.membership.attribution import History, Limits
-from elastic_trainer.agent.membership.messages import Formed, Join, Message
+from elastic_trainer.agent.membership.messages import Differ, Formed, Join, Message
 from elastic_trainer.agent.membership.notices import (
     EpochAborted,
     EpochFormed,
@@ -22,11 +22,13 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     Report,
     StopAsked,
+    Warned,
     WorkersPaced,
     WorkersReady,
     WorkersSeen,
 )
 from elastic_trainer.agent.membership.table import NOBODY, Members
+from elastic_trainer.agent.membership.terms import Terms, differences, digest
 from elastic_trainer.board.state import BoardState, Token
 from elastic_trainer.config import ElasticSection
 from elastic_trainer.ladder import Ladder
@@ -118,6 +120,8 @@ class Settings(ElasticSection):
     there as the first rung has nodes."""
     workers: int = 0
     """Workers of every node: one with fewer healthy accelerators is refused."""
+    terms: Terms = field(default_factory=dict)
+    """What all agents of the job must have in common, or at least are told of."""
     probe_s: float = 0.01
     """Between two tries to reach a peer whose connection has ended: a dying process may still
     take a connection before its address refuses."""
@@ -205,6 +209,8 @@ class Context:
     """When this agent last heard of its coordinator, or of the board, that no newer epoch runs."""
     in_epoch: bool = False
     """This node was asked to run workers in `epoch` and the epoch was not aborted since."""
+    warned: set[str] = field(default_factory=set)
+    """Differences between nodes that the local agent was told of."""
     outbox: list[Effect] = field(default_factory=list)
     timers: dict[str, float] = field(default_factory=dict)
     next_conn: Conn = 0
@@ -223,8 +229,8 @@ class Context:
         """Close one."""
         self.outbox.append(Close(conn))
 
-    def join(self, conn: Conn) -> None:
-        """Ask the agent on the other end to let this one take part."""
+    def join(self, conn: Conn, *, said: bool = False) -> None:
+        """Ask the agent on the other end to let this one take part; `said`: with its terms."""
         self.reported_ready = self.ready
         leave = Members.of(m for m in self.leaving.values() if m in self.everyone)
         message = Join(
@@ -236,8 +242,23 @@ class Context:
             readmit=self.readmit,
             holds=self.everyone.digest,
             left=self.serving() + leave,
+            terms=digest(self.settings.terms),
+            said=dict(self.settings.terms) if said else {},
         )
         self.send(conn, message)
+
+    def join_with_terms(self, conn: Conn, theirs: Differ) -> None:
+        """Say what the coordinator has otherwise, and let it decide."""
+        names = self.me.node, theirs.node
+        _, may = differences(self.settings.terms, theirs.terms, names)
+        self.warn_of(may)
+        self.join(conn, said=True)
+
+    def warn_of(self, differs: str) -> None:
+        """Have the local agent say once what may differ between nodes, and does."""
+        if differs and differs not in self.warned:
+            self.warned.add(differs)
+            self.tell(Warned(text=f"HF528 nodes of this job differ: {differs}"))
 
     def note(self, report: Report) -> None:
         """Keep a report of the local agent for the coordinators to come."""

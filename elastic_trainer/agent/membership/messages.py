@@ -36,6 +36,8 @@ from elastic_trainer.agent.membership.table import NOBODY, Members
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.typed import check_types
 
+PROTOCOL: Final = 1
+"""Of what agents say to each other. Raise it when a message changes: only equal ones mix."""
 MAX_NAME_CHARS: Final = 255
 """Of a node's name, as of a host's."""
 MAX_RANKS: Final = 1 << 31
@@ -64,6 +66,19 @@ class Join:
     left: Members = NOBODY
     """Agents that leave, or have left and serve, as far as this one knows: for a coordinator that
     has formed no epoch yet."""
+    terms: str = ""
+    """`terms.digest` of what this agent has to have in common with the others."""
+    said: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Its values, once a coordinator has said that its own digest is another."""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differ:
+    """Coordinator -> agent: `node` has these terms, and you have others. Join again with yours."""
+
+    node: str
+    terms: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +271,7 @@ class Won:
 
 Message = (
     Join
+    | Differ
     | Welcome
     | Reject
     | Ping
@@ -275,6 +291,7 @@ Message = (
 
 _TYPES: Final[dict[str, Any]] = {
     "Join": Join,
+    "Differ": Differ,
     "Welcome": Welcome,
     "Reject": Reject,
     "Ping": Ping,
@@ -335,10 +352,10 @@ def decode(payload: bytes) -> Message:
     try:
         raw = json.loads(_inflate(payload) if payload[:1] == _ZLIB else payload)
         cls = _TYPES[raw.pop("t")]
-        if cls in (Join, Leaves):
+        if cls is Join:
+            raw = _join(raw)
+        elif cls is Leaves:
             raw["member"] = Member(**raw["member"])
-            if "left" in raw:
-                raw["left"] = Members.from_wire(raw["left"])
         elif cls is Formed:
             raw = _formed(raw)
         elif cls is Changed:
@@ -365,6 +382,18 @@ def _check_ask(ask: Ask) -> None:
         raise ValueError(f"Ask.request is {ask.request}")
     if ask.signal not in Signals.__members__:
         raise ValueError(f"Ask.signal is {ask.signal:.20}")
+
+
+def _join(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Join; of another protocol's only what it takes to refuse it."""
+    if (protocol := raw.get("protocol", 0)) != PROTOCOL:
+        known = {spec.name for spec in dataclasses.fields(Member)}
+        member = {name: value for name, value in raw["member"].items() if name in known}
+        raw = {"member": member, "job": raw["job"], "last_epoch": 0, "protocol": protocol}
+    raw["member"] = Member(**raw["member"])
+    if "left" in raw:
+        raw["left"] = Members.from_wire(raw["left"])
+    return raw
 
 
 def _inflate(payload: bytes) -> bytes:

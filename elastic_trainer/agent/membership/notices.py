@@ -108,7 +108,14 @@ class JobStopped:
     serves: bool = False
 
 
-Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """Something that the user has to know, though the job continues."""
+
+    text: str
+
+
+Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped | Warned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

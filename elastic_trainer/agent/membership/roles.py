@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
 from elastic_trainer.agent.membership.messages import (
+    Differ,
     Elect,
     Join,
     Leaves,
@@ -110,6 +111,8 @@ class Role:
             case Join():
                 self.ctx.send(conn, Reject(code=None, reason="not the coordinator"))
                 self.ctx.close(conn)
+            case Differ():
+                self.ctx.join_with_terms(conn, message)
             case Elect(job=job, term=term):
                 lost = job == self.ctx.job and self.has_lost(term)
                 self.ctx.send(conn, Vote(lost=lost))

@@ -83,6 +83,7 @@ class Cluster:
         offset: float | None = None,
         workers: int = 1,
         domain: str = "",
+        settings: Settings | None = None,
         **machine: bool,
     ) -> Node:
         """Start the agent of the node `name`; a pod where its machine, `host`, is named apart."""
@@ -102,7 +103,8 @@ class Cluster:
         )
         offset = self.random.uniform(0, 1000) if offset is None else offset
         chance = random.Random(me.agent_id).random
-        membership = Membership(me, job, self.settings, random=chance, **machine)
+        settings = settings or self.settings
+        membership = Membership(me, job, settings, random=chance, **machine)
         node = Node(me, membership, offset, began=self.now)
         self.nodes.append(node)
         self.by_id[me.agent_id] = node

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from membership_sim import Cluster
 
 from elastic_trainer.agent.membership.effects import Settings
+from elastic_trainer.agent.membership.messages import Join
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochFormed,
     NodeLeaving,
     StopAsked,
+    Warned,
     WorkersEnded,
 )
 from elastic_trainer.failures import Kind
@@ -58,6 +61,57 @@ def test_the_first_epoch_waits_for_all_then_goes_on_with_fewer():
     cluster.run(9.9)
     assert not cluster.published
     cluster.run_until(cluster.settled, within=1.0)
+
+
+def warnings(node) -> list[str]:
+    return [notice.text for notice in node.notices if isinstance(notice, Warned)]
+
+
+def test_an_agent_whose_workers_are_otherwise_is_refused_before_anything_trains():
+    cluster = Cluster(settings(2, terms={"workers per node": "2", "script": "a.py"}))
+    first = cluster.add("node0")
+    cluster.run(1.0)
+    odd = settings(2, terms={"workers per node": "1", "script": "b.py"})
+    second = cluster.add("node1", settings=odd)
+    cluster.run_until(lambda: second.stopped is not None, within=2.0)
+    assert second.stopped.code == 93
+    for text in (second.stopped.reason, *warnings(first)):
+        assert "HF527" in text
+        assert "workers per node: 1 on node1, 2 on node0" in text
+    assert len(warnings(first)) == 1
+    assert not cluster.published
+    cluster.add("node1")
+    cluster.run_until(cluster.settled, within=2.0)
+
+
+def test_an_agent_with_other_arguments_is_told_so_once_and_trains():
+    cluster = Cluster(settings(3, terms={"nodes": "1:3", "arguments": "--seed 1"}))
+    cluster.add("node0")
+    cluster.run(1.0)
+    other = settings(3, terms={"nodes": "1:3", "arguments": "--seed 2"})
+    odd = cluster.add("node1", settings=other)
+    alike = cluster.add("node2")
+    cluster.run_until(cluster.settled, within=2.0)
+    cluster.reset(odd)
+    cluster.run_until(cluster.settled, within=5.0)
+    cluster.kill(coordinator(cluster))  # its successor, too, has other terms than one of them
+    cluster.run_until(cluster.settled, within=5.0)
+    text = "HF528 nodes of this job differ: arguments: --seed 2 on node1, --seed 1 on node0"
+    assert warnings(odd)[0] == warnings(cluster.nodes[0])[0] == text
+    assert len(warnings(cluster.nodes[0])) == 1
+    assert all("--seed 1 on node2" in text for text in warnings(alike))
+    assert {n.stopped for n in cluster.nodes} == {None}
+
+
+def test_an_agent_of_another_protocol_is_refused_with_both():
+    cluster = Cluster(settings(2))
+    first = cluster.add("node0")
+    cluster.run(1.0)
+    member = replace(first.me, agent_id="x", node="node1", host="node1", port=9)
+    join = Join(member=member, job="job", last_epoch=0, protocol=7)
+    cluster.feed(first, lambda now: first.machine.received(1, join, now))
+    (said,) = warnings(first)
+    assert "protocol: 7 on node1, 1 on node0" in said
 
 
 def test_the_first_epoch_does_not_wait_for_a_node_that_has_died():

@@ -17,6 +17,7 @@ from elastic_trainer.agent.membership.messages import (
     Abort,
     Ask,
     Changed,
+    Differ,
     Elect,
     Formed,
     Join,
@@ -85,7 +86,15 @@ formed = st.builds(
     excluded=st.dictionaries(text, text, max_size=2),
 )
 messages = st.one_of(
-    st.builds(Join, member=members, job=text, last_epoch=number),
+    st.builds(
+        Join,
+        member=members,
+        job=text,
+        last_epoch=number,
+        terms=text,
+        said=st.dictionaries(text, text, max_size=2),
+    ),
+    st.builds(Differ, node=text, terms=st.dictionaries(text, text, max_size=2)),
     st.builds(Welcome, term=number),
     st.builds(Reject, code=st.none() | number, reason=text),
     st.builds(Ping),
@@ -130,6 +139,13 @@ anything = st.recursive(
 @given(messages)
 def test_a_message_comes_through(message):
     assert decode(encode(message)) == message
+
+
+def test_an_agent_of_another_protocol_can_be_refused_whatever_else_it_says():
+    me = {"agent_id": "a", "node": "n", "host": "h", "address": "10.0.0.1", "port": 1, "workers": 1}
+    raw = {"t": "Join", "member": {**me, "new": 1}, "job": "j", "wish": {}, "protocol": 2}
+    join = decode(json.dumps(raw).encode())
+    assert (join.member, join.job, join.protocol) == (Member(**me), "j", 2)
 
 
 @given(formed, several, st.data())
