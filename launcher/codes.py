@@ -241,6 +241,10 @@ CODES: Final[dict[str, Code]] = {
     "HF521": Code(
         "The run's board is elsewhere, or --board is not an address.", "Name the board it has."
     ),
+    "HF522": Code(
+        "The job of an agent is done already.",
+        "Name another --rdzv-id to run it anew; --if-done ok ends with 0.",
+    ),
     # The API for one's own loop.
     "HF530": Code("api.start() without a process group.", "Call init_process_group() first."),
     "HF531": Code("A script's state could not be kept.", "See checkpoint.failed in the events."),
