@@ -209,7 +209,7 @@ def _action(kind: Kind, found: Signature) -> Action:
     return Action.EVICT if named or kind is Kind.NODE_FAULT else Action.RESTART
 
 
-def _signal_name(signal: int) -> str:
+def signal_name(signal: int) -> str:
     """Return a signal's name; most real-time signals have none."""
     try:
         return signals.Signals(signal).name
@@ -227,7 +227,7 @@ _KIND_OF: Final[Mapping[int, Kind]] = {
 
 
 def _by_signal(signal: int, text: str, by_text: Failure | None) -> Failure:
-    name = _signal_name(signal)
+    name = signal_name(signal)
     if by_text is not None and by_text.kind is Kind.NODE_FAULT:
         return by_text
     if signal == signals.SIGBUS:

@@ -246,6 +246,10 @@ CODES: Final[dict[str, Code]] = {
     "HF521": Code(
         "The run's board is elsewhere, or --board is not an address.", "Name the board it has."
     ),
+    "HF522": Code(
+        "The job of an agent is done already.",
+        "Name another --rdzv-id to run it anew; --if-done ok ends with 0.",
+    ),
     "HF527": Code(
         "Agents of one job differ in what they must have in common, as workers per node.",
         "Start all with the same flags and the same version.",

@@ -40,6 +40,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_trainer.agent.hangs.procfs import is_stuck
 from elastic_trainer.agent.membership.attribution import gather
 from elastic_trainer.agent.membership.effects import SERVE_S
+from elastic_trainer.agent.membership.jobs import is_of
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -47,6 +48,7 @@ from elastic_trainer.agent.membership.notices import (
     JobStopped,
     LeaveAsked,
     NodeLeaving,
+    NodesAwaited,
     Notice,
     ShowWorkers,
     StopAsked,
@@ -93,7 +95,14 @@ from elastic_trainer.agent.workers.settings import (
 from elastic_trainer.agent.workers.status import NodeStatus
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind
+from elastic_trainer.failures import (
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    Action,
+    Failure,
+    Kind,
+)
 from elastic_trainer.gpus import named
 from elastic_trainer.heartbeat import Request
 
@@ -235,8 +244,10 @@ class HoldfastAgent(ElasticAgent):
         if self._stopped is None and not self._left:
             self._serve_workers()
             self._look_at_heartbeats()
+        status = self._status()
+        self._reporter.look(waits=status.state == "waiting")
         if self._watchers is not None:
-            self._watchers.show(self._status())
+            self._watchers.show(status)
 
     def _status(self) -> NodeStatus:
         formed, epoch, me = self._formed, self._epoch, self._config.me
@@ -282,24 +293,44 @@ class HoldfastAgent(ElasticAgent):
                 self._stop(notice)
             case Warned(text=text):
                 sys.stderr.write(f"holdfast agent: {text}\n")
+            case NodesAwaited():
+                self._reporter.awaited(notice)
 
     def _abort(self, notice: EpochAborted) -> None:
         if self._epoch is not None and notice.epoch >= self._epoch.formed.epoch:
+            self._reporter.aborted(notice)
             if notice.stacks:
                 self._reporter.dump_stacks(self._epoch)
             self._kill_workers(notice.reason)
 
     def _stop(self, notice: JobStopped) -> None:
+        if notice.over_in is not None:
+            notice = self._over_before(notice, notice.over_in)
         self._stopped = notice
+        self._reporter.stopped(notice)
         if self._formed is not None and not notice.serves:  # else the others go on
             self._list_agents(replace(self._formed, members=(), spares=(), left=()))
+
+    def _over_before(self, notice: JobStopped, over_in: str) -> JobStopped:
+        """Return what an agent makes of a job that was over before it came: nothing is run."""
+        config = self._config
+        anew = "to run it anew, name another --rdzv-id"
+        if notice.code != EXIT_DONE:
+            anew = f"to continue it, name another --job than {over_in}; {anew}"
+            return replace(notice, reason=f"it ended before: {notice.reason}; {anew}")
+        late = config.named_job is not None and is_of(config.named_job, over_in)
+        if config.if_done == "ok" or (config.if_done is None and late):
+            return replace(notice, reason=f"nothing is run: {notice.reason}")
+        said = f"HF522 nothing is run: {notice.reason}; {anew}; --if-done ok ends with 0"
+        return replace(notice, code=EXIT_DO_NOT_RESTART, reason=said)
 
     def _form(self, formed: EpochFormed) -> None:
         if formed.epoch <= self._newest:
             return  # an older one, late: the epoch fences everything
-        self._newest, self._formed = formed.epoch, formed
+        first, self._newest, self._formed = self._formed is None, formed.epoch, formed
         self._kill_workers("a new epoch")
         self._list_agents(formed)
+        self._reporter.formed(formed, first=first)
         config, me = self._config, self._config.me
         if self._left or group_rank_of(formed, me) < 0:
             return  # a spare, or not fit for any more
@@ -351,7 +382,8 @@ class HoldfastAgent(ElasticAgent):
         failure = self._scripts.classify(exited, failure)
         if failure is not None:
             failure = named(failure, exited.local_rank, self._config.gpus)
-        self._reporter.exited(exited, failure)
+        shown = self._scripts.on_console(exited.local_rank)
+        self._reporter.exited(exited, failure, shown=shown)
         if epoch is None:
             return  # its epoch has failed already
         epoch.step = max(epoch.step, exited.beat.step)
@@ -443,7 +475,10 @@ class HoldfastAgent(ElasticAgent):
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
             self._reporter.exited(
-                exited, failure, f"killed by the agent: {reason}" if killed else ""
+                exited,
+                failure,
+                f"killed by the agent: {reason}" if killed else "",
+                shown=self._scripts.on_console(exited.local_rank),
             )
         if had:
             self._reporter.phase("kill_workers", begin)
@@ -558,6 +593,7 @@ class HoldfastAgent(ElasticAgent):
                 self._asked.add(type(wish))
                 self._scripts.agent_signalled()
                 self._membership.report(wish)
+                self._reporter.say(self._scripts.announce(name, alone=alone))
             elif again:
                 self._stopped = JobStopped(code=1, reason=f"{name}, again: left without saving")
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ from elastic_trainer.code_path import CODE, SOURCE, frozen_python_path
 from elastic_trainer.config import METRICS_TARGETS
 from elastic_trainer.cpu_list import cpu_list
 from elastic_trainer.event_log import EventLog
+from elastic_trainer.failures import EXIT_DONE, EXIT_FAILED
 from elastic_trainer.gpus import Gpu
 from elastic_trainer.name_service import ask_for_a_name
 from elastic_trainer.script_steps import WRITER
@@ -53,9 +55,31 @@ from elastic_trainer.storage_probe import probe_storage
 
 AUTHENTICATE_S = 5.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+RECORD = {"board", "events", "logs", "secret", "stacks"}
+"""What an agent itself puts into the folder of a job that has no job file."""
 
 
 def run(options: Options) -> int:
+    """Run the agent until the job stops, see `_run`; a temporary record goes if all was well."""
+    code = EXIT_FAILED
+    try:
+        code = _run(options)
+    finally:
+        if options.temporary is not None:
+            _tidy(options.temporary, options.record_dir, ended_well=code == EXIT_DONE)
+    return code
+
+
+def _tidy(folder: Path, record: Path, *, ended_well: bool) -> None:
+    """Remove a job's temporary folder where it has nothing that anybody may want, or name it."""
+    found = {path.name for path in record.glob("*")}
+    if not found or (ended_well and found <= RECORD):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        sys.stderr.write(f"holdfast agent: the record of this job stays in {record}\n")
+
+
+def _run(options: Options) -> int:
     """Run the agent until the job stops. The process must have no thread yet.
 
     Returns:
@@ -376,6 +400,8 @@ def _agent_config(
         stop_signals=ALWAYS | options.signals,
         devices=options.devices,
         leaves_alone=options.leaves_alone,
+        named_job=options.named_job,
+        if_done=options.if_done,
         standbys_for=options.ladder if options.elastic.standby else None,
     )
 

@@ -250,6 +250,12 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
         default="stop",
         help="SIGTERM means: save and stop the job (default), or only this node leaves",
     )
+    group.add_argument(
+        "--if-done",
+        choices=("ok", "error"),
+        help="where the job is done already: end with 0, or with 93; default: ok with --run-dir, "
+        "and in the submission that has done it, by --job; else error",
+    )
     group.add_argument("--host", help="the machine's name, where --node is a pod's")
     group.add_argument("--attempt", default="0", help="names this submission's folder in logs/")
 

@@ -104,6 +104,10 @@ class Options:
     """Rack, block or switch of this node; empty: unknown."""
     leaves_alone: bool = False
     """SIGTERM means this node only; the job continues without it."""
+    named_job: str | None = None
+    """`job` where it was given; None: it is the id of the run, and says nothing."""
+    if_done: str | None = None
+    """See AgentConfig."""
     accelerators: bool = False
     """Workers need one each: a node that has fewer is refused."""
     elastic: ElasticSection = field(default_factory=ElasticSection)
@@ -131,6 +135,8 @@ class Options:
     """Template of what stands before the lines of --tee; None: `[role local_rank]:`."""
     notes: tuple[str, ...] = ()
     """To be reported at the start."""
+    temporary: Path | None = None
+    """Folder that was made for this job alone, and goes after a good end."""
     code: CodeSection | None = None
     """The frozen copy that workers run; None: none was made."""
 
@@ -184,6 +190,8 @@ def _of_run(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         **_of_both(args, env, config.elastic.failure_domain),
         run_id=config.run_id,
         job=job,
+        named_job=job,
+        if_done=args.if_done or "ok",
         run_dir=run_dir,
         record_dir=run_dir,
         log_root=run_dir / "logs",
@@ -222,18 +230,25 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
     pattern, shown = progress_pattern(args.progress_pattern), streams(args, workers)
     task = _task(args, pattern, env)
     endpoint, run_id = _meeting(args, high)
-    record = endpoint / run_id
+    record, temporary = endpoint / run_id, None
     if args.standalone or args.rdzv_endpoint is None:
-        notes.append(f"the record of this job (events, logs) is in {record}")
+        # Output that went to no console is there alone.
+        only_logged = args.redirects is not None and args.log_dir is None
+        temporary = None if only_logged else endpoint if args.rdzv_id else record
+        goes = "" if temporary is None else ", until it has ended well"
+        notes.append(f"the record of this job (events, logs) is in {record}{goes}")
     elastic = elastic_of(conf)
     if args.max_restarts is not None:
         if args.max_restarts < 0:
             raise OptionsError("HF501", f"--max-restarts {args.max_restarts}: expected 0 or more")
         elastic["max_restarts"] = args.max_restarts
+    job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
     return Options(
         **_of_both(args, env),
         run_id=run_id,
-        job=args.job or env.get("HOLDFAST_JOB") or slurm_job(env) or run_id,
+        job=job or run_id,
+        named_job=job,
+        if_done=args.if_done,
         run_dir=None,
         record_dir=record,
         log_root=Path(args.log_dir).resolve() / run_id if args.log_dir else record / "logs",
@@ -257,6 +272,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         numa_binding=args.numa_binding,
         line_prefix=env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or None,
         notes=tuple(notes),
+        temporary=temporary,
     )
 
 

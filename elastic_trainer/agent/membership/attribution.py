@@ -470,7 +470,7 @@ def abort_for(reports: Reports) -> AbortReason:
     primary = [item for item in reports if item[1].failure.kind is not Kind.COLLATERAL]
     node, first = (primary or reports)[0]
     return AbortReason(
-        reason=f"worker failed: {first.failure.detail}",
+        reason=f"rank {first.rank} failed: {first.failure.detail}",
         victims=(node,) if primary and node else (),
         stacks=first.failure.kind is Kind.HANG,
     )

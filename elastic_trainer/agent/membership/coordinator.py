@@ -63,6 +63,7 @@ from elastic_trainer.agent.membership.notices import (
     LeaveAsked,
     Member,
     NodeLeaving,
+    NodesAwaited,
     Report,
     ShowWorkers,
     StopAsked,
@@ -397,7 +398,7 @@ class Coordinator(Role):
         if self._is_in_my_place(member) and not ctx.in_pod:
             return Reject(
                 code=EXIT_DO_NOT_RESTART,
-                reason=f"an agent of {node} already coordinates the job: start one agent per node",
+                reason=f"an agent of {node} already coordinates the job: {_ONE_EACH}",
             )
         other = self.peers.of_node(node)
         if other is not None and other.fresh and join.last_epoch and other.member != member:
@@ -637,6 +638,7 @@ class Coordinator(Role):
         if self.phase is Phase.IDLE and (transition := self._let_go()) is not None:
             return transition
         if self._waits_for_more():
+            self._tell_whom_it_waits_for()
             return None  # the cheap question first: every agent that joins asks it
         rung = self._rung
         if self._waits_to_unpark(rung):
@@ -693,6 +695,14 @@ class Coordinator(Role):
         wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes
         return self.peers.num_ready + len(self.peers.absent) < wanted
 
+    def _tell_whom_it_waits_for(self) -> None:
+        ctx, ladder, have = self.ctx, self.ctx.settings.ladder, self.peers.num_ready
+        then = "the job ends with 92"
+        if ladder.min_nodes < ladder.max_nodes:
+            then = f"it starts with {ladder.min_nodes} or more, or ends with 92"
+        within_s = ctx.timers["gather"] - ctx.now
+        ctx.tell(NodesAwaited(have=have, want=ladder.max_nodes, within_s=within_s, then=then))
+
     def _gather_over(self) -> Transition | None:
         self._expected = None
         settings, have = self.ctx.settings, len(self.peers)
@@ -743,6 +753,10 @@ class Coordinator(Role):
                 ctx.after("parked", ctx.settings.join_timeout_s)
             self._parked = have, since
             ctx.log("membership.parked", have=have, need=need)
+            until = ctx.timers.get("parked")
+            within_s = None if until is None else until - ctx.now
+            then = "the job ends with 92"
+            ctx.tell(NodesAwaited(have=have, want=need, within_s=within_s, then=then))
         return None
 
     def _parked_for_long(self) -> Transition | None:
@@ -1300,8 +1314,11 @@ class Coordinator(Role):
             self.ctx.close(peer.conn)
 
 
+_ONE_EACH: Final = "start one agent per node, or give each a --node of its own"
+
+
 def _newer(member: Member) -> str:
-    return f"a newer agent of {member.node} has joined"
+    return f"a newer agent of {member.node} has joined: {_ONE_EACH}"
 
 
 def _handlers(names: Iterable[str]) -> dict[str, Callable[..., Transition | None]]:

@@ -101,11 +101,13 @@ class JobStopped:
     """The job is over; kill what is left and exit with `code`.
 
     `serves`: the others continue, and may need the snapshots that this node holds.
+    `over_in`: the job by whose agents it was ended before this one took part; None: it took part.
     """
 
     code: int
     reason: str
     serves: bool = False
+    over_in: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,20 @@ class Warned:
     text: str
 
 
-Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped | Warned
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesAwaited:
+    """To the coordinator's own agent: no epoch runs, for too few nodes are there."""
+
+    have: int
+    """Whose workers can start at once."""
+    want: int
+    within_s: float | None
+    """So long they are waited for; None: without a limit."""
+    then: str
+    """What follows if they do not come, for people."""
+
+
+Notice = EpochFormed | EpochAborted | ShowWorkers | AskWorkers | JobStopped | Warned | NodesAwaited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from elastic_trainer.agent.membership.effects import Conn, Context, Settings
@@ -60,11 +61,12 @@ class ToCoordinator:
 
 @dataclass(frozen=True, slots=True)
 class ToDone:
-    """The job is over for this agent; `serves`: the others may need its snapshots."""
+    """The job is over for this agent; the fields are those of JobStopped."""
 
     code: int
     reason: str
     serves: bool = False
+    over_in: str | None = None
 
 
 Transition = ToSeeker | ToFollower | ToCandidate | ToCoordinator | ToDone
@@ -167,5 +169,5 @@ class Done(Role):
         """Tell the local agent, once."""
         self.ctx.timers.clear()
         end = self._end
-        self.ctx.tell(JobStopped(code=end.code, reason=end.reason, serves=end.serves))
+        self.ctx.tell(JobStopped(**dataclasses.asdict(end)))
         return None

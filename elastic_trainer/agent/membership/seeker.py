@@ -125,11 +125,12 @@ class Seeker(Role):
 
     def _end(self, state: BoardState) -> ToDone | None:
         """Return how the board says that it is over for this agent; None: it does not."""
-        job = self.ctx.job
+        job, ended = self.ctx.job, state.ended
+        late = ended.job if ended is not None and self.ctx.term == 0 else None
         if state.finished:
-            return ToDone(EXIT_DONE, "the run has already done its last step")
-        if state.ended is not None and state.ended.job == job:
-            return ToDone(state.ended.code, state.ended.reason)
+            return ToDone(EXIT_DONE, "the run has already done its last step", over_in=late)
+        if ended is not None and ended.job == job:
+            return ToDone(ended.code, ended.reason, over_in=late)
         for other in (state.lease, state.ended):
             if other is not None and supersedes(other.job, job):
                 reason = f"stale: attempt {other.job} of this job has begun since"

@@ -89,8 +89,11 @@ class WorkerExited:
     record: dict[str, Any] | None
     """The error file's content."""
     error_file: Path
+    log: Path
+    """Of its stderr."""
     log_tail: str
-    """What it last wrote, of this epoch alone. Empty where a record says more."""
+    """What it last wrote there, of this epoch alone; empty after a good end. After SIGKILL: what is
+    known of memory."""
     beat: Beat
     """Its last sign of progress."""
 

@@ -1,25 +1,53 @@
-"""What a node reports of its workers: to membership, and to the record."""
+"""What a node reports of its workers: to membership, to the record, and to people on stderr."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_trainer.agent.hangs.hang import WorkerProgress
 from elastic_trainer.agent.hangs.stacks import dump_stacks
-from elastic_trainer.agent.membership.notices import EpochFormed, WorkersFailed
+from elastic_trainer.agent.membership.notices import (
+    EpochAborted,
+    EpochFormed,
+    JobStopped,
+    NodesAwaited,
+    WorkersFailed,
+)
 from elastic_trainer.agent.membership.tasks import StandbyReady, WorkerExited, WorkerStarted
 from elastic_trainer.agent.workers.group import group_rank_of
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.settings import AgentConfig, Membership
+from elastic_trainer.agent.workers.voice import Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import Action, Failure, Kind
+from elastic_trainer.failures import (
+    DETAIL_CHARS,
+    EXIT_BUDGET_USED_UP,
+    EXIT_DO_NOT_RESTART,
+    EXIT_DONE,
+    EXIT_SAVED,
+    EXIT_TOO_FEW_NODES,
+    Action,
+    Failure,
+    Kind,
+    signal_name,
+)
 
 STACKS_JOIN_S = 1.0
 """How long the agent's end waits for stacks that storage has yet to take."""
+LAST_LINES = 8
+"""Of a failed worker's stderr, as far as the agent says them again."""
+MEANINGS = {
+    EXIT_SAVED: "stopped, may be continued",
+    EXIT_TOO_FEW_NODES: "too few nodes",
+    EXIT_DO_NOT_RESTART: "a restart would not help",
+    EXIT_BUDGET_USED_UP: "too many failures",
+}
+"""Of exit codes, for people."""
 
 
 @dataclass(slots=True)
@@ -69,6 +97,12 @@ class Reporter:
         self._config, self._workers, self._membership = config, workers, membership
         self._log, self._clock = log, clock
         self._stack_writer: threading.Thread | None = None
+        self._voice = Voice()
+        self._waiting: Waiting | None = None
+        self._awaited: tuple[NodesAwaited, float] | None = None
+        """As the coordinator said last, and when; None: it is another node's agent."""
+        self._told = -1
+        """The newest epoch of which a failure was said."""
 
     def failed(self, epoch: Running, local_rank: int, step: int, failure: Failure) -> WorkersFailed:
         """Return the report of a failure of one worker here."""
@@ -123,8 +157,24 @@ class Reporter:
                 state=worker.state,
             )
 
-    def exited(self, exited: WorkerExited, failure: Failure | None, detail: str = "") -> None:
-        """Put the end of a worker on record; `detail` stands where there is no failure."""
+    def exited(
+        self,
+        exited: WorkerExited,
+        failure: Failure | None,
+        detail: str = "",
+        *,
+        shown: bool = False,
+    ) -> None:
+        """Put the end of a worker on record, and say a failure.
+
+        Args:
+            exited: how it ended.
+            failure: what that means; None: it ended well, or was killed here.
+            detail: stands where there is no failure.
+            shown: its stderr is on the agent's own.
+        """
+        if failure is not None:
+            self._say_failure(exited, failure, shown=shown)
         self._log.emit(
             "worker.exit",
             step=exited.beat.step,
@@ -166,8 +216,79 @@ class Reporter:
             self._log,
         )
 
+    # -- to people ------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Say `text` on the agent's stderr."""
+        self._voice.say(text)
+
+    def _say_failure(self, exited: WorkerExited, failure: Failure, *, shown: bool) -> None:
+        """Say a failure; of an epoch's first the last lines of stderr too, unless `shown`."""
+        ended = f"exit code {exited.code}"
+        if exited.signal is not None:
+            ended = signal_name(exited.signal)
+        epoch, detail = self._log.epoch or 0, failure.detail
+        if ended not in detail:
+            detail = f"{ended}: {detail}"
+        text = (
+            f"rank {exited.rank} (local rank {exited.local_rank}, process {exited.pid}) on "
+            f"{self._config.me.node} failed in epoch {epoch}: {detail}\n  log: {exited.log}"
+        )
+        if self._told < epoch and not shown and exited.signal != signal.SIGKILL:
+            lines = [line for line in exited.log_tail.splitlines() if line.strip()]
+            text += "".join(f"\n  | {line[:DETAIL_CHARS]}" for line in lines[-LAST_LINES:])
+        self._told = epoch
+        self.say(text)
+
+    def formed(self, formed: EpochFormed, *, first: bool) -> None:
+        """Say that workers are started again, or that this node is a spare."""
+        rank, nodes = group_rank_of(formed, self._config.me), len(formed.members)
+        self._awaited = None
+        if rank < 0:
+            self.say(f"epoch {formed.epoch} runs on {nodes} nodes without this one: it is a spare")
+        elif not first:
+            counted = "1 node" if nodes == 1 else f"{nodes} nodes"
+            self.say(f"restart: epoch {formed.epoch} on {counted}; {formed.reason}")
+
+    def aborted(self, notice: EpochAborted) -> None:
+        """Say why an epoch ends, where this node has not said it of its own workers."""
+        if self._told < notice.epoch:
+            self._told = notice.epoch
+            logs = [f"\n  log: {self._config.log_dir.parent / node}" for node in notice.victims]
+            where = f" (on {', '.join(notice.victims)})" if notice.victims else ""
+            self.say(f"epoch {notice.epoch} ends: {notice.reason}{where}{''.join(logs)}")
+
+    def awaited(self, awaited: NodesAwaited) -> None:
+        """Take the coordinator's word of whom it waits for."""
+        self._awaited = awaited, self._clock()
+
+    def look(self, *, waits: bool) -> None:
+        """Say now and then that this node waits, if it does."""
+        now = self._clock()
+        self._waiting = (self._waiting or Waiting(now)) if waits else None
+        if self._waiting is None or not self._waiting.due(now):
+            return
+        if self._awaited is None:
+            self.say(f"{self._config.me.node} waits for other nodes, or for the coordinator's word")
+            return
+        awaited, when = self._awaited
+        text = f"waiting for nodes: {awaited.have} of {awaited.want} ready"
+        if awaited.within_s is not None:
+            left_s = max(0.0, awaited.within_s - (now - when))
+            text += f"; after {left_s:.0f} s more (join_timeout_s) {awaited.then}"
+        self.say(text)
+
+    def stopped(self, stopped: JobStopped) -> None:
+        """Say how the job has ended, unless it ended well here."""
+        code, reason = stopped.code, stopped.reason
+        if code != EXIT_DONE or stopped.over_in is not None:
+            meaning = f" ({MEANINGS[code]})" if code in MEANINGS else ""
+            what = f"{self._config.me.node} leaves the job" if stopped.serves else "the job ends"
+            self.say(f"{what} with {code}{meaning}: {reason}")
+
     def close(self) -> None:
         """Wait a moment for stacks that storage has yet to take."""
+        self._voice.close()
         if self._stack_writer is not None:
             self._stack_writer.join(STACKS_JOIN_S)
 

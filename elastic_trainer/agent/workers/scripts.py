@@ -144,6 +144,10 @@ class Scripts:
                 )
         return merged
 
+    def on_console(self, local_rank: int) -> bool:
+        """Return whether the agent's stderr has that of a worker too."""
+        return self._follower is not None and self._follower.shows(local_rank, Std.ERR)
+
     def show_progress(self, step: int, now: float, *, last: bool = False) -> None:
         """Put the job's step on record, for whoever watches it: the first of an epoch at once."""
         if step > self._shown_step and (last or now - self._shown_at >= PROGRESS_S):
@@ -168,6 +172,13 @@ class Scripts:
                 number = self._stop_signal
             self._stop = _Stop(request, number, now + self._grace_s)
         self._stop.request |= request
+
+    def announce(self, name: str, *, alone: bool) -> str:
+        """Return what follows a signal to the agent, for people."""
+        what = "this node leaves the job" if alone else "the job stops"
+        within = "" if self._task.kind == "main" else f" within {self._grace_s:g} s"
+        again = "; Ctrl-C again ends it at once, without a save" if name == "SIGINT" else ""
+        return f"{name}: {what}, workers are asked to save and leave{within}{again}"
 
     def turn(self, now: float, workers: Workers) -> None:
         """Send what is due: a signal to those who take no requests, SIGKILL to those who stay."""

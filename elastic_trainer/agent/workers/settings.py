@@ -91,6 +91,11 @@ class AgentConfig:
     """SIGTERM means this node only; the job continues without it."""
     stop_signals: Collection[str] = STOPS
     """Names of those that ask for a stop, passed on to scripts that take no requests."""
+    named_job: str | None = None
+    """Id of this submission; None: it has none that a second start would not have."""
+    if_done: str | None = None
+    """What a start does whose job is done already: "ok": ends with 0, "error": with 93; None: "ok"
+    for an agent of the same submission, which comes late or was started again."""
     settle_s: float = 0.05
     """How long to wait for the cause when the first failure seen is but a consequence."""
     shared_settle_s: float = 0.2

@@ -149,6 +149,11 @@ class LogFollower:
                 return {}
             return {rank: (each.step, each.times) for rank, each in found.found.items()}
 
+    def shows(self, local_rank: int, std: Std) -> bool:
+        """Return whether the console has a stream of a worker."""
+        streams = self._streams.get(local_rank)
+        return streams is not None and std in streams.console
+
     def close(self) -> None:
         """Show what was written last; takes at most `CLOSE_S`."""
         with self._changed:
@@ -222,10 +227,9 @@ class LogFollower:
     def _show(self, log: _Open, text: str) -> None:
         """Write to the console, with a prefix before every line where it is asked for."""
         local_rank, std = log.followed.local_rank, log.followed.std
-        streams = self._streams.get(local_rank)
-        if streams is None or std not in streams.console:
+        if not self.shows(local_rank, std):
             return
-        if std in streams.prefix:
+        if std in self._streams[local_rank].prefix:
             head = self._prefix.safe_substitute(
                 role_name=self._role, rank=log.followed.rank, local_rank=local_rank
             )

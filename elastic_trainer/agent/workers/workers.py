@@ -327,7 +327,7 @@ class Workers:
         tail = ""
         if killed and self._oom_kills() > self._epoch.oom_kills:
             tail = OOM_KILLED
-        elif status and not killed and record is None:
+        elif status and not killed:
             tail = _read_tail(worker)
         self._found.append(
             WorkerExited(
@@ -338,6 +338,7 @@ class Workers:
                 signal=-status if status < 0 else None,
                 record=record,
                 error_file=worker.launch.error_file,
+                log=worker.launch.error_log or worker.launch.log,
                 log_tail=tail,
                 beat=worker.heartbeat.read(),
             )

@@ -580,7 +580,7 @@ def test_the_first_failure_is_handed_to_who_started_the_agent(
         rank: process_failure(
             WorkerExited(
                 local_rank=rank, rank=rank, pid=7, code=1, signal=None, record={"message": "x"},
-                error_file=path, log_tail="", beat=Beat(0, Section.STARTING, 0, 0),
+                error_file=path, log=path, log_tail="", beat=Beat(0, Section.STARTING, 0, 0),
             )
         )
         for rank, path in ((0, tmp_path / "gone.json"), (1, left))

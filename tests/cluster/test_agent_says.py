@@ -1,0 +1,218 @@
+"""What people at a terminal see of an agent, and what it leaves behind: no job file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AGENT = [sys.executable, "-m", "elastic_trainer.agent", "--local-addr", "127.0.0.1"]
+DEADLINE_S = 60.0
+
+
+class Terminal:
+    """Starts agents in a folder, with a temporary folder of their own, and reads what they say."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.tmp = folder, folder / "tmp"
+        self.tmp.mkdir()
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, *argv: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.tmp)}
+        for name in [name for name in env if name.startswith(("SLURM_", "HOLDFAST_"))]:
+            del env[name]
+        agent = subprocess.Popen(
+            [*AGENT, *argv],
+            env=env | {"OMP_NUM_THREADS": "1"},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(agent)
+        return agent
+
+    def run(self, *argv: str) -> tuple[int, str]:
+        return self.end(self.start(*argv))
+
+    def end(self, agent: subprocess.Popen[str]) -> tuple[int, str]:
+        """Wait for its end; return its code and what the agent itself said."""
+        _, said = agent.communicate(timeout=DEADLINE_S)
+        return agent.returncode, said
+
+    def close(self) -> None:
+        for agent in self.running:
+            agent.kill()
+            agent.communicate()
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    terminal = Terminal(tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def until(what, condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def lines(said: str) -> list[str]:
+    return re.findall(r"^holdfast agent: (.*)$", said, re.MULTILINE)
+
+
+def test_a_job_that_is_done_is_not_run_again_without_a_word(terminal):
+    (terminal.folder / "ran.py").write_text("open('ran', 'a').write('x')")
+    where = ["--rdzv-endpoint", str(terminal.folder / "shared"), "--rdzv-id", "a"]
+    assert terminal.run(*where, "ran.py") == (0, "")
+    code, said = terminal.run(*where, "ran.py")
+    assert code == 93
+    assert "HF522" in said
+    assert "--rdzv-id" in said
+    code, said = terminal.run(*where, "--if-done", "ok", "ran.py")
+    assert (code, len(lines(said))) == (0, 1)
+    # One of the same submission, which comes late or was started again, is well.
+    where[-1] = "b"
+    assert terminal.run(*where, "--job", "7.0", "ran.py")[0] == 0
+    for job, code in (("7.0", 0), ("7.1", 0), ("8.0", 93)):
+        assert terminal.run(*where, "--job", job, "ran.py")[0] == code
+    assert (terminal.folder / "ran").read_text() == "xx"
+
+
+def test_a_job_that_has_failed_says_how_to_go_on(terminal):
+    (terminal.folder / "fails.py").write_text("raise SystemExit(93)")
+    where = ["--rdzv-endpoint", str(terminal.folder / "shared"), "--rdzv-id", "a"]
+    assert terminal.run(*where, "fails.py")[0] == 93
+    code, said = terminal.run(*where, "fails.py")
+    assert code == 93
+    assert "--job" in said
+    assert "--rdzv-id" in said
+
+
+def test_a_failure_and_the_end_are_said_with_the_lines_that_are_on_no_console(terminal):
+    (terminal.folder / "fails.py").write_text("x = 1\nraise ValueError('no ' + 'such thing')\n")
+    code, said = terminal.run("--standalone", "--max-restarts", "0", "-r", "2", "fails.py")
+    assert code == 94
+    where, failed, ended = lines(said)
+    assert "rank 0" in failed
+    assert "exit code 1" in failed
+    assert "ValueError: no such thing" in failed
+    (log,) = re.findall(r"^  log: (.*)$", said, re.MULTILINE)
+    assert "ValueError" in Path(log).read_text()
+    assert "  | ValueError: no such thing\n" in said
+    assert "94" in ended
+    assert log.startswith(where.split()[-1])
+    assert terminal.run("--standalone", "--max-restarts", "0", "fails.py")[1].count("\nValue") == 1
+
+
+def test_a_standalone_job_leaves_nothing_in_tmp_after_a_good_end(terminal):
+    """But what its script has made there, or said to no console."""
+    before = set(Path("/dev/shm").glob("holdfast-*"))
+    (terminal.folder / "good.py").write_text("import sys\nopen(sys.argv[1], 'w').write('x')")
+    code, said = terminal.run("--standalone", "good.py", "out")
+    assert (code, len(lines(said))) == (0, 1)
+    logged = ["--standalone", "--rdzv-id", "a", "--log-dir", "logs", "good.py", "out"]
+    assert terminal.run(*logged)[0] == 0
+    assert terminal.run("--standalone", "--nnodes", "x", "good.py", "out")[0] == 93
+    assert list(terminal.tmp.glob("holdfast*")) == []
+    assert len(list(terminal.folder.glob("logs/a/0/*/0.stdout.log"))) == 1
+    assert terminal.run("--standalone", "-r", "3", "good.py", "out")[0] == 0
+    assert len(list(terminal.tmp.glob("holdfast-*/logs/0/*/0.stdout.log"))) == 1
+    code, said = terminal.run("--standalone", "good.py", "{run_dir}/model")
+    kept = Path(lines(said)[-1].split()[-1])
+    assert (kept / "model").read_text() == "x"
+    code, said = terminal.run("--standalone", "--max-restarts", "0", "good.py", "/dev/null/x")
+    assert code == 94
+    assert Path(lines(said)[-1].split()[-1], "events").is_dir()
+    assert set(Path("/dev/shm").glob("holdfast-*")) <= before
+
+
+SAVES = """
+import os, signal, subprocess, sys, time
+rank, names = os.environ["RANK"], ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+def leave(number, _):
+    time.sleep(float(sys.argv[1]))
+    open(f"saved.{rank}", "a").write(signal.Signals(number).name)
+    sys.exit(0)
+for name in names:
+    signal.signal(signal.Signals[name], leave)
+open(f"up.{rank}", "w").write(f"{os.getpid()} {child.pid}\\n")
+while True:
+    time.sleep(0.02)
+"""
+
+
+def processes(folder: Path, workers: int) -> list[int]:
+    """Wait for the workers; return their process ids and those of their children."""
+    until("workers never came up", lambda: len(list(folder.glob("up.*"))) == workers)
+    texts = [until("torn", path.read_text) for path in folder.glob("up.*")]
+    return [int(pid) for text in texts for pid in text.split()]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
+def test_a_save_survives_signals_that_come_again_and_nothing_is_left(terminal, name):
+    (terminal.folder / "saves.py").write_text(SAVES)
+    agent = terminal.start("--standalone", "--nproc-per-node", "2", "saves.py", "2")
+    pids = processes(terminal.folder, 2)
+    agent.send_signal(signal.Signals[name])
+    time.sleep(0.3)
+    for again in (name, "SIGTERM", "SIGTERM", "SIGHUP"):
+        agent.send_signal(signal.Signals[again])
+    code, said = terminal.end(agent)
+    saved = [path.read_text() for path in terminal.folder.glob("saved.*")]
+    assert (code, saved) == (91, [name] * 2), said
+    assert lines(said)[1].startswith(f"{name}: ")
+    assert "91" in lines(said)[2]
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def test_ctrl_c_again_after_a_second_leaves_at_once(terminal):
+    (terminal.folder / "saves.py").write_text(SAVES)
+    agent = terminal.start("--standalone", "--nproc-per-node", "2", "saves.py", "1000")
+    pids = processes(terminal.folder, 2)
+    agent.send_signal(signal.SIGINT)
+    time.sleep(1.1)
+    agent.send_signal(signal.SIGINT)
+    code, said = terminal.end(agent)
+    assert code == 1
+    assert list(terminal.folder.glob("saved.*")) == []
+    assert "Ctrl-C again" in said
+    until("left over", lambda: not any(map(alive, pids)))
+
+
+def test_a_second_agent_of_the_same_name_is_told_so(terminal):
+    """And the first says for whom it waits."""
+    (terminal.folder / "good.py").write_text("pass")
+    where = ["--rdzv-endpoint", str(terminal.folder / "shared"), "--rdzv-id", "a"]
+    where += ["--nnodes", "2", "--rdzv-conf", "join_timeout_s=12"]
+    first = terminal.start(*where, "--node", "n1", "good.py")
+    until("no coordinator", lambda: list(terminal.folder.glob("shared/a/events/*n1.jsonl")))
+    code, said = terminal.run(*where, "--node", "n1", "good.py")
+    assert code == 93
+    assert "--node" in said
+    code, said = terminal.end(first)
+    assert code == 92
+    waited, ended = lines(said)[0], lines(said)[-1]
+    assert "1 of 2" in waited
+    assert "join_timeout_s" in waited
+    assert "92" in ended
