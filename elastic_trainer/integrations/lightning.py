@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer import call
 from torch.utils.data import DataLoader
 
@@ -26,6 +27,7 @@ from elastic_trainer.integrations.steps import (
     Adapted,
     batches_of_rank,
     given_count,
+    ranks_now_and_full,
     seed_step,
 )
 
@@ -38,7 +40,7 @@ class HoldfastCallback(Callback):
 
     Args:
         seed: of random numbers.
-        options: as of `api.start`: every_s, every_steps, keep, memory_every_steps.
+        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF535, the batch cannot be kept on the ranks that are left.
@@ -56,6 +58,14 @@ class HoldfastCallback(Callback):
         """Accumulate over more batches where ranks are missing."""
         if stage != "fit":
             return
+        ranks, full = ranks_now_and_full(os.environ)
+        if ranks != full and any(
+            isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks
+        ):
+            raise api.ApiError(
+                f"HF535 {ranks} of {full} ranks are there, and GradientAccumulationScheduler sets "
+                "for how many a batch is: leave it out, or keep the number of nodes fixed"
+            )
         now = batches_of_rank(
             os.environ, trainer.accumulate_grad_batches, "accumulate_grad_batches"
         )
@@ -76,6 +86,7 @@ class HoldfastCallback(Callback):
         found = run.restore(pl_module, trainer.optimizers, {**schedulers, "trainer": progress})
         self._done = trainer.global_step
         assert self._done == found or not found, (self._done, found)
+        trainer.should_stop = trainer.should_stop or run.finished
         if run.managed:
             _begin_data(trainer, self._seed, resumes=bool(found))
 
@@ -121,6 +132,8 @@ class HoldfastCallback(Callback):
         self._keep(trainer.global_step)
         if self._run is not None:
             self._run.finish(trainer.global_step)
+            if self._run.managed:
+                seed_step(self._seed, trainer.global_step)  # on all ranks alike again
             self._run = None
 
     def _keep(self, step: int) -> bool:

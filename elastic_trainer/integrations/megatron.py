@@ -40,7 +40,7 @@ class Steps:
         optimizer: of its parameters, of torch.
         scheduler: with a state dict, as Megatron's OptimizerParamScheduler.
         seed: of random numbers.
-        options: as of `api.start`: every_s, every_steps, keep, memory_every_steps.
+        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF536, it is parallel in a way, or optimized by what, this does not cover.
@@ -71,7 +71,7 @@ class Steps:
     def __iter__(self) -> Iterator[int]:
         """Yield the number of each step that is left, counted from 0."""
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        while self.done < self._steps:
+        while self.done < self._steps and not self._run.finished:
             if self._run.managed:
                 seed_step(self._seed, self.done, replica)
             self.loss = None
@@ -81,6 +81,8 @@ class Steps:
             if self._run.completed(self.done, loss=loss):
                 self._run.leave()
         self._run.finish(self.done)
+        if self._run.managed:
+            seed_step(self._seed, self.done)  # on all ranks alike again
 
 
 class _Sharding:

@@ -26,7 +26,7 @@ def keep(trainer: Any, **options: Any) -> None:
 
     Args:
         trainer: as built, before `train`.
-        options: as of `api.start`: every_s, every_steps, keep, memory_every_steps.
+        options: as of `api.start`: name, every_s, every_steps, keep, memory_every_steps.
 
     Raises:
         ApiError: HF536, it is pipeline parallel.
@@ -80,7 +80,7 @@ class _Hooks:
             logged, loss = self._logged
             if run.completed(step, loss=loss if logged == step else None):
                 run.leave()
-        goes_on: bool = self._goes_on()
+        goes_on: bool = self._goes_on() and not (run is not None and run.finished)
         if run is not None and not goes_on:
             run.finish(step)
         return goes_on

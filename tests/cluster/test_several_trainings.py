@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
 from fault_matrix import leftovers
-from test_run import HOLDFAST, ROOT, arguments, holdfast, summary_of
+from test_run import HOLDFAST, ROOT, arguments, holdfast, launched, summary_of, wait_for_step
 from tiny_run import LOSS_REL, events
 
 pytestmark = pytest.mark.timeout(200)
@@ -101,6 +102,24 @@ def test_after_the_last_step_of_a_training_there_is_none(kind, tmp_path):
         each.pop("begun", None)
         said.setdefault((each["training"], each["rank"]), []).append(each)
     assert all(first == again for first, again in said.values())
+
+
+def test_a_run_is_stopped_in_its_second_training_and_continues_there(tmp_path):
+    run_dir = tmp_path / "run"
+    with launched(arguments(job_of(tmp_path, "own", least=2), run_dir)) as process:
+        wait_for_step(run_dir, STEPS + 5, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    (stopped,) = events(run_dir, "trainer.stopping")
+    assert STEPS + 5 <= stopped["step"] < 2 * STEPS
+    listed = json.loads(holdfast(*HOLDFAST, "checkpoint", "list", str(run_dir), "--json").stdout)
+    kept = [row["step"] for row in listed["checkpoints"]]
+    assert kept == [STEPS, stopped["step"]], "the last of the first training is kept"
+    summary_of(holdfast(*HOLDFAST, "run", "--resume", str(run_dir), "--json", timeout=120))
+    assert results(run_dir)[2, 0]["begun"] == stopped["step"] - STEPS
+    done = [event["step"] for event in events(run_dir, "step.completed")]
+    assert sorted(done) == list(range(1, 2 * STEPS + 1))
 
 
 def test_names_that_differ_after_a_restart_are_refused(tmp_path):
