@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -83,6 +84,11 @@ def _agents(argv: tuple[str, ...], env: Mapping[str, str], ending: Ending) -> Pa
         run_dirs.check_storage(run_dir)
     with writing(run_dir):
         write_atomic(run_dir / run_dirs.AGENTS_SCRIPT, script)
+    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
+    if wish_s is not None and wish_s > grace_s:
+        lead_s = math.ceil(wish_s) + ending.lead_s - int(grace_s)
+        enough = f"write #SBATCH --signal=TERM@{lead_s} and wrap the script again"
+        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; {enough}",))
     _tell(launch.notes)
     return run_dir / run_dirs.AGENTS_SCRIPT
 

@@ -41,6 +41,8 @@ class Past:
     failed: bool = False
     """It ended by an error of its own, or at its time limit: it should have made progress."""
     reason: str = ""
+    began: bool = True
+    """An agent of it got as far as the board, or nobody could say that none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ def pasts(run_dir: Path, jobs: Collection[str]) -> list[Past]:
                     code=int(end["code"]) if end else None,
                     failed=bool(end.get("failed", False)),
                     reason=str(end.get("reason", "")),
+                    began=bool(end.get("began", True)),
                 )
             )
     return sorted(found, key=lambda past: past.begun_unix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -100,6 +101,18 @@ def _within(
             reason=f"HF671 {len(bad)} attempts have failed within {budget.window_s:g} s, "
             f"elastic.max_restarts is {budget.max_restarts}; the last, {bad[-1].name}: "
             f"{bad[-1].reason or 'no reason is known'}; fix that, then holdfast submit --resume",
+        )
+    # One that was asked to end before it had started anything says nothing.
+    silent = list(
+        itertools.takewhile(
+            lambda each: not each.began and each.code == EXIT_TOO_FEW_NODES, reversed(past)
+        )
+    )
+    if len(silent) >= budget.no_progress:
+        return Decision(
+            code=EXIT_DO_NOT_RESTART,
+            reason=f"HF677 no agent could be started in {len(silent)} attempts in a row; the last, "
+            f"{past[-1].name}: {past[-1].reason or 'no reason is known'}",
         )
     if step is None:
         return GO

@@ -24,6 +24,7 @@ from launcher.node.decide import (
     REQUEUES,
     AttemptResult,
     attempt_result,
+    began,
     near_limit,
     within_restarts,
 )
@@ -69,7 +70,7 @@ def end(attempt: Attempt, env: Mapping[str, str], step_code: int | None) -> Atte
         most=_whole(env, "HOLDFAST_MAX_REQUEUES"),
         stop_asked=stop_request.asked(attempt.run_dir),
     )
-    note_end(attempt, found)
+    note_end(attempt, found, began=bool(exits) or began(state, attempt.name))
     return found
 
 
@@ -80,15 +81,18 @@ def _failed_alike(attempt: Attempt, exits: Mapping[str, int]) -> str:
     return attempt.last_words(sorted(exits)) or f"exit codes {sorted(set(exits.values()))}"
 
 
-def note_end(attempt: Attempt, found: AttemptResult, *, first: bool = False) -> None:
+def note_end(
+    attempt: Attempt, found: AttemptResult, *, first: bool = False, began: bool = True
+) -> None:
     """Write down what came of an attempt; storage that fails must not change the code.
 
     Args:
         attempt: which.
         found: what came of it.
         first: what is there stays, since any number of pods write it.
+        began: an agent of it got as far as the board, as far as is known.
     """
-    value = {**dataclasses.asdict(found), "t_unix": time.time()}
+    value = {**dataclasses.asdict(found), "t_unix": time.time(), "began": began}
     try:
         if not attempt.keep("end.json", value, first=first):
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +53,14 @@ def begin(**changes):
         "budget": BUDGET,
     }
     return may_begin(**{**facts, **changes})
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.none() | st.just(5))
+def test_attempts_that_start_no_agent_are_not_repeated_for_ever(trained, silent, step):
+    pasts = [replace(past(i, 92, step=i), began=i < trained) for i in range(trained + silent)]
+    budget = ElasticSection(max_restarts=100, window_s=1000.0, no_progress=2)
+    found = begin(past=pasts, step=step, budget=budget)
+    assert ("HF677" in found.reason) == (found.code == 93) == (silent >= 2)
 
 
 def test_a_new_run_begins():

@@ -485,6 +485,19 @@ def test_a_run_is_made_once_for_all_starts_of_a_job(tmp_path, capsys, monkeypatc
     assert "HF673" in capsys.readouterr().err
 
 
+def test_a_time_out_that_only_the_shell_knew_and_that_does_not_fit_is_said(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+    words = ["srun", "torchrun", "--shutdown-timeout=500", "a.py"]
+    assert run_cli(["batch", "--", *words]) == 0
+    assert "--signal=TERM@600" in capsys.readouterr().err
+    assert run_cli(["batch", "--signal=TERM@600", "--", *words]) == 0
+    assert "--shutdown-timeout" not in capsys.readouterr().err
+
+
 def test_a_run_of_pods_was_started_although_nobody_submitted_it(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in ENV.items():
