@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from elastic_trainer.board.state import Training
 from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
 from elastic_trainer.heartbeat import Request
@@ -73,6 +74,7 @@ class ScriptCheckpointer(Session):
         device = device_of(dist.get_backend_config(), who.local_rank)
         policy = _policy(who, env.get("HOLDFAST_RUN_DIR"), checkpoint)
         self.number: int = before.number + 1 if before else 1
+        self._training: Training | None = None
         name = training or str(self.number)
         policy = dataclasses.replace(policy, training=name, number=self.number)
         super().__init__(who, policy, device)
@@ -113,6 +115,7 @@ class ScriptCheckpointer(Session):
             # Every rank holds all of it: no copy is needed where there is a second node.
             placement = dataclasses.replace(placement, dp_replicate=placement.dp)
         found = self.restore(state, placement=placement)
+        self._training = self.checkpoints.training
         if found is not None:
             state.hand_out(found)
         _check_equal(model, sharding, self.ranks)
@@ -127,17 +130,23 @@ class ScriptCheckpointer(Session):
     @property
     def restored(self) -> bool:
         """Whether `load` has been called: before that it has no state."""
-        return self._manager is not None
+        return self._training is not None
 
     @property
     def base(self) -> int:
         """The run's step at which the training's own count begins."""
-        return self.checkpoints.training.base
+        assert self._training is not None, "call restore first"
+        return self._training.base
 
     @property
     def finished(self) -> bool:
         """Whether an earlier process has finished the training: what was loaded is its end."""
-        return self.restored and self.checkpoints.training.final is not None
+        return self._training is not None and self._training.final is not None
+
+    def close(self) -> None:
+        """See Session. What was kept is let go: the script may want its memory."""
+        super().close()
+        self._manager = None
 
     def agree(
         self, step: int, asked: Request, numbers: Sequence[float] = ()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -158,3 +160,15 @@ def test_a_training_whose_end_is_not_kept_is_not_taken_for_finished(tmp_path):
     assert begun(again, 0.0)[1] == 7
     assert not again.finished
     again.close()
+
+
+def test_a_training_that_has_ended_holds_no_memory(tmp_path):
+    session = checkpointer(tmp_path)
+    model, _ = begun(session, 1.0)
+    held = weakref.ref(model)
+    assert session.finish(session.base + 1)
+    session.close()
+    del model
+    gc.collect()
+    assert held() is None
+    assert (session.base, session.finished, session.restored) == (0, False, True)
