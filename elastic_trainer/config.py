@@ -215,7 +215,7 @@ class ElasticSection:
     )
     stop_grace_s: float = field(
         default=30.0,
-        metadata=says("Of a command that takes no requests: seconds from SIGTERM to SIGKILL."),
+        metadata=says("Of a command that takes no requests: seconds from stop_signal to SIGKILL."),
     )
     stop_signal: str = field(
         default="TERM",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from elastic_trainer.failures import EXIT_FAILED
+from launcher.backends.slurm.parse import expand_nodes
 from launcher.interpreter import python_here
 from launcher.node import beat
 from launcher.node.agent_process import TAKEN, AgentProcess, agent_command
@@ -17,6 +18,7 @@ from launcher.node.attempt import Attempt
 from launcher.node.end import save_by
 from launcher.node.leaving import asked_to_leave
 from launcher.node.say import say
+from launcher.node.sruns import NODES_VARIABLE, as_of_one_srun
 from launcher.node.taken_signals import taken_signals
 from launcher.node.watchdog import Watchdog
 
@@ -47,7 +49,8 @@ def run_agent(
             say(f"{node}: agent and workers run {python_here()}")
         shutdown_s = float(shutdown) if shutdown else None
         try:
-            agent = AgentProcess(attempt, node, command, env, shutdown_s=shutdown_s)
+            own = as_of_one_srun(env, node, _nodes(env))
+            agent = AgentProcess(attempt, node, command, own, shutdown_s=shutdown_s)
         except OSError as error:  # of a container: its program is not on this node
             say(f"{node}: the agent cannot be started: {error}")
             attempt.note_exit(node, EXIT_FAILED)
@@ -70,3 +73,9 @@ def run_agent(
     if not apart:
         watchdog.finish_job()
     return code
+
+
+def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the nodes that agents were started on."""
+    on = env.get(NODES_VARIABLE)
+    return tuple(on.split(",")) if on else expand_nodes(env.get("SLURM_JOB_NODELIST", ""))

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+NODES_VARIABLE: Final = "HOLDFAST_NODES"
+"""Nodes that agents start on, as n1,n2, where these are not all of the job's."""
 TOTAL_GPUS: Final = "SLURM_GPUS"
 """sbatch --gpus: of all nodes of the job, which an srun for one node would ask for."""
 _ASKS_FOR_GPUS: Final = re.compile(r"--(gpus-per-\w+|gres|tres-per-\w+)(=.*)?")
@@ -94,3 +96,27 @@ def of_one_node(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[st
     if TOTAL_GPUS not in env or not here or any(map(_ASKS_FOR_GPUS.fullmatch, options)):
         return list(command), own
     return [command[0], f"--gpus-per-node={kind}{colon}{here}", *command[1:]], own
+
+
+def as_of_one_srun(env: Mapping[str, str], node: str, nodes: Sequence[str]) -> dict[str, str]:
+    """Return the environment that one srun for all nodes would have given this one's task. Pure.
+
+    Scripts read there which node they are on, and of how many.
+
+    Args:
+        env: of the task of an srun for one node, or a few.
+        node: its node.
+        nodes: on which agents were started, in Slurm's order.
+    """
+    if node not in nodes:
+        return dict(env)
+    index, count = str(nodes.index(node)), str(len(nodes))
+    each = "1" if len(nodes) == 1 else f"1(x{count})"
+    own = {
+        **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_GTIDS"), index),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_NPROCS", "SLURM_NTASKS"), count),
+        **dict.fromkeys(("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"), count),
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), each),
+        "SLURM_STEP_NODELIST": env.get(NODES_VARIABLE) or env.get("SLURM_JOB_NODELIST", node),
+    }
+    return {**env, **own}

@@ -27,7 +27,7 @@ from launcher.node import board
 from launcher.node.attempt import Attempt
 from launcher.node.decide import a_few, began, end_of, pause_s
 from launcher.node.say import note, say
-from launcher.node.sruns import Srun, of_one_node, refused
+from launcher.node.sruns import NODES_VARIABLE, Srun, of_one_node, refused
 from launcher.node.taken_signals import Wait, taken_signals
 
 MOST_STEPS: Final = 64
@@ -319,6 +319,8 @@ def serve(
         raise UserError("HF673", "SLURM_JOB_NODELIST names no node: only a batch script calls this")
 
     command, own = of_one_node(command, env)
+    if on:
+        own[NODES_VARIABLE] = on
 
     def start(argv: Sequence[str]) -> Srun:
         return Srun(argv, own)

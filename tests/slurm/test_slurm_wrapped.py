@@ -112,10 +112,30 @@ def told(slurm, command, run):
     return slurm.run(sys.executable, *words, check=False).stdout
 
 
+def test_a_wrapped_job_is_restarted_looked_into_and_cancelled_with_a_save(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(SAVES.format(save_s=0).replace("sys.exit(0)", "pass"))
+    script = OWN.format(options="", flags="", bin=Path(sys.executable).parent)
+    made, _ = wrapped(slurm, tmp_path, script)
+    job, run = submitted(slurm, tmp_path, made)
+    for restarts, command in enumerate(("restart", "cancel --save")):
+        run.until("workers", lambda: len(list(tmp_path.glob("up.*"))) == 2)
+        words = ["-m", "launcher.cli.main", *command.split(), str(run.path)]
+        assert json.loads(told(slurm, "status", run))["state"] == "running"
+        assert set(json.loads(told(slurm, "stacks", run))["workers"]), "its script is agents.sh"
+        assert slurm.job(job).restarts == restarts
+        for path in tmp_path.glob("up.*"):
+            path.unlink()
+        slurm.run(sys.executable, *words)
+    assert json.loads(told(slurm, "status", run))["state"] in {"saved", "cancelled"}
+    assert {path.read_text() for path in tmp_path.glob("saved.*")} == {"SIGTERM"}
+
+
 RANKS = """\
 import os
 from pathlib import Path
-Path(f"rank.{os.environ['RANK']}").write_text(f"{os.uname().nodename} {os.environ['WORLD_SIZE']}")
+world, procs, me = (os.environ[name] for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID"))
+assert world == procs and (world == "1" or os.uname().nodename == f"n{int(me) + 1}")
+Path(f"rank.{os.environ['RANK']}").write_text(f"{os.uname().nodename} {world}")
 """
 
 

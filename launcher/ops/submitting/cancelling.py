@@ -199,10 +199,13 @@ def puts_itself_back(run_dir: Path) -> bool:
 
 
 def _submitted_value(run_dir: Path, name: str, marker: str) -> str:
-    """Return the word after `marker` in a file that was submitted; a task's is its array's."""
-    for folder in (run_dir, run_dir.parent):
+    """Return the word after `marker` in a file that was submitted, or that a wrapped script reads.
+
+    Of a task it is its array's.
+    """
+    for path in (run_dir / name, run_dir / run_dirs.AGENTS_SCRIPT, run_dir.parent / name):
         with contextlib.suppress(OSError):
-            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            text = path.read_text(encoding="utf-8", errors="replace")
             _, found, rest = text.partition(marker)
             if found and rest.split():
                 return rest.split(maxsplit=1)[0]

@@ -15,6 +15,7 @@ from launcher.backends.local import with_packages
 from launcher.backends.slurm.backend import outside_jobs
 from launcher.errors import UserError
 from launcher.ops.fetching import fetched
+from launcher.ops.run_dir import AGENTS_SCRIPT
 from launcher.ops.runs import Run, current_job
 from launcher.ops.watching.run_status import make_backends, target_of
 from launcher.record.files import events_named
@@ -90,9 +91,9 @@ def running_job(run: Run) -> RunningJob:
         python, run_dir = backend.remote_paths(job)
         start, remote = StepStart(python=python), backend
     elif target == "slurm":
-        path = run.path / SCRIPT
-        # A task of an array has its script a folder higher.
-        path = path if path.is_file() else run.path.parent / SCRIPT
+        # A task of an array has its script a folder higher, a wrapped script what it reads.
+        places = (run.path / SCRIPT, run.path / AGENTS_SCRIPT, run.path.parent / SCRIPT)
+        path = next((place for place in places if place.is_file()), places[0])
         try:
             start = read_script(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

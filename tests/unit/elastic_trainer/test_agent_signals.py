@@ -197,13 +197,13 @@ def test_sigusr1_asks_the_workers_for_a_save_and_says_where_they_were(bench: Ben
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1"])
 def test_a_signal_that_was_named_asks_for_a_stop(bench: Bench, name: str) -> None:
     bench.env["CHILD_ACT"] = "train"
-    bench.config = {"signals": frozenset({name})}
+    bench.config = {"stop_signals": frozenset({"SIGTERM", "SIGINT", name})}
 
     def script(m: ScriptedMembership) -> None:
         m.say(formed(0, ME))
         m.expect(WorkersRunning)
         os.kill(os.getpid(), signal.Signals[name])
-        assert m.expect(StopAsked) == StopAsked(reason=name)
+        assert m.expect(StopAsked) == StopAsked(reason=name, signal=name)
 
     before = signal.getsignal(signal.Signals[name])
     result, _, _ = bench.run(script)

@@ -11,7 +11,7 @@ from elastic_trainer.board.state import BoardState, Commit, Ended, Lease
 from launcher.backends.commands import Answer
 from launcher.node.attempt import Attempt
 from launcher.node.decide import attempt_result
-from launcher.node.sruns import of_one_node, refused
+from launcher.node.sruns import as_of_one_srun, of_one_node, refused
 from launcher.node.steps import (
     AWAY_PAUSE_S,
     AWAY_S,
@@ -334,6 +334,17 @@ def test_the_gpus_of_a_job_are_asked_for_per_node(env, more, asked):
     assert command == ["srun", *asked, *more, *SRUN[1:]]
     assert "SLURM_GPUS" not in own
     assert own["X"] == "1"
+
+
+def test_a_task_sees_the_nodes_that_one_srun_for_all_would_have_shown_it():
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "A": "x"}
+    seen = as_of_one_srun(env, "n2", ("n1", "n2", "n3"))
+    assert (seen["SLURM_PROCID"], seen["SLURM_NODEID"], seen["SLURM_NTASKS"]) == ("1", "1", "3")
+    assert seen["SLURM_TASKS_PER_NODE"] == "1(x3)"
+    assert (seen["SLURM_STEP_NODELIST"], seen["A"]) == ("n[1-3]", "x")
+    part = as_of_one_srun({**env, "HOLDFAST_NODES": "n2"}, "n2", ("n2",))
+    assert (part["SLURM_NNODES"], part["SLURM_STEP_NODELIST"]) == ("1", "n2")
+    assert as_of_one_srun(env, "elsewhere", ("n1",)) == env
 
 
 def test_the_board_says_that_the_job_has_ended(world):
