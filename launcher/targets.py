@@ -34,6 +34,8 @@ class Target:
     """Its nodes see other paths than this machine, so paths cannot be looked at here."""
     nodes_return: bool = True
     """A node that the platform holds for lost can take part again in the same job."""
+    lost: str = "node_lost"
+    """What the loss of a node is called in `signatures.toml` (`stands_for`)."""
     exclude: str | None = None
     """Key of the job file with nodes not to use; None: its nodes are not to be chosen."""
 
@@ -83,6 +85,7 @@ def _on_kubernetes(kind: str) -> Target:
         checker="launcher.render.kubernetes_objects:check_pods",
         kind=kind,
         sees_other_paths=True,
+        lost="pod_lost",
         exclude="kubernetes.exclude",
     )
 

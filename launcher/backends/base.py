@@ -86,6 +86,9 @@ class JobStatus:
     """Names of its nodes; empty while it has none."""
     nodes_lost: tuple[str, ...] = ()
     """Names of nodes that it was given and that the platform holds for dead or cannot reach."""
+    broke: float | None = None
+    """When the platform ended a node of it last, or found that it cannot start: `words` say how.
+    None: it has not, or the node has been well for long since."""
     suspended: bool = False
     """Its processes are stopped where they are; the platform can let them continue."""
     batch_host: str = ""

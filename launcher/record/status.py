@@ -20,6 +20,8 @@ _OF_SUBMIT: Final = ("code", "environment", "operator")
 """Events of these families come before the first attempt, or between two: of a run that waits."""
 _SHOWS_LIFE: Final = ("run.started", "epoch.formed", "step.completed", "agent.started")
 """An attempt has not ended, or another one has begun."""
+_NOBODY: Final = "?"
+"""The member of an agent's `member.lost` that has never known a coordinator."""
 _NOT_LOST: Final = ("agent.started", "member.joined", "member.evicted", "member.left")
 """A node is back, or was excluded or let go on purpose."""
 
@@ -223,7 +225,7 @@ class TrainingStatus:
         member = event.node if event.event == "agent.started" else fields.get("member")
         if isinstance(member, str) and isinstance(fields.get("host"), str):
             self.hosts[member] = fields["host"]
-        if event.event == "member.lost":
+        if event.event == "member.lost" and member != _NOBODY:
             self.lost[str(member)] = event
         elif event.event == "epoch.formed":
             for name in (*node_names(fields.get("members")), *node_names(fields.get("spares"))):

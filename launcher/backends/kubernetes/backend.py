@@ -42,6 +42,7 @@ from launcher.backends.kubernetes.documents import (
 from launcher.backends.kubernetes.files import Fetched
 from launcher.backends.kubernetes.machines import REASON, of_nodes
 from launcher.backends.kubernetes.pods import (
+    OUTLIVED_S,
     has_ended,
     host_of,
     is_ending,
@@ -51,6 +52,7 @@ from launcher.backends.kubernetes.pods import (
     name_of,
     phase_of,
     runs,
+    time_of,
     trouble_of,
 )
 from launcher.backends.kubernetes.status_text import Seen, description_of, events_of, status_of
@@ -63,6 +65,8 @@ from launcher.render.kubernetes_names import MANAGED_LABEL, QUEUE_LABEL, RUN_LAB
 
 CANCEL_S: Final = 30.0
 """What pods of a job that is cancelled have to end; as Slurm's KillWait."""
+_FIRST_PODS_S: Final = 5.0
+"""Pods of a job that were made later than this after its start are not its first."""
 _AT_ONCE: Final = 16
 """Calls that are on their way together."""
 _RECENT_S: Final = 9.0
@@ -529,10 +533,21 @@ class _Look:
         count = sum(runs(pod) for pod in seen.pods)
         if count < (seen.num_pods or 1):
             return True
+        if any(self._is_young_successor(pod, seen.job) for pod in seen.pods):
+            return True
         return any(
             trouble_of(pod, now_unix=self.now_unix) is not None or not is_true(pod, "Ready")
             for pod in seen.pods
         )
+
+    def _is_young_successor(self, pod: Object, job: Object) -> bool:
+        """Whether a PyTorchJob's pod took another's place: how that ended only events tell."""
+        if job["kind"] != "PyTorchJob":
+            return False  # Jobs keep pods that have failed
+        made, started = made_at(pod), time_of((job.get("status") or {}).get("startTime"))
+        if made is None or started is None or made <= started + _FIRST_PODS_S:
+            return False
+        return self.now_unix - made < OUTLIVED_S
 
     def _optional(self, *versions: Resource) -> Sequence[Object]:
         """Return all objects of a kind, by the first of its versions that can be read; or none.

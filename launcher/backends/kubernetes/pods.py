@@ -41,6 +41,50 @@ _WAITING: Final[dict[str, str]] = {
 _PASSES: Final = ("ErrImagePull", "CrashLoopBackOff")
 """Those of them that may pass."""
 
+OUTLIVED_S: Final = 600.0
+"""An end says nothing any more of a pod that has run for so long since; as
+`launcher/node/pod.py:LIVED_S`, where the count of failures begins anew."""
+_PLAIN: Final = ("", "Error", "Completed")
+"""Reasons of an end that say no more than its code."""
+_OUR_CODES: Final = (91, 92, 93, 94, 143)
+"""Of agents, and of pods that ask to be made anew: by themselves no failure of a start."""
+NEVER_RAN: Final = ("StartError", "ContainerCannotRun", "RunContainerError")
+"""Reasons of an end before the container's first instruction (containerd, cri-o, dockershim)."""
+_CANNOT_START: Final = (
+    "its container cannot be started: fix what the message names (kubernetes.python, a volume over "
+    "files of the image, the node's container runtime)"
+)
+_ENDED: Final[dict[str | int, str]] = {
+    "OOMKilled": "it ran out of memory; raise kubernetes.memory, which /dev/shm (kubernetes.shm) "
+    "counts towards",
+    **dict.fromkeys(NEVER_RAN, _CANNOT_START),
+    "Evicted": "its node evicted it, for want of memory or disk there; ask for what it needs "
+    "(kubernetes.memory), and write to a volume",
+    "Preempting": "a pod of higher priority took its place",
+    "DeadlineExceeded": "its time is over (activeDeadlineSeconds)",
+    **dict.fromkeys(
+        ("Terminated", "NodeShutdown", "Shutdown"), "its node was shut down, or is about to be"
+    ),
+    **dict.fromkeys(
+        ("UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods", "NodeAffinity"),
+        "its node refused it: what it needs is not free there, or not healthy",
+    ),
+    1: "Python ended before the agent began: the image needs the same holdfast as this machine",
+    2: "its program is none that can be run: fix kubernetes.python or kubernetes.image",
+    126: "its program cannot be run: fix kubernetes.python or kubernetes.image",
+    127: "its program is not in the image, or a volume hides it: fix kubernetes.python, "
+    "kubernetes.image or kubernetes.volumes",
+    128: _CANNOT_START,
+    137: "it was killed from outside (SIGKILL): for want of memory on its node, by its runtime, or "
+    "at the end of its grace period",
+    144: "it cannot read job.json or write to the claim: see its output (holdfast logs)",
+}
+"""Reason of an end, or its exit code -> what it means."""
+_TOLD_END: Final = re.compile(
+    r"Error pod (\S+) container (\S+) exitCode: (\d+) terminated message: ?(.*)", re.DOTALL
+)
+"""The training operator's event about an end, whose pod it then replaces under the same name."""
+
 _UNSCHEDULABLE: Final = (
     (
         re.compile(r"Insufficient ([\w./-]*\w)"),
@@ -80,6 +124,8 @@ class Trouble:
     """For people, with how to fix them."""
     is_final: bool = False
     """It will not start however long one waits."""
+    t_unix: float | None = None
+    """When its container was ended, or found unable to start; None: it has to wait, or is away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +140,23 @@ class Failure:
     """The platform's word, as OOMKilled."""
     message: str
     t_unix: float
+    container: str = ""
+    """Which of its containers; empty: the agent's, or the pod as a whole."""
+
+    @property
+    def said(self) -> str:
+        """The platform's reason and message. What was killed for memory tells only its log."""
+        return joined(self.reason, "" if self.reason == "OOMKilled" else self.message)
+
+    @property
+    def meaning(self) -> str:
+        """What it means, with how to fix it; empty: its own output says it."""
+        known = _ENDED.get(self.reason) or _ENDED.get(self.code, "")
+        if not self.container:
+            return known
+        # Exit codes of other programs mean what they say themselves.
+        known = known if self.reason in _ENDED else "see its output (kubectl logs -c)"
+        return f"container {self.container}: {known}"
 
 
 def text_of(value: Any) -> str:
@@ -161,6 +224,18 @@ def agent_status(pod: Mapping[str, Any]) -> Object:
     return (named or found or [{}])[0]
 
 
+def _statuses(pod: Mapping[str, Any]) -> list[Object]:
+    """Return the statuses of all containers: the agent's, init containers', others'."""
+    status, agents = pod.get("status") or {}, agent_status(pod)
+    every = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    return [agents, *(one for one in every if isinstance(one, dict) and one is not agents)]
+
+
+def _other_than_agents(pod: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Return the name of a container; empty: it is the agent's."""
+    return "" if status is agent_status(pod) else str(status.get("name") or "")
+
+
 def phase_of(pod: Mapping[str, Any]) -> str:
     """Return its phase: Pending, Running, Succeeded, Failed, Unknown."""
     return str((pod.get("status") or {}).get("phase") or "Pending")
@@ -186,6 +261,8 @@ def has_started(pod: Mapping[str, Any]) -> bool:
     """Whether its agent runs or has run: only then can it have something to save."""
     status = agent_status(pod)
     states = {**(status.get("lastState") or {}), **(status.get("state") or {})}
+    if (states.get("terminated") or {}).get("reason") in NEVER_RAN and "running" not in states:
+        return False
     return phase_of(pod) != "Pending" or "running" in states or "terminated" in states
 
 
@@ -253,15 +330,19 @@ def trouble_of(
         return _lost(pod, ready or {})
     if phase in ("Succeeded", "Failed"):
         return None
-    waiting = (agent_status(pod).get("state") or {}).get("waiting") or {}
-    reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
-    if reason in _WAITING:
-        return Trouble(
-            pod=name,
-            reason=joined(reason, message),
-            words=_WAITING[reason] + _last_end(pod),
-            is_final=reason not in _PASSES,
-        )
+    for status in _statuses(pod):
+        waiting = (status.get("state") or {}).get("waiting") or {}
+        reason, message = str(waiting.get("reason") or ""), text_of(waiting.get("message"))
+        if reason in _WAITING:
+            other = _other_than_agents(pod, status)
+            where = f"container {other}: " if other else ""
+            return Trouble(
+                pod=name,
+                reason=joined(reason, message),
+                words=where + _WAITING[reason] + _last_end(status),
+                is_final=reason not in _PASSES,
+                t_unix=now_unix,
+            )
     scheduled = condition(pod, "PodScheduled")
     if scheduled is not None and str(scheduled.get("status")).lower() == "false":
         return _unscheduled(name, scheduled)
@@ -269,35 +350,126 @@ def trouble_of(
 
 
 def failures(pods: Iterable[Object]) -> list[Failure]:
-    """Return how agents ended by an error, the earliest first; of a pod its last end."""
-    found = []
-    for pod in pods:
-        status = agent_status(pod)
-        ended = (status.get("state") or {}).get("terminated")
-        if not isinstance(ended, dict):
-            ended = (status.get("lastState") or {}).get("terminated")
-        whole = pod.get("status") or {}
-        if isinstance(ended, dict) and ended.get("exitCode") not in (0, None):
-            code, reason = int(ended["exitCode"]), str(ended.get("reason") or "")
-            message, when = ended.get("message"), ended.get("finishedAt")
-        elif phase_of(pod) == "Failed" and not isinstance(ended, dict):
-            # Evicted, or killed by its node: no container could say anything.
-            code, reason = 1, str(whole.get("reason") or "")
-            message, when = whole.get("message"), whole.get("startTime")
-        else:
+    """Return how pods ended by an error, the earliest first; of a pod its last end."""
+    found = [failure for pod in pods if (failure := _failure_of(pod)) is not None]
+    return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
+
+
+def _failure_of(pod: Object) -> Failure | None:
+    """Return how a pod ended by an error: its agent, else another container, else as a whole."""
+    whole, other = pod.get("status") or {}, ""
+    ended: Mapping[str, Any] = {}
+    for status in _statuses(pod):
+        ended = _ended_of(status)
+        other = _other_than_agents(pod, status)
+        if "exitCode" in ended or phase_of(pod) != "Failed":
+            break
+    if ended.get("exitCode") not in (0, None):
+        code, reason = int(ended["exitCode"]), str(ended.get("reason") or "")
+        message, when = ended.get("message"), ended.get("finishedAt")
+    elif phase_of(pod) == "Failed" and not ended:
+        # Evicted, or killed by its node: no container could say anything.
+        code, reason, other = 1, str(whole.get("reason") or "PodFailed"), ""
+        message, when = whole.get("message"), whole.get("startTime")
+    else:
+        return None
+    return Failure(
+        pod=name_of(pod),
+        node=host_of(pod),
+        code=code,
+        reason=str(whole.get("reason") or "") if reason in _PLAIN else reason,
+        message=text_of(message or whole.get("message")),
+        t_unix=time_of(when) or float("inf"),
+        container=other,
+    )
+
+
+def _ended_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the last end of a container; empty: it has not ended."""
+    for state in (status.get("state"), status.get("lastState")):
+        ended = (state or {}).get("terminated")
+        if isinstance(ended, dict):
+            return ended
+    return {}
+
+
+def told_ends(events: Iterable[Object], job: Object) -> list[Failure]:
+    """Return how containers ended whose pods were replaced, as the training operator told.
+
+    Args:
+        events: of the namespace, any.
+        job: a PyTorchJob; what was told before it was made is of a former one.
+    """
+    found, since = [], made_at(job) or 0.0
+    for event in events:
+        match = _TOLD_END.match(str(event.get("message") or ""))
+        about = event.get("involvedObject") or {}
+        t_unix = time_of(event.get("lastTimestamp") or event.get("eventTime"))
+        if match is None or about.get("name") != name_of(job) or t_unix is None or t_unix < since:
             continue
-        plain = reason in ("", "Error", "Completed")
+        pod, container, code, message = match.groups()
+        reason = str(event.get("reason") or "")
         found.append(
             Failure(
-                pod=name_of(pod),
-                node=host_of(pod),
-                code=code,
-                reason=str(whole.get("reason") or "") if plain else reason,
-                message=text_of(message or whole.get("message")),
-                t_unix=time_of(when) or float("inf"),
+                pod=pod,
+                node="",
+                code=int(code),
+                reason="" if reason in _PLAIN else reason,
+                message=text_of(message),
+                t_unix=t_unix,
+                container="" if container in AGENTS else container,
             )
         )
-    return sorted(found, key=lambda failure: (failure.t_unix, failure.pod))
+    return found
+
+
+def bad_ends(
+    pods: Sequence[Object], told: Iterable[Failure], *, now_unix: float
+) -> dict[str, Trouble]:
+    """Return pods -> how their containers were ended, or could not start, not long ago.
+
+    Of each place in the job the newest pod counts, and the newest end, its own or of one before it.
+    Pods that ask to be made anew (143), as after a drain, are not in trouble.
+
+    Args:
+        pods: of the job.
+        told: further ends, of pods that are gone.
+        now_unix: the time.
+    """
+    places: dict[str, list[Object]] = {}
+    for pod in sorted(pods, key=lambda pod: made_at(pod) or 0.0):
+        places.setdefault(_place(pod), []).append(pod)
+    gone: dict[str, list[Failure]] = {}
+    for end in told:
+        gone.setdefault(end.pod, []).append(end)
+    found = {}
+    for place, there in places.items():
+        own = failures(there)
+        ends = [end for end in (*own, *gone.get(place, ())) if _is_telling(end)]
+        began = ((agent_status(there[-1]).get("state") or {}).get("running") or {}).get("startedAt")
+        since = time_of(began)
+        if not ends or (since is not None and now_unix - since >= OUTLIVED_S):
+            continue
+        last = max(ends, key=lambda end: end.t_unix)
+        again = f" ({len(own)} times in all)" if len(own) > 1 else ""
+        code = f"ended with code {last.code}{again}"
+        found[name_of(there[-1])] = Trouble(
+            pod=name_of(there[-1]),
+            reason=last.said or code,
+            words=f"{last.meaning or 'see its output (holdfast logs)'}; {code}",
+            t_unix=min(last.t_unix, now_unix),
+        )
+    return found
+
+
+def _is_telling(end: Failure) -> bool:
+    return bool(end.reason) or end.code not in _OUR_CODES
+
+
+def _place(pod: Mapping[str, Any]) -> str:
+    """Return what a pod and those made in its place share: the index of its Job, else its name."""
+    index = label_of(pod, "batch.kubernetes.io/job-completion-index")
+    return f"{label_of(pod, 'batch.kubernetes.io/job-name')} {index}" if index else name_of(pod)
 
 
 def stuck_s(pod: Mapping[str, Any], now_unix: float) -> float | None:
@@ -379,11 +551,11 @@ def _unscheduled(name: str, scheduled: Mapping[str, Any]) -> Trouble:
     return Trouble(pod=name, reason=reason, words=words, is_final="persistentvolumeclaim" in reason)
 
 
-def _last_end(pod: Mapping[str, Any]) -> str:
-    """Return how its container ended last, to be added to a sentence; empty: it has not."""
-    ended = (agent_status(pod).get("lastState") or {}).get("terminated") or {}
+def _last_end(status: Mapping[str, Any]) -> str:
+    """Return how a container ended last, to be added to a sentence; empty: it has not."""
+    ended = (status.get("lastState") or {}).get("terminated") or {}
     if "exitCode" not in ended:
         return ""
     reason = str(ended.get("reason") or "")
-    said = f", {reason}" if reason not in ("", "Error", "Completed") else ""
+    said = "" if reason in _PLAIN else f", {joined(reason, text_of(ended.get('message')))}"
     return f"; last with code {ended['exitCode']}{said}"

@@ -18,6 +18,7 @@ from launcher.backends.kubernetes.pods import (
     Failure,
     Trouble,
     agent_status,
+    bad_ends,
     condition,
     failures,
     has_ended,
@@ -36,6 +37,7 @@ from launcher.backends.kubernetes.pods import (
     runs,
     text_of,
     time_of,
+    told_ends,
     trouble_of,
 )
 
@@ -133,9 +135,11 @@ def status_of(seen: Seen, *, now_unix: float, stop_asked: bool = False) -> JobSt
         return _failed(seen, failed, known)
     if is_ending(job):
         return _deleted(seen, now_unix, stop_asked=stop_asked, started=known["started"])
-    troubles = [found for pod in in_order(seen.pods) if (found := _trouble(seen, pod, now_unix))]
+    troubles = _troubles(seen, now_unix)
+    broke = [trouble.t_unix for trouble in troubles if trouble.t_unix is not None]
+    known["broke"] = max(broke, default=None)
     over = seen.pods and all(phase_of(pod) in ("Succeeded", "Failed") for pod in seen.pods)
-    if there or lost or over:
+    if there or lost or (over and any(map(has_started, seen.pods))):
         return _running(seen, troubles, known, len(there))
     return _pending(seen, troubles, known)
 
@@ -351,6 +355,17 @@ def _refused(seen: Seen) -> tuple[str, str] | None:
     return None
 
 
+def _troubles(seen: Seen, now_unix: float) -> list[Trouble]:
+    """Return what is wrong with pods of a job that is not over: first how starts of them ended."""
+    assert seen.job is not None
+    ended = bad_ends(seen.pods, told_ends(seen.events, seen.job), now_unix=now_unix)
+    found = []
+    for pod in in_order(seen.pods):
+        trouble = _trouble(seen, pod, now_unix) or ended.get(name_of(pod))
+        found += [] if trouble is None else [trouble]
+    return sorted(found, key=lambda trouble: trouble.t_unix is None)
+
+
 def _trouble(seen: Seen, pod: Object, now_unix: float) -> Trouble | None:
     return trouble_of(
         pod,
@@ -375,10 +390,8 @@ def _is_held(job: Mapping[str, Any]) -> bool:
 
 def _end_words(end: Failure) -> str:
     where = f" on {end.node}" if end.node else ""
-    said = joined(end.reason, end.message)
-    known = {"OOMKilled": "it ran out of memory; raise kubernetes.memory"}.get(end.reason, "")
     text = f"{end.pod}{where} ended with code {end.code}"
-    return "; ".join(filter(None, (f"{text} ({said})" if said else text, known)))
+    return "; ".join(filter(None, (f"{text} ({end.said})" if end.said else text, end.meaning)))
 
 
 def _started(seen: Seen) -> float | None:

@@ -67,7 +67,7 @@ class Creation:
             except ConflictError:
                 continue  # it is fine, and there already: see `clear`
             except (NotThereError, UserError) as error:
-                if not _lacks_another(document, error):
+                if not _lacks_another(document, error) or self._has_all(document):
                     raise
 
     def clear(self) -> None:
@@ -153,9 +153,8 @@ class Creation:
                 raise
 
         def again(error: BaseException) -> bool:
-            if isinstance(error, UserError):  # Trainer's webhook sees a new runtime a little later
-                return _lacks_another(document, error)
-            return isinstance(error, BrokenOffError)
+            # Webhooks, Trainer's and Kueue's, see a new runtime a little later.
+            return isinstance(error, BrokenOffError) or _lacks_another(document, error)
 
         policy = tenacity.Retrying(
             retry=tenacity.retry_if_exception(again),
@@ -190,6 +189,11 @@ class Creation:
                 f"{error or type(error).__name__}; and this could not be removed again: kubectl "
                 f"delete --namespace {self.namespace} {' '.join(left)}"
             ) from error
+
+    def _has_all(self, document: Object) -> bool:
+        """Whether the document that a dry run compares another one with is there already."""
+        wanted = "Role" if document["kind"] == "RoleBinding" else "TrainingRuntime"
+        return all(self._get(one) is not None for one in self.documents if one["kind"] == wanted)
 
     def _get(self, document: Object) -> Object | None:
         return self.api.get(resource_of(document), self.namespace, name_of(document))
@@ -229,11 +233,16 @@ class Creation:
             )
 
 
-def _lacks_another(document: Object, error: Exception) -> bool:
-    """Whether a document is refused only for want of another one, which a dry run does not make."""
-    if document["kind"] == "RoleBinding":  # it is compared with its Role
+def _lacks_another(document: Object, error: BaseException) -> bool:
+    """Whether a document may be refused only for want of another, which a dry run does not make.
+
+    A RoleBinding is compared with its Role, a TrainJob with its runtime: by Trainer's webhook, by
+    Kueue's, or by another that comes before, each in words of its own.
+    """
+    if document["kind"] == "RoleBinding":
         return isinstance(error, NotThereError)
-    return document["kind"] == "TrainJob" and "runtimeRef" in str(error)
+    refused = isinstance(error, NotThereError) or getattr(error, "code", "") == "HF757"
+    return document["kind"] == "TrainJob" and refused and "runtime" in str(error).lower()
 
 
 def _is_ours_alone(document: Object) -> bool:

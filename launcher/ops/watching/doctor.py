@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,20 +13,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from elastic_trainer.events import Event
-from elastic_trainer.failures import EXIT_DONE, one_line
+from elastic_trainer.failures import EXIT_DONE, Kind, one_line
 from elastic_trainer.regular_file import open_regular
-from elastic_trainer.signatures import signature_of
+from elastic_trainer.signatures import Signature, signature_of
+from launcher.backends.base import JobState
 from launcher.diagnosis.flight import MOST_BYTES, works_of
 from launcher.diagnosis.judge import Diagnosis, Record, Recorded, judge
 from launcher.diagnosis.scan import Found, Scanned, scan
 from launcher.errors import UserError
-from launcher.ops.runs import find_run
+from launcher.ops.runs import find_run, is_run, read_submitted
+from launcher.ops.watching.findings import Kind as FindingKind
+from launcher.ops.watching.run_status import platform_text, run_statuses, target_of
 from launcher.record.event import describe, worker_rank
 from launcher.record.failures import Failure, failures
 from launcher.record.files import RunRecord
 from launcher.record.timeline import epochs
 from launcher.run_files import ATTEMPT, attempt_order
 from launcher.secret_forms import masked
+from launcher.targets import TARGETS
 
 STDIN: Final = "-"
 _OF_A_RUN: Final = ("logs", "events", "job.json")
@@ -52,6 +57,8 @@ def diagnose(names: Sequence[str], folder: Path, stdin: BinaryIO) -> Diagnosis:
             logs.append(scan(stdin, "stdin", len(logs)))
             continue
         root = _path_of(name, folder)
+        if is_run(root):  # first: asking the platform may bring files of the run
+            logs += _of_platform(root, len(logs), unread)
         for path in _files_of(root):
             try:
                 log = _read(path, root, len(logs))
@@ -74,9 +81,9 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: HF613 the record cannot be read.
     """
-    found = []
+    found, lost = [], _lost_kind(run_dir)
     for failure in _failures(run_dir):
-        signature = signature_of(failure.kind, failure.detail)
+        signature = _signature(failure, lost)
         of, action = signature.of, signature.action
         found.append(
             {
@@ -95,6 +102,42 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _lost_kind(run_dir: Path) -> str:
+    """Return what the loss of a node is called on the platform of a run."""
+    try:
+        submission = read_submitted(run_dir)
+    except UserError:  # damaged: what it says is told by `status`
+        submission = None
+    target = TARGETS.get(submission.target if submission else "local", TARGETS["local"])
+    return target.lost
+
+
+def _signature(failure: Failure, lost: str) -> Signature:
+    kind = lost if failure.kind == Kind.NODE_LOST else failure.kind
+    return signature_of(kind, failure.detail)
+
+
+def _of_platform(run_dir: Path, number: int, unread: list[str]) -> list[Scanned]:
+    """Return what the platform says keeps the job from running, or ended it, as a log.
+
+    Only of platforms whose own words about nodes come in no file of the run: of Kubernetes.
+    """
+    run = find_run(str(run_dir), run_dir.parent)
+    target = target_of(run)
+    if target not in TARGETS or not TARGETS[target].sees_other_paths:
+        return []
+    [status] = run_statuses([run])
+    if status.state is JobState.UNKNOWN:
+        unread.append(f"{target}: {platform_text(status)}")
+        return []
+    broke = [each for each in status.findings(time.time()) if each.kind is FindingKind.NODE_BROKE]
+    said = str(broke[0]) if broke else ""
+    if status.state in (JobState.PENDING, JobState.FAILED):
+        said = platform_text(status)
+    name = f"{target} job {status.job.id}"
+    return [scan(io.BytesIO(f"{said}\n".encode()), name, number)] if said else []
 
 
 def _failures(run_dir: Path) -> list[Failure]:
@@ -184,14 +227,15 @@ def _recorded(run_dir: Path, number: int, unread: list[str]) -> Record:
         return Record()
     failed = failures(record.events, epochs(record.events))
     slow = [each for each in record.events if each.event == "worker.slow"]
-    found = [_of_failure(each, file, (number, line)) for line, each in enumerate(failed, 1)]
+    lost = _lost_kind(run_dir)
+    found = [_of_failure(each, lost, file, (number, n)) for n, each in enumerate(failed, 1)]
     found = found or [_of_slow(each, file, (number, 1)) for each in slow[-1:]]
     return Record(failures=found, code=_code(record.events))
 
 
-def _of_failure(failure: Failure, file: str, order: tuple[int, int]) -> Recorded:
+def _of_failure(failure: Failure, lost: str, file: str, order: tuple[int, int]) -> Recorded:
     found = Found(
-        signature=signature_of(failure.kind, failure.detail),
+        signature=_signature(failure, lost),
         file=file,
         line=order[1],
         text=f"{_stamp(failure.t, failure.node, failure.rank)}: {failure.kind}: "

@@ -42,6 +42,7 @@ class Kind(enum.StrEnum):
     """What is wrong, for programs."""
 
     SUSPENDED = "suspended"
+    NODE_BROKE = "node_broke"
     RECORD_AWAY = "record_away"
     NO_PROGRESS = "no_progress"
     BATCH_HOST_LOST = "batch_host_lost"
@@ -111,6 +112,7 @@ def findings(facts: Facts, *, now_unix: float) -> list[Finding]:
     away = _away(facts.problem)
     found = [
         suspended,
+        _broke(facts),
         away,
         None if suspended or away else _silence(facts, now_unix),
         _batch_host(facts.platform, lost),
@@ -126,6 +128,17 @@ def _suspended(status: JobStatus) -> Finding | None:
         return None
     text = "it is suspended: its processes are stopped where they are"
     return Finding(kind=Kind.SUSPENDED, text=text, how_to_fix=status.words)
+
+
+def _broke(facts: Facts) -> Finding | None:
+    """Return how the platform ended a node, or cannot start it; survived once a step follows."""
+    broke, platform = facts.platform.broke, facts.platform
+    steps = [] if facts.training is None else facts.training.steps
+    if broke is None or (steps and steps[-1].t > broke):
+        return None
+    reason = platform.reason if platform.reason not in platform.words else ""
+    text = f"{platform.words} ({reason})" if reason else platform.words
+    return Finding(kind=Kind.NODE_BROKE, text=text)
 
 
 def _away(problem: str) -> Finding | None:

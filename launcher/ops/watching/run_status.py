@@ -16,7 +16,7 @@ from launcher.errors import HoldfastError, UserError
 from launcher.ops import run_dir as run_dirs
 from launcher.ops.fetching import fetched
 from launcher.ops.runs import Run, current_job
-from launcher.ops.watching.findings import DiskSpace, Facts, Finding, findings
+from launcher.ops.watching.findings import DiskSpace, Facts, Finding, Kind, findings
 from launcher.ops.watching.texts import names, times, when
 from launcher.record.status import TrainingStatus
 from launcher.targets import TARGETS, target_named
@@ -213,7 +213,9 @@ def detail_lines(status: RunStatus, now_unix: float) -> list[tuple[str, str]]:
         rows.append(("nodes", names(platform.nodes)))
     if said := platform_text(status):
         rows.append(("platform", said))
-    rows += [("warning", str(each)) for each in status.findings(now_unix)]
+    told = Kind.NODE_BROKE if said else None  # in the platform's row
+    found = status.findings(now_unix)
+    rows += [("warning", str(each)) for each in found if each.kind is not told]
     if status.problem and status.state is not JobState.RUNNING:
         rows.append(("problem", status.problem))
     if training is not None and training.last_unix is not None:

@@ -22,7 +22,7 @@ from launcher import stop_request
 from launcher.backends.base import JobState
 from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST
 from launcher.ops.watching.doctor import run_failures
-from launcher.ops.watching.findings import Finding
+from launcher.ops.watching.findings import Finding, Kind
 from launcher.ops.watching.run_status import RunStatus, headline, platform_text
 from launcher.ops.watching.texts import when
 from launcher.record.event import describe, named, worker_rank
@@ -143,13 +143,15 @@ def _running(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
     training, state = status.training, status.state
     found = status.findings(now_unix)
     wrong = [str(each) for each in found]
+    told = any(each.kind in (Kind.SUSPENDED, Kind.NODE_BROKE) for each in found)
     platform = []
-    if status.platform.words and not status.platform.suspended:  # as of a node that is away
+    if status.platform.words and not told:  # as of a node that is away
         platform = [f"{status.target}: {platform_text(status)}"]
     if training is None or training.last_unix is None:
+        short, *wrong = [*wrong, "it runs, but its agents have not written anything yet"]
         return Why(
             state=state,
-            short="it runs, but its agents have not written anything yet",
+            short=short,
             more=[*wrong, *platform, *_last_seen(status, now_unix)],
             findings=found,
             log=output[-1] if output else None,

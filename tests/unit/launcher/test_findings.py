@@ -169,6 +169,22 @@ def test_nodes_that_were_let_go_or_excluded_are_not_lost():
         assert found(stream) == {}
 
 
+def test_what_the_platform_did_to_a_node_comes_first_until_a_step_follows():
+    words, stream = "pod n2: it ran out of memory", training()
+    status = dataclasses.replace(RUNNING, words=words, reason="OOMKilled", broke=stream.t + 1)
+    assert next(iter(found(stream, after=200.0, status=status))) is Kind.NODE_BROKE
+    finding = found(Stream().start(), status=status)[Kind.NODE_BROKE]
+    assert finding.text == f"{words} (OOMKilled)"
+    stream.t += 2.0
+    assert Kind.NODE_BROKE not in found(stream.steps(65, ranks=1), status=status)
+
+
+def test_a_coordinator_that_nobody_knew_is_no_node():
+    stream = Stream().start()
+    stream.add("member.lost", node="n1", member="?", host="?", reason="EOF")
+    assert Kind.NODES_LOST not in found(stream)
+
+
 def test_the_batch_host():
     stream = training().kill_node("n1").form(["n2", "n3", "n4"], resume=64).steps(80, ranks=1)
     assert list(found(stream)) == [Kind.BATCH_HOST_LOST, Kind.NODES_LOST]

@@ -373,7 +373,12 @@ def test_the_client_is_imported_when_a_cluster_is_spoken_to():
     assert done.stdout.strip() == "[]"
 
 
-def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run, waits):
+TRAINERS = "admission webhook denied the request: spec.runtimeRef: Invalid value: not found"
+KUEUES = "admission webhook \"vtrainjob.kb.io\" denied the request: runtime 'tiny-1' not found"
+
+
+@pytest.mark.parametrize("message", [TRAINERS, KUEUES])
+def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run, waits, message):
     """A TrainJob is compared with its runtime, which a dry run has not made."""
     files = bundle(run)
     documents = [json.loads(text) for text in files["manifests.yaml"].split("---\n")]
@@ -388,19 +393,23 @@ def test_what_a_document_lacks_of_the_others_is_no_refusal(backend, server, run,
     ]
     files["manifests.yaml"] = "---\n".join(json.dumps(one) + "\n" for one in documents)
     assert read_bundle(files).num_pods == 2
-    message = "admission webhook denied the request: spec.runtimeRef: Invalid value: not found"
+    refusal = Reply(403, status_object(403, "Forbidden", message))
     server.replies.append(
         (
             lambda call: "trainjobs" in call and "dryRun" in call,
-            [Reply(403, status_object(403, "Forbidden", message))],
+            [refusal],
         )
     )
     server.replies.append(
         (  # nor has its webhook, for a moment after it was made
             lambda call: "POST" in call and "trainjobs" in call and "dryRun" not in call,
-            [Reply(403, status_object(403, "Forbidden", message))] * 2,
+            [refusal] * 2,
         )
     )
     assert backend.submit(run, files).id == "tiny-1"
     assert waits == [1.0, 1.0]
     assert backend.name == "trainjob"
+    server.objects.pop(next(path for path in server.objects if "/trainjobs/" in path))
+    server.replies.append((lambda call: "trainjobs" in call and "dryRun" in call, [refusal]))
+    with pytest.raises(UserError, match="HF757"):
+        backend.check(files)  # its runtime is there

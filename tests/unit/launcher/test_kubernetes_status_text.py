@@ -190,6 +190,110 @@ def test_a_container_that_ends_again_and_again_says_how():
     assert found.words.endswith("started later each time; last with code 1")
 
 
+EXEC = 'failed to create containerd task: exec: "python3": executable file not found in $PATH'
+
+
+def of_a_job(found, name, index, made):
+    """Return a pod as one of an Indexed Job, which makes each under a name of its own."""
+    labels = {"job-name": "tiny-node-0", "job-completion-index": str(index)}
+    found["metadata"] |= {"name": name, "creationTimestamp": made}
+    found["metadata"]["labels"] = {f"batch.kubernetes.io/{k}": v for k, v in labels.items()}
+    return found
+
+
+def test_a_container_that_cannot_start_is_no_pod_being_started():
+    """Whichever moment is met: the container has ended, or the pod was made anew since."""
+    restarts = job(condition("Restarting"))
+    ends = [ended(index, 128, "StartError", message=EXEC) for index in (0, 1)]
+    for end in ends:
+        end["status"]["containerStatuses"][0]["state"]["terminated"]["startedAt"] = (
+            "1970-01-01T00:00:00Z"
+        )
+    found = told(restarts, ends, num_pods=2)
+    assert (found.state, found.reason, found.broke) == (
+        "pending",
+        f"StartError: {EXEC}",
+        time_of("2026-01-01T00:10:00Z"),
+    )
+    assert "kubernetes.python" in found.words
+    ends[0]["status"]["phase"] = "Pending"  # for a moment
+    assert told(restarts, ends, num_pods=2).reason == f"StartError: {EXEC}"
+    message = f"Error pod tiny-worker-1 container pytorch exitCode: 128 terminated message: {EXEC}"
+    anew = [waiting(index, "ContainerCreating") for index in (0, 1)]
+    found = told(restarts, anew, num_pods=2, events=[event("tiny", "StartError", message)])
+    assert (found.state, found.reason) == ("pending", f"StartError: {EXEC}")
+    former = job(condition("Restarting"), creationTimestamp="2026-01-01T00:06:00Z")
+    found = told(former, anew, num_pods=2, events=[event("tiny", "StartError", message)])
+    assert (found.reason, found.broke) == ("ContainerCreating", None)
+
+
+def test_pods_that_run_out_of_memory_again_and_again_are_told_while_they_run():
+    pods = [
+        of_a_job(ended(0, 143, "OOMKilled", STARTED), "tiny-node-0-0-aaaaa", 0, CREATED),
+        of_a_job(ended(1, 137, "OOMKilled"), "tiny-node-0-0-bbbbb", 0, STARTED),
+        of_a_job(pod(2), "tiny-node-0-0-ccccc", 0, "2026-01-01T00:20:00Z"),
+        of_a_job(pod(3), "tiny-node-0-1-ddddd", 1, CREATED),
+    ]
+    runs = {"running": {"startedAt": "2026-01-01T00:55:00Z"}}
+    pods[2]["status"]["containerStatuses"][0]["state"] = runs
+    jobset = job(condition("StartupPolicyCompleted"), kind="JobSet")
+    found = told(jobset, pods, num_pods=2)
+    assert (found.state, found.reason) == ("running", "OOMKilled")
+    for said in ("2 of 2 pods run", "tiny-node-0-0-ccccc", "kubernetes.memory", "137 (2 times in"):
+        assert said in found.words
+    runs["running"]["startedAt"] = "2026-01-01T00:40:00Z"  # it has outlived that
+    found = told(jobset, pods, num_pods=2)
+    assert (found.words, found.broke) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "telling"),
+    [
+        (143, "Error", False),
+        (91, "Error", False),
+        (137, "Error", True),
+        (127, "Error", True),
+        (139, "Error", True),
+        (144, "Error", True),
+        (126, "ContainerCannotRun", True),
+    ],
+)
+def test_which_ends_of_pods_are_no_trouble(code, reason, telling):
+    found = told(job(condition("Running")), [ended(0, code, reason), pod(1)], num_pods=2)
+    assert (found.broke is not None) is telling
+    assert (f"code {code}" in found.words + found.reason) is telling
+
+
+def test_containers_beside_the_agents_are_named():
+    begins = waiting(0, "PodInitializing")
+    back = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+    last = {"terminated": {"exitCode": 3, "reason": "Error"}}
+    status = {"name": "mount", "state": back, "lastState": last}
+    begins["status"]["initContainerStatuses"] = [status]
+    found = told(job(condition("Created")), [begins], num_pods=1)
+    assert found.reason == "CrashLoopBackOff: back-off 10s"
+    assert "container mount" in found.words
+    assert "code 3" in found.words
+    begins["status"]["phase"] = "Failed"
+    status["state"] = last
+    [failure] = failures([begins])
+    assert (failure.container, failure.code) == ("mount", 3)
+    assert "container mount" in told(job(condition("Created")), [begins], num_pods=1).words
+
+
+@pytest.mark.parametrize("reason", ["Evicted", "Preempting", "UnexpectedAdmissionError"])
+def test_a_pod_that_its_node_ended(reason):
+    gone = pod(0, "Failed")
+    gone["status"] |= {
+        "reason": reason,
+        "message": "The node was low on resource",
+        "startTime": STARTED,
+    }
+    found = told(job(condition("Running")), [gone, pod(1)], num_pods=2)
+    assert found.reason == f"{reason}: The node was low on resource"
+    assert found.broke == time_of(STARTED)
+
+
 def test_volumes_that_cannot_be_mounted_are_in_the_events_only():
     said = event("tiny-worker-0", "FailedMount", "MountVolume.SetUp failed", "Pod")
     found = told(job(), [waiting(0, "ContainerCreating")], events=[said])
