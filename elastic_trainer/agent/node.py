@@ -86,8 +86,7 @@ def _run(options: Options) -> int:
         The exit code: 0, 91, 92, 93, 94, or 1.
 
     Raises:
-        OptionsError: HF504, the network section does not fit this node; HF512, HF513, what
-            torchrun's flags ask for is not here.
+        OptionsError: HF504, HF512, HF513, what the options ask for is not on this node.
         FabricError: HF505, this node lacks the job's fabric.
         StorageError: HF617, the run directory's file system lacks something.
     """
@@ -119,20 +118,17 @@ def _run(options: Options) -> int:
         keeper = _keeper(options, scratch, address, ports, secret=secret)
         keeper.start()
         stack.callback(keeper.close)
-        asked = ask() if options.accelerators else None
-        gpus = _seen(asked)
+        gpus = ask() if options.accelerators else None
         # At once: a node that dies while it warms up is then known to be dead.
         rendezvous = _join(
-            options, address, ports, asked, secret=secret, keeper=keeper, log=log, waker=waker
+            options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
         )
         stack.callback(rendezvous.close)
         metrics = _metrics(options, address)
         if metrics is not None:
             stack.callback(metrics.close)
         agent = HoldfastAgent(
-            _agent_config(
-                options, rendezvous, scratch, secret_dir, gpus=gpus, cpus=bound or _cpus(gpus)
-            ),
+            _agent_config(options, rendezvous, scratch, secret_dir, gpus=_seen(gpus), bound=bound),
             worker_spec(
                 rendezvous,
                 task.target,
@@ -381,13 +377,13 @@ def _agent_config(
     secret_dir: Path,
     *,
     gpus: tuple[Gpu | None, ...],
-    cpus: tuple[str | None, ...],
+    bound: tuple[str, ...],
 ) -> AgentConfig:
     return AgentConfig(
         me=rendezvous.me,
         workers=options.workers,
         gpus=gpus,
-        cpus=cpus,
+        cpus=bound or _cpus(gpus),
         scratch=scratch.path,
         snapshots=scratch.snapshots,
         secret_dir=secret_dir,

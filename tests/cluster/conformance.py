@@ -58,7 +58,7 @@ if act == "init":
     dist.init_process_group("gloo", init_method=init, world_size=world, rank=int(rank))
     total = torch.ones(1)
     dist.all_reduce(total)
-    seen["sum"] = total.item()
+    seen |= {"sum": total.item(), "launched": dist.is_torchelastic_launched()}
     dist.destroy_process_group()
 file = Path(folder, f"{rank}.{count}.json")
 file.with_suffix(".part").write_text(json.dumps(seen))
@@ -73,6 +73,8 @@ elif act == "raise":
     raise ValueError("raised")
 elif act == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+elif act == "one" and rank == "0":
+    sys.exit(5)
 elif act == "once" and len(list(Path(folder).glob("*.json"))) == 1:
     sys.exit(5)
 elif act == "code":
@@ -85,7 +87,10 @@ printf '{"argv": ["%s"], "env": {}}' "$2" > "$1/$RANK.0.json"
 
 @dataclass(frozen=True)
 class Case:
-    """One command line for both launchers, with `{folder}`, `{seen}`, `{port}` and `{sh}` in it."""
+    """One command line for both launchers, with `{folder}`, `{seen}`, `{port}` and `{sh}` in it.
+
+    `{meet}` is where agents meet: a directory here, a host and port there.
+    """
 
     flags: Sequence[str] = ()
     script: Sequence[str] = ("{folder}/script.py", "{seen}", "dump")
@@ -93,6 +98,7 @@ class Case:
     send: str = ""
     """Signal that the launcher is sent once all workers run."""
     workers: int = 1
+    agents: int = 1
     slow: bool = False
 
 
@@ -100,7 +106,8 @@ class Case:
 class Seen:
     """What a launcher and its workers did."""
 
-    code: int
+    codes: list[int]
+    """Of the agents, sorted."""
     said: list[str]
     """Lines of stdout, sorted."""
     errors: str
@@ -162,8 +169,13 @@ def _words(options: Options) -> list[str]:
     return [*fill(options.task.args, values_of(options.ladder.rungs[0], "/run"), local_rank=0)]
 
 
-def _code(seen: Seen) -> int:
-    return seen.code
+def _code(seen: Seen) -> list[int]:
+    return seen.codes
+
+
+def _sum(seen: Seen) -> list[tuple[float, bool]]:
+    """Return by rank what an all-reduce of ones gave, and whether torch knows of its launcher."""
+    return [(each["sum"], each["launched"]) for _, each in sorted(seen.workers.items())]
 
 
 def added(seen: Seen) -> list[str]:
@@ -221,6 +233,25 @@ CASES = {
     "raise": Case(["--max-restarts=0"], ("{folder}/script.py", "{seen}", "raise"), slow=True),
     "kill": Case(["--max-restarts=0"], ("{folder}/script.py", "{seen}", "kill"), slow=True),
     "once": Case(["--max-restarts=1"], ("{folder}/script.py", "{seen}", "once")),
+    "one of two": Case(
+        ["--max-restarts=0", "--nproc-per-node=2"],
+        ("{folder}/script.py", "{seen}", "one"),
+        slow=True,
+    ),
+    "least of two nodes": Case(
+        [
+            *("--nnodes=1:2", "--nproc-per-node=2", "{meet}"),
+            "--rdzv-conf=join_timeout=5,last_call_timeout=1",
+        ],
+        ("{folder}/script.py", "{seen}", "init", "env://"),
+        slow=True,
+    ),
+    "two nodes": Case(
+        ["--nnodes=2", "--nproc-per-node=2", "{meet}", "--rdzv-id=9"],
+        ("{folder}/script.py", "{seen}", "init", "env://"),
+        agents=2,
+        slow=True,
+    ),
     "no script": Case(script=("{folder}/nowhere.py",)),
     "no flag": Case(["--no-such-flag"]),
     **{
@@ -387,9 +418,9 @@ SECTIONS["Variables of the workers"] = [
     Row("`MASTER_ADDR`, `MASTER_PORT` with `--master-port`", "static",
         lambda s: (s.env("MASTER_ADDR"), len({*s.env("MASTER_PORT")}))),
     Row("`init_method=tcp://HOST:PORT` with `--master-port`", "static",
-        lambda s: [seen["sum"] for seen in s.workers.values()]),
-    Row("`init_method=env://`", "standalone",
-        lambda s: [seen["sum"] for seen in s.workers.values()]),
+        _sum),
+    Row("`init_method=env://`", "standalone", _sum),
+    Row("`torch.distributed.is_torchelastic_launched()`", "standalone", _sum),
     Row("`TORCHELASTIC_RESTART_COUNT`", "two", _env("TORCHELASTIC_RESTART_COUNT"),
         why="the epoch of membership, which begins at 1 and counts for the whole job"),
     Row("`TORCHELASTIC_RESTART_COUNT` of the second start", "once",
@@ -436,10 +467,18 @@ SECTIONS["Variables of the launcher"] = [
          theirs=lambda c: {*c.config.signals_to_handle.split(",")}, ours=lambda o: {*o.signals}),
 ]  # fmt: skip
 _CODES = "codes say what follows, see [exit codes](failures.md#exit-codes)"
+_NODE = ("GROUP_RANK", "LOCAL_RANK", "GROUP_WORLD_SIZE", "WORLD_SIZE", "ROLE_RANK")
+SECTIONS["Several nodes"] = [
+    Row("`--nnodes 2`, two agents: an all-reduce", "two nodes", _sum),
+    Row("Their ranks", "two nodes", lambda s: [s.env(name) for name in _NODE]),
+    Row("Their codes", "two nodes", _code, show=True),
+    Row("`--nnodes 1:2`, one agent: an all-reduce", "least of two nodes", _sum),
+]
 SECTIONS["Exit codes"] = [
     Row("All workers end with 0", "two", _code, show=True),
     Row("A worker ends with 7, no restart left", "code", _code, _CODES, show=True),
     Row("A worker raises, no restart left", "raise", _code, _CODES, show=True),
+    Row("One of two workers fails, no restart left", "one of two", _code, _CODES, show=True),
     Row("A worker is killed, no restart left", "kill", _code, _CODES, show=True),
     Row("A worker fails once, and is restarted", "once", _code, show=True),
     Row("Starts of a worker that fails once", "once", lambda s: s.starts, show=True),
@@ -486,33 +525,46 @@ def launch(name: str, launcher: str, folder: Path) -> Seen:
     (folder / "module_of_mine.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    values = {"folder": folder, "seen": folder / "seen", "port": port, "sh": shutil.which("sh")}
+    meet = f"localhost:{port}" if launcher == "torchrun" else folder
+    values = {
+        "folder": folder,
+        "seen": folder / "seen",
+        "port": port,
+        "sh": shutil.which("sh"),
+        "meet": f"--rdzv-endpoint={meet}",
+    }
     words = [
-        re.sub(r"\{(folder|seen|port|sh)\}", lambda match: str(values[match[1]]), word)
+        re.sub(r"\{(folder|seen|port|sh|meet)\}", lambda match: str(values[match[1]]), word)
         for word in (*case.flags, *case.script)
     ]
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), **case.env}
-    with (folder / "err").open("wb") as err:
-        running = subprocess.Popen(
-            [*LAUNCHERS[launcher], *words],
-            env=_without_ours(os.environ) | env,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-        )
+    several = ["--rdzv-backend=c10d"] if launcher == "torchrun" else ["--node=n{}"]
+    running = []
+    with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
+        for index in range(case.agents):
+            flags = [word.format(index) for word in several] if "{meet}" in case.flags else []
+            running.append(
+                subprocess.Popen(
+                    [*LAUNCHERS[launcher], *flags, *words],
+                    env=_without_ours(os.environ) | env,
+                    cwd=folder,
+                    stdout=out,
+                    stderr=err,
+                )
+            )
     try:
         if case.send:
             _until_running(folder / "seen", case.workers)
-            running.send_signal(signal.Signals[case.send])
-        out, _ = running.communicate(timeout=DEADLINE_S)
+            running[0].send_signal(signal.Signals[case.send])
+        codes = sorted(each.wait(DEADLINE_S) for each in running)
     finally:
-        running.kill()
-        running.wait()
+        for each in running:
+            each.kill()
+            each.wait()
     files = sorted((folder / "seen").glob("*.json"))
     return Seen(
-        code=running.returncode,
-        said=sorted(out.splitlines()),
+        codes=codes,
+        said=sorted((folder / "out").read_text().splitlines()),
         errors=(folder / "err").read_text(),
         workers={int(file.name.split(".")[0]): json.loads(file.read_text()) for file in files},
         starts=len([file for file in files if file.name.startswith("0.")]),
