@@ -429,6 +429,8 @@ def _continue_from(
         if epoch < done:
             _draw_epoch(order)
             return
+        if hasattr(order, "set_epoch"):  # the Trainer does not reach it where batches are skipped
+            order.set_epoch(epoch)
         batches = updates * trainer.args.gradient_accumulation_steps
         resuming = {
             "epochs_trained": done,

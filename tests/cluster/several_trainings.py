@@ -73,7 +73,18 @@ def pad(batch):
     return {"input_ids": ids, "labels": labels, "attention_mask": (labels >= 0).long()}
 
 
-def hf(_names):
+VARIANTS = {
+    "grouped": {"train_sampling_strategy": "group_by_length"},
+    "rebalanced": {"train_sampling_strategy": "batch_rebalance", "max_steps": 20},
+    "one-generator": {"accelerator_config": {"use_seedable_sampler": False}},
+    "adafactor": {"optim": "adafactor"},
+    "rarely-logged": {"logging_steps": 5},
+    "split": {"per_device_train_batch_size": 4, "accelerator_config": {"split_batches": True}},
+}
+"""Of the Trainer: what the order of samples, the batch or the state may depend on."""
+
+
+def hf(names):
     """Lengths that differ, grouped: an order of samples that depends on the batch."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -85,10 +96,11 @@ def hf(_names):
         vocab_size=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
+    options = {"per_device_train_batch_size": 2, "logging_steps": 1}
+    options |= VARIANTS[names[0] if names else "grouped"]
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2, num_train_epochs=2,
-        train_sampling_strategy="group_by_length", logging_steps=1, save_strategy="no",
-        learning_rate=1e-2, use_cpu=True, disable_tqdm=True, report_to=[],
+        output_dir=tempfile.mkdtemp(), num_train_epochs=2, save_strategy="no", learning_rate=1e-2,
+        use_cpu=True, disable_tqdm=True, report_to=[], **options,
     )  # fmt: skip
     for training in (1, 2):
         g = torch.Generator().manual_seed(training)

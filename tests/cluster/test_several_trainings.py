@@ -46,29 +46,47 @@ def results(run_dir):
     return told("".join(path.read_text() for path in paths))
 
 
-def torchrun(kind):
+def torchrun(script):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, SCRIPT, kind],
+        [*command, SCRIPT, *script],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return told(result.stdout)
 
 
-@pytest.mark.parametrize("kind", ["own", "hf", pytest.param("lightning", marks=pytest.mark.slow)])
-def test_two_trainings_end_as_under_torchrun_whatever_is_lost(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        ("own", None),
+        ("hf", "grouped"),
+        *[
+            pytest.param(kind, variant, marks=pytest.mark.slow)
+            for kind, variant in [
+                ("hf", "rebalanced"),
+                ("hf", "one-generator"),
+                ("hf", "adafactor"),
+                ("hf", "rarely-logged"),
+                ("hf", "split"),
+                ("lightning", None),
+            ]
+        ],
+    ],
+)
+def test_two_trainings_end_as_under_torchrun_whatever_is_lost(kind, variant, tmp_path):
     """A worker in the second epoch of the first training's data, a node in the second training.
 
-    The samples are grouped by length over the batch of all ranks: also of those that are left.
+    Samples, losses, `train_loss` and weights are those of all ranks, also on those that are left.
     """
+    script = [kind, *([variant] if variant else [])]
     pytest.importorskip(FRAMEWORKS[kind], reason="not installed: pip install -e '.[dev]'")
     run_dir, least = tmp_path / "run", 2 if kind == "own" else 1
     faults = ["--fault", "kill-worker:1@15"]
     faults += ["--fault", "kill-worker:0@30" if least == 2 else "kill-node:1@30"]
     summary = summary_of(
-        holdfast(*arguments(job_of(tmp_path, kind, least=least), run_dir, *faults), timeout=120)
+        holdfast(*arguments(job_of(tmp_path, *script, least=least), run_dir, *faults), timeout=120)
     )
     assert (summary["steps"], summary["committed_steps_redone"]) == (2 * STEPS, 0)
     started = events(run_dir, "trainer.started")
@@ -77,7 +95,7 @@ def test_two_trainings_end_as_under_torchrun_whatever_is_lost(kind, tmp_path):
     ]  # fmt: skip
     (skipped,) = events(run_dir, "training.skipped")
     assert (skipped["training"], skipped["training_step"]) == ("1", STEPS)
-    found, wanted = results(run_dir), torchrun(kind)
+    found, wanted = results(run_dir), torchrun(script)
     for key, said in found.items():
         for name in said.keys() - {"begun"}:
             assert said[name] == pytest.approx(wanted[key][name], rel=LOSS_REL), (key, name)
