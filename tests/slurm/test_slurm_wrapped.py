@@ -121,7 +121,7 @@ def test_a_wrapped_job_is_restarted_looked_into_and_cancelled_with_a_save(slurm,
         run.until("workers", lambda: len(list(tmp_path.glob("up.*"))) == 2)
         words = ["-m", "launcher.cli.main", *command.split(), str(run.path)]
         assert json.loads(told(slurm, "status", run))["state"] == "running"
-        assert set(json.loads(told(slurm, "stacks", run))["workers"]), "its script is agents.sh"
+        assert len(json.loads(told(slurm, "stacks", run))["workers"]) == 2
         assert slurm.job(job).restarts == restarts
         for path in tmp_path.glob("up.*"):
             path.unlink()
