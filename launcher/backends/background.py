@@ -29,6 +29,8 @@ _Seen = TypeVar("_Seen")
 MARK: Final = "launcher.json"
 """Of a launcher that lives: its job, process and machine."""
 SUMMARY: Final = "summary.json"
+NEVER_STARTED: Final = "never started"
+"""Reason of a run that no launcher has started, as a wrapped job's."""
 LOG: Final = "launcher.log"
 """In RUN/logs: what a launcher in the background says."""
 _START_S: Final = 30.0
@@ -251,12 +253,9 @@ def _status(run_dir: Path) -> JobStatus:
         return JobStatus(
             state=JobState.FAILED, reason="the launcher is gone", words="its launcher was killed"
         )
-    if any((run_dir / "attempts").glob("[a-z]*-*.*/begin.json")):
-        # A wrapped job's pods: the launcher has not submitted it, and its record says how it goes.
-        pods = f"kubectl get pods -l training.kubeflow.org/job-name={run_dir.name}"
-        words = f"pods run it, or have run it: {pods}"
-        return JobStatus(state=JobState.UNKNOWN, reason="run by pods", words=words)
-    return JobStatus(state=JobState.UNKNOWN, reason="never started", words="it was never started")
+    return JobStatus(
+        state=JobState.UNKNOWN, reason=NEVER_STARTED, words="it was never started from here"
+    )
 
 
 def _interrupt(run_dir: Path) -> bool:

@@ -52,6 +52,8 @@ FIRST_PAUSE_S: Final = 10.0
 LONGEST_PAUSE_S: Final = 300.0
 LIVED_S: Final = 600.0
 """A pod that has lived for so long before it fails begins to count anew."""
+_BEGUN: Final = " begun"
+"""After a count: of a start that has not told yet how it ended."""
 MAX_FILE_BYTES: Final = 4 << 20
 """Of a file of the ConfigMap."""
 
@@ -71,6 +73,8 @@ class Pod:
         self._began, self._wait_for_signal = time.monotonic(), wait
         self._stop_asked = self._failed = False
         self._nodes = 0  # until job.json has told
+        self._before: int | None = None
+        """Failures in a row before this start; None: this one is not counted yet."""
 
     def run(self) -> int:
         """Serve until the agent has ended; return the code of the container."""
@@ -86,6 +90,8 @@ class Pod:
             )
             attempt = self._attempt(number)
             code = self._begin(attempt, config, state)
+            if code is None and self._is_one_too_many():
+                code = EXIT_DO_NOT_RESTART
             if code is None:
                 code = self._agent(attempt, config)
         except UserError as error:
@@ -94,10 +100,46 @@ class Pod:
         except (OSError, ValueError) as error:
             say(f"error: {type(error).__name__}: {error}")
             code, self._failed = AGAIN, True
+        self._count_anew(self._before)  # it was not killed: from here on it says itself what it is
         if code == AGAIN and not self._stop_asked:
             code = self._again()
         say(f"{self._who.pod} ends with {code}")
         return code
+
+    @property
+    def _count(self) -> Path:
+        """The file with this place's failures in a row."""
+        place_ = place(self._who.kind, self._who.pod)
+        return self._run_dir / "pods" / f"{self._who.job}.{place_}"
+
+    def _is_one_too_many(self) -> bool:
+        """Count this start as a failure until it ends otherwise; return whether the job is to end.
+
+        A container that is killed as a whole, as for memory, has no time to count.
+        """
+        self._before = counted(self._count)
+        killed = _is_begun(self._count)
+        try:
+            ends = killed and self._before >= MOST_IN_A_ROW and self._none_can_start()
+        except (OSError, ValueError) as error:
+            say(f"cannot look at the failures of others: {type(error).__name__}: {error}")
+            ends = False
+        self._count_anew(self._before + 1, _BEGUN)
+        return ends
+
+    def _count_anew(self, count: int | None, mark: str = "") -> None:
+        if count is not None:
+            try:
+                self._count.parent.mkdir(parents=True, exist_ok=True)
+                self._count.write_text(f"{count}{mark}\n", encoding="ascii")
+            except OSError as error:
+                say(f"cannot count this start: {type(error).__name__}: {error}")
+
+    def _has_lived(self) -> None:
+        """Forget former failures once this start has lived for long."""
+        if self._before and time.monotonic() - self._began >= LIVED_S:
+            self._before = 0
+            self._count_anew(1, _BEGUN)
 
     def _wait(self, seconds: float) -> signal.Signals | None:
         taken = self._wait_for_signal(seconds)
@@ -150,7 +192,7 @@ class Pod:
         try:
             write_atomic(who.agent_file, f"{agent.pid}\n")  # preStop may read it at any time
             strikes.start()
-            agent_code = agent.serve(self._wait)
+            agent_code = agent.serve(self._wait, each_turn=self._has_lived)
         finally:
             strikes.close()
             with contextlib.suppress(OSError):
@@ -180,12 +222,11 @@ class Pod:
         It waits longer with each failure in a row, and not at all where the job ends.
         """
         lived = time.monotonic() - self._began >= LIVED_S
-        folder, job = self._run_dir / "pods", self._who.job
         count, code = 1, AGAIN_CHARGED
         try:
-            count = failures(folder / f"{job}.{place(self._who.kind, self._who.pod)}", lived=lived)
+            count = failures(self._count, lived=lived)
             code = AGAIN if self._nodes else AGAIN_CHARGED
-            if self._failed and count >= MOST_IN_A_ROW and self._none_can_start(folder, job):
+            if self._failed and count >= MOST_IN_A_ROW and self._none_can_start():
                 return EXIT_DO_NOT_RESTART
         except (OSError, ValueError) as error:
             say(f"cannot count this failure: {type(error).__name__}: {error}")
@@ -195,14 +236,15 @@ class Pod:
             self._wait(left)
         return code
 
-    def _none_can_start(self, folder: Path, job: str) -> bool:
+    def _none_can_start(self) -> bool:
         """Return whether no pod of the job gets anywhere, and none coordinates the others.
 
         Raises:
             OSError: the claim or the board cannot be read.
             ValueError: the board is another version's.
         """
-        counts = {path.name: counted(path) for path in folder.glob(f"{job}.*")}
+        found = self._count.parent.glob(f"{self._who.job}.*")
+        counts = {path.name: counted(path) for path in found}
         if not all_fail(counts, self._nodes) or board.live_lease(self._run_dir, lambda _: False):
             return False
         say(
@@ -291,6 +333,13 @@ def failures(path: Path, *, lived: bool) -> int:
 
 def counted(path: Path) -> int:
     """Return what `failures` has counted; 0: nothing that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return max(int(path.read_text(encoding="ascii")), 0)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return max(int(path.read_text(encoding="ascii").split()[0]), 0)
     return 0
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether the start before this one was counted and has never told how it ended."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.read_text(encoding="ascii").rstrip().endswith(_BEGUN)
+    return False

@@ -14,6 +14,7 @@ real shares are smaller.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,7 @@ from elastic_trainer.layout import ParallelLayout
 from elastic_trainer.quantities import sized
 from launcher.errors import Problem
 from launcher.hardware import GPUS
+from launcher.jobspec.kubernetes import quantity_bytes
 from launcher.jobspec.spec import JobSpec
 
 BYTES_PER_PARAM: Final = 12
@@ -97,8 +99,8 @@ def snapshots(spec: JobSpec, ladder: Ladder) -> tuple[Snapshots, list[Problem]]:
     if every and (problem := _too_large_for_shm(spec, node_bytes)):
         every = 0
         problems.append(problem)
-    if every and (problem := _too_large_for_job(spec, node_bytes)):
-        problems.append(problem)
+    if every:
+        problems += _too_large_for_job(spec, node_bytes)
     least = 1
     if step_s is not None and stall_s is not None:
         least = math.ceil(max(copy_s, stall_s / STALL_BUDGET) / step_s)
@@ -148,18 +150,28 @@ def _too_large_for_shm(spec: JobSpec, node_bytes: int) -> Problem | None:
     return spec.problem("HF155", "checkpoint.memory_every_steps", text)
 
 
-def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Problem | None:
+def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Iterator[Problem]:
+    """Yield what the job asks for on each platform that holds less than its snapshots."""
+    wish, tenth = spec.kubernetes, ", and a tenth of {} is left alone"
+    enough = math.ceil(node_bytes / CGROUP_SHARE / 2**30)
     slurm = spec.slurm
     key, per = ("mem", 1) if slurm.mem_per_cpu is None else ("mem_per_cpu", slurm.cpus or 0)
     granted = (memory_bytes(getattr(slurm, key)) or 0) * per
-    if not granted or node_bytes <= granted * CGROUP_SHARE:
-        return None
-    text = (
-        f"snapshots need up to {sized(node_bytes)} per node, and a tenth of {sized(granted)} "
-        "is left alone: none are taken, and a failure costs the steps since the last checkpoint"
-    )
-    ample = {f"slurm.{key}": f"{math.ceil(node_bytes / CGROUP_SHARE / per / 2**30)}G"}
-    return spec.problem("HF155", f"slurm.{key}", text, ample)
+    each = f"{math.ceil(node_bytes / CGROUP_SHARE / (per or 1) / 2**30)}G"
+    asked = [(f"slurm.{key}", sized(granted), granted * CGROUP_SHARE, tenth, each)]
+    if wish.shm is not None:
+        ample, size = f"{math.ceil(node_bytes / 2**30)}Gi", quantity_bytes(wish.shm)
+        asked.append(("kubernetes.shm", wish.shm, size, ", {} are asked for", ample))
+    if wish.memory is not None:  # /dev/shm counts towards it
+        size = int(quantity_bytes(wish.memory) * CGROUP_SHARE)
+        asked.append(("kubernetes.memory", wish.memory, size, tenth, f"{enough}Gi"))
+    for key, text, holds, why, ample in asked:
+        if holds and node_bytes > holds:
+            message = (
+                f"snapshots need up to {sized(node_bytes)} per node{why.format(text)}: none are "
+                "taken, and a failure costs the steps since the last checkpoint"
+            )
+            yield spec.problem("HF155", key, message, {key: ample})
 
 
 def memory_bytes(text: str | None) -> int | None:

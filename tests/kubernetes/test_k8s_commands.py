@@ -103,6 +103,17 @@ def test_what_is_missing_on_the_cluster_is_named_and_nothing_is_left(user, clust
     assert "HF750" in user.submit(more=RUN, code=2)[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_without_enough_memory_say_so_first(user, cluster, corpus, kind):
+    cluster.need(kind)
+    user.submit("kubernetes.memory=250Mi", "kubernetes.shm=64Mi", to=kind, nodes=2, more=RUN)
+    found = cluster.wait("a reason", lambda: waits_for(user, "OOMKilled"), timeout_s=120, every_s=2)
+    assert "kubernetes.memory" in found["why"]
+    assert "OOMKilled" in user.json("status", "one")["platform"]["reason"]
+    assert user.json("doctor", "runs/one")["class"] == "host_oom"
+    user("cancel", "one")
+
+
 def quota_of(name, spec):
     return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": name}, "spec": spec}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from elastic_trainer.failures import EXIT_BUDGET_USED_UP, EXIT_DO_NOT_RESTART, EXIT_SAVED
@@ -361,7 +361,11 @@ def _troubles(seen: Seen, now_unix: float) -> list[Trouble]:
     ended = bad_ends(seen.pods, told_ends(seen.events, seen.job), now_unix=now_unix)
     found = []
     for pod in in_order(seen.pods):
-        trouble = _trouble(seen, pod, now_unix) or ended.get(name_of(pod))
+        end = ended.get(name_of(pod))
+        if end is not None and seen.job["kind"] == "PyTorchJob" and not has_started(pod):
+            endless = "its PyTorchJob starts it again without end: cancel the job"
+            end = replace(end, words=f"{end.words}; {endless}")
+        trouble = _trouble(seen, pod, now_unix) or end
         found += [] if trouble is None else [trouble]
     return sorted(found, key=lambda trouble: trouble.t_unix is None)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from elastic_trainer.layout import layout_label
 from elastic_trainer.quantities import counted
+from launcher.backends.background import NEVER_STARTED
 from launcher.backends.base import NO_SUCH_JOB, Backend, JobRef, JobState, JobStatus
 from launcher.backends.exit_codes import state_of
 from launcher.errors import HoldfastError, UserError
@@ -160,6 +162,8 @@ def run_status(
         training, problem = run_dirs.read_training(run.path), run.problem or trouble
     except UserError as error:
         problem = run.problem or error.message
+    if platform.reason == NEVER_STARTED and training is not None:
+        platform = _by_the_record(training, platform)
     disks: tuple[DiskSpace, ...] = ()
     running = platform.state is JobState.RUNNING
     if training is not None and running and not target_named(target).sees_other_paths:
@@ -172,6 +176,33 @@ def run_status(
         training=training,
         problem=problem,
         disks=disks,
+    )
+
+
+def _by_the_record(training: TrainingStatus, platform: JobStatus) -> JobStatus:
+    """Return where a run stands that no launcher has started, as a wrapped job's.
+
+    No platform is asked about it. Its record says that it runs, unless that has been silent for
+    longer than a job's that runs, or says how it ended.
+    """
+    if training.last_unix is None:
+        return platform
+    if training.code is not None:
+        return JobStatus(state=JobState.UNKNOWN, source="record")
+    runs = JobStatus(
+        state=JobState.RUNNING,
+        words="by its own record; no platform is asked about a job that was submitted by hand",
+        nodes=training.members,
+        source="record",
+    )
+    wrong = findings(Facts(run="", platform=runs, training=training), now_unix=time.time())
+    if all(each.kind is not Kind.NO_PROGRESS for each in wrong):
+        return runs
+    return JobStatus(
+        state=JobState.UNKNOWN,
+        reason="its record is silent",
+        words="it was submitted by hand: ask where that was (squeue, kubectl get pods)",
+        source="record",
     )
 
 

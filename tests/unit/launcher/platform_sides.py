@@ -153,14 +153,16 @@ class Side:
     def reads(self, *words: str) -> list[str]:
         """Return what a command prints, without what only this platform can say.
 
-        That is: names of nodes and jobs, times, and the platform's own words about the job, of
-        which it may have none.
+        That is: names of nodes and jobs, times, the class of a lost node, and the platform's own
+        words about the job, of which it may have none.
         """
         out, _ = self.cli(*words)
         own, reason = self.words()
         both = f"{own} ({reason})"
         text = _AGE.sub("for <age>", _WHEN.sub("<time>", out))
         text = text.replace(self.output, "<the job's output>")
+        for lost in ("slurm_node_fail", "k8s_pod_lost"):
+            text = text.replace(lost, "<lost node>")
         for said in sorted({both, own, reason} - {""}, key=len, reverse=True):
             text = text.replace(said, "<the platform's words>")
         for index, node in enumerate(self.nodes):

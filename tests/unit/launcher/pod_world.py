@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -136,6 +137,12 @@ class World:
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
         output, _ = process.communicate(timeout=50)
         return process.returncode, output
+
+    def end_killed(self, process: subprocess.Popen[str], agent: int) -> None:
+        """Take what a killed pod leaves, its agent too."""
+        os.kill(agent, signal.SIGKILL)
+        self.end(process)
+        self.who.agent_file.unlink()
 
     def agent(self) -> dict:
         path = self.run_dir / "agent.json"

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_record import config_of
 
 from elastic_trainer.failures import Kind
 from elastic_trainer.signatures import classes, signatures
+from launcher.backends.base import JobState, JobStatus
 from launcher.diagnosis.flight import works_of
 from launcher.diagnosis.judge import Diagnosis, judge
 from launcher.diagnosis.literals import literals_of
@@ -20,6 +22,7 @@ from launcher.diagnosis.scan import scan
 from launcher.errors import UserError
 from launcher.ops.watching.doctor import diagnose, run_failures
 from launcher.ops.watching.runbook import runbook_of
+from launcher.targets import Target
 
 STEPS = "".join(f"step {n} loss 2.{n} lr 1e-4\n" for n in range(20))
 
@@ -186,6 +189,41 @@ def step(epoch: int, number: int) -> dict[str, Any]:
 
 LOST = {"event": "member.lost", "node": "n1", "epoch": 1, "member": "n2"}
 PEER_LOGS = {"n1/0.log": PEER.format(0), "n3/2.log": PEER.format(2)}
+
+
+def test_a_pod_that_was_lost_is_no_failure_of_a_slurm_node(tmp_path: Path) -> None:
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    raw = {"target": "jobset", "job_id": "a", "submit_time": None, "run_id": "run"}
+    (tmp_path / "run" / "submitted.json").write_text(json.dumps(raw))
+    [told] = run_failures(tmp_path / "run")
+    assert (told["class"], told["kind"], told["node"]) == ("k8s_pod_lost", "node_lost", "n2")
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.survived) == ("k8s_pod_lost", True)
+
+
+def test_what_kubernetes_says_of_pods_is_read_as_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", [], {})
+    (tmp_path / "run" / "job.json").write_text(config_of().to_json())
+    raw = {"target": "jobset", "job_id": "a", "submit_time": None, "run_id": "run"}
+    (tmp_path / "run" / "submitted.json").write_text(json.dumps(raw))
+    words = "0 of 1 pods run; pod a: it ran out of memory"
+    status = JobStatus(state=JobState.RUNNING, reason="OOMKilled", words=words, broke=1.0)
+
+    class Cluster:
+        def status(self, jobs):
+            return dict.fromkeys(jobs, status)
+
+        def fetch(self, job):
+            pass
+
+    monkeypatch.setattr(Target, "load_backend", lambda _: Cluster())
+    assert diagnose(["run"], tmp_path, io.BytesIO()).name == "host_oom"
+    reason = "StartError: exec: python3: executable file not found"
+    status = JobStatus(state=JobState.PENDING, reason=reason, broke=1.0)
+    assert diagnose(["run"], tmp_path, io.BytesIO()).name == "k8s_crashloop"
 
 
 @pytest.mark.parametrize("code", [None, 0, 91])

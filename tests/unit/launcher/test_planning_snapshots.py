@@ -56,6 +56,23 @@ def test_snapshots_that_do_not_fit_are_off_and_the_user_is_told():
     assert roomy.snapshots.every_steps > 0
 
 
+@pytest.mark.parametrize(
+    ("sets", "key"),
+    [
+        (("kubernetes.shm=1Gi",), "kubernetes.shm"),
+        (("kubernetes.memory=2Gi",), "kubernetes.memory"),
+        (("slurm.mem=2G",), "slurm.mem"),
+    ],
+)
+def test_what_a_job_asks_for_is_held_against_its_snapshots(sets, key):
+    found = planned("llama3-8b.yaml", *sets)
+    (warning,) = (warning for warning in found.warnings if warning.code == "HF155")
+    assert warning.where.key == key
+    ample = {"kubernetes.shm": "2Ti", "kubernetes.memory": "2Ti", "slurm.mem": "2T"}[key]
+    roomy = planned("llama3-8b.yaml", f"{key}={ample}")
+    assert not [each for each in roomy.warnings if each.code == "HF155"]
+
+
 def test_off_stays_off_without_a_word():
     found = planned("tiny-cpu.yaml", "checkpoint.memory_every_steps=0")
     assert found.snapshots.every_steps == 0

@@ -224,6 +224,22 @@ def test_a_few_failures_an_unready_pod_or_an_orderly_end_end_nothing(world, befo
     assert world.run(code=code)[0] == 143
 
 
+def test_pods_that_are_killed_as_a_whole_at_every_start_end_the_job(world):
+    """By the kernel, for memory: with its container PID 1 is killed too, and can count nothing."""
+    fail_before(world, count=10)
+    count = world.run_dir / "pods" / "llama-0.llama-node-0-3"
+    process = world.start(after_s=30.0)
+    until((world.run_dir / "agent.json").exists)
+    agent = world.agent()["pid"]
+    process.kill()
+    world.end_killed(process, agent)
+    assert count.read_text().split()[0] == "10", "9 before, and this one"
+    code, output = world.run(code=0)
+    assert (code, "HF676" in output) == (93, True), output
+    count.write_text("10\n")
+    assert world.run(code=92)[0] == 143, "the last of them told how it ended"
+
+
 def test_a_live_coordinator_keeps_a_job_whose_other_pods_fail(world):
     fail_before(world, count=10)
     world.lease("llama-0.0")

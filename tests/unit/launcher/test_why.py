@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from synthetic_record import Stream, config_of
 from launcher.backends.base import JobId, JobRef, JobState, JobStatus
 from launcher.backends.exit_codes import EXIT_INTERRUPTED, EXIT_LOST, state_of
 from launcher.ops.local.job import AttemptResult, job_code
-from launcher.ops.runs import Run
-from launcher.ops.watching.run_status import RunStatus
+from launcher.ops.runs import Run, find_run
+from launcher.ops.watching.run_status import RunStatus, detail_lines, run_statuses
 from launcher.ops.watching.why import explain
 from launcher.record.status import TrainingStatus
 
@@ -149,3 +151,22 @@ def test_a_users_mistake(tmp_path, stream, code, is_user_error):
         run_dir=tmp_path, code=code, interrupted=False, why=why, summary={}, events=[]
     )
     assert result.is_user_error == is_user_error
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "code", "state"),
+    [(1.0, None, "running"), (10_000.0, None, "unknown"), (1.0, 0, "done")],
+)
+def test_a_run_that_no_launcher_has_started_runs_by_its_record(tmp_path, silent_s, code, state):
+    """As a wrapped job does, of which no platform is asked."""
+    stream = before_a_step().steps(7)
+    if code is not None:
+        stream.add("run.ended", code=code)
+    ago = time.time() - silent_s - stream.t
+    (tmp_path / "job.json").write_text(config_of().to_json())
+    (tmp_path / "events").mkdir()
+    lines = [dataclasses.replace(one, t_unix=one.t_unix + ago).encode() for one in stream.events]
+    (tmp_path / "events" / "agent-node0.jsonl").write_text("".join(lines))
+    [found] = run_statuses([find_run(str(tmp_path), tmp_path)])
+    assert found.state == state
+    assert "never started" not in str(detail_lines(found, time.time()))
