@@ -91,6 +91,16 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Numbers of nodes on which the run was tried."""
+
+    trained: tuple[int, ...] = ()
+    """A step was completed."""
+    dropped: tuple[int, ...] = ()
+    """The script failed before its first step: their rungs are not used any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoardState:
     """The register's content."""
 
@@ -107,6 +117,7 @@ class BoardState:
     """Steps that are passed over, and states that are not to be used."""
     lineage: Lineage = field(default_factory=Lineage)
     """From which state each epoch began, of those that led to the newest."""
+    sizes: Sizes = field(default_factory=Sizes)
     version: int = BOARD_VERSION
 
     def allows(self, epoch: int, step: int) -> bool:
@@ -139,6 +150,7 @@ class BoardState:
                 ended=Ended(**value["ended"]) if value["ended"] else None,
                 numbers=Record.from_dict(value.get("numbers", {})),
                 lineage=Lineage.from_list(value.get("lineage", [])),
+                sizes=Sizes(**{key: tuple(v) for key, v in value.get("sizes", {}).items()}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error

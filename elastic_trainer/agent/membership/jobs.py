@@ -19,6 +19,11 @@ def slurm_job(env: Mapping[str, str]) -> str | None:
     return f"{job}.{env.get('SLURM_RESTART_COUNT') or 0}" if job else None
 
 
+def is_of(job: str, other: str) -> bool:
+    """Return whether an agent of `job` may have been started for `other`, and comes late."""
+    return job == other or supersedes(job, other)
+
+
 def supersedes(job: str, other: str) -> bool:
     """Return whether `job` is a later attempt of the same job as `other`.
 
