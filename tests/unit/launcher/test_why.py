@@ -149,3 +149,17 @@ def test_a_users_mistake(tmp_path, stream, code, is_user_error):
         run_dir=tmp_path, code=code, interrupted=False, why=why, summary={}, events=[]
     )
     assert result.is_user_error == is_user_error
+
+
+def test_a_parked_run_says_which_numbers_of_nodes_cannot_run_it(tmp_path):
+    stream = before_a_step()
+    stream.add("rung.dropped", epoch=1, nodes=1, reason="1 node cannot run it: AssertionError")
+    stream.add("membership.parked", have=1, need=2)
+    status = TrainingStatus(config_of(), stream.events)
+    run = Run(path=tmp_path, submission=None, shown="r")
+    platform = JobStatus(state=JobState.RUNNING)
+    parked = RunStatus(
+        run=run, target="local", job=JobRef(id=JobId("1")), platform=platform, training=status
+    )
+    why = explain(parked, (), now_unix=stream.t)
+    assert any("AssertionError" in line for line in why.more)
