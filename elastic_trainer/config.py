@@ -152,6 +152,13 @@ class ElasticSection:
             "nodes, for its batch changes with them."
         ),
     )
+    sizes: tuple[int, ...] | None = field(
+        default=None,
+        metadata=says(
+            "Numbers of nodes to train on, as [4, 2, 1], for a script whose batch not all numbers "
+            "divide; the rest are spares. null: each from min_nodes to nodes that a layout fits."
+        ),
+    )
     max_restarts: int = field(
         default=100, metadata=says("Job-wide restarts within window_s; then exit code 94.")
     )

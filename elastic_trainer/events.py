@@ -50,6 +50,10 @@ EVENTS: Final[dict[str, str]] = {
     "member.readmitted": "The operator readmitted an excluded machine. member, host, reason",
     "store.failed": "An epoch's store could not be hosted; it is tried again. reason",
     "membership.parked": "Too few nodes for the smallest layout: waiting. have, need",
+    "rung.dropped": (
+        "The script fails before its first step on so many nodes, and trained on others: they are "
+        "not tried again. nodes, reason"
+    ),
     "job.stopped": "The job ended as a whole. code, reason",
     # agents: workers
     "worker.started": "A worker was forked or started. pid, local_rank, how",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,6 +104,13 @@ class Ladder:
         if not sizes or sizes != sorted(set(sizes), reverse=True):
             raise ValueError("the ladder does not go from most nodes to fewest")
         return cls(tuple(rungs))
+
+    def without(self, sizes: Collection[int]) -> Ladder:
+        """Return the ladder without the rungs of these numbers of nodes; all of it if none is left.
+
+        A ladder that was made anew since may have no other.
+        """
+        return Ladder(tuple(r for r in self.rungs if r.num_nodes not in sizes) or self.rungs)
 
     @property
     def max_nodes(self) -> int:

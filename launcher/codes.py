@@ -107,6 +107,10 @@ CODES: Final[dict[str, Code]] = {
     "HF134": Code(
         "train.compile with tp and recompute full.", "Use recompute selective, or compile: false."
     ),
+    "HF135": Code(
+        "elastic.sizes lacks cluster.nodes, or has sizes outside min_nodes to nodes.",
+        "List the numbers of nodes to train on, that of the cluster among them.",
+    ),
     # Warnings: the job is legal.
     "HF150": Code("Tensor-parallel groups span nodes, as allowed.", "Expect lower speed."),
     "HF151": Code("Nodes below the smallest layout cannot be used.", "See `holdfast plan`."),

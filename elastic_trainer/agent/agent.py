@@ -58,6 +58,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersFailed,
     WorkersReady,
     WorkersRunning,
+    WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import (
     StandbyReady,
@@ -104,7 +105,7 @@ from elastic_trainer.failures import (
     Kind,
 )
 from elastic_trainer.gpus import named
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.heartbeat import Beat, Request
 
 
 class HoldfastAgent(ElasticAgent):
@@ -387,6 +388,7 @@ class HoldfastAgent(ElasticAgent):
         if epoch is None:
             return  # its epoch has failed already
         epoch.step = max(epoch.step, exited.beat.step)
+        self._note_step(epoch, exited.beat)
         if failure is None:
             self._succeeded.append(exited.rank)
             self._on_good_end(epoch, exited)
@@ -445,7 +447,8 @@ class HoldfastAgent(ElasticAgent):
         epoch.failed = True
         self._faults[str(report.failure.kind)] += 1
         self._group.state = WorkerState.UNHEALTHY
-        self._membership.report(report)  # first: the other nodes wait for it
+        # First: the other nodes wait for it.
+        self._membership.report(replace(report, stepped=epoch.stepped))
         if report.failure.kind is Kind.HANG:
             self._reporter.dump_stacks(epoch)
         self._kill_workers(f"rank {report.rank}: {report.failure.kind}")
@@ -513,6 +516,7 @@ class HoldfastAgent(ElasticAgent):
         epoch.step = max([epoch.step, *(beat.step for beat in beats.values())])
         committed = (beat.committed_step for beat in beats.values())
         epoch.committed = max([epoch.committed, *committed])
+        self._note_step(epoch, *beats.values())
         self._show_progress(epoch)
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
@@ -528,6 +532,13 @@ class HoldfastAgent(ElasticAgent):
             self._reporter.show(epoch, stalled=True)
         if (worst := epoch.monitor.overdue()) is not None:  # no coordinator acts
             self._fail(epoch, self._reporter.overdue(epoch, worst))
+
+    def _note_step(self, epoch: Running, *beats: Beat) -> None:
+        """Report the first step of an epoch, as one node for all."""
+        if not epoch.stepped and any(map(has_run, beats)):
+            epoch.stepped = True
+            if group_rank_of(epoch.formed, self._config.me) == 0:
+                self._membership.report(WorkersStepped(epoch=epoch.formed.epoch))
 
     def _keeper_free(self, epoch: Running) -> None:
         """A snapshot of this epoch is committed: those of older ones are not needed."""

@@ -110,6 +110,16 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Numbers of nodes on which the run was tried."""
+
+    trained: tuple[int, ...] = ()
+    """A step was completed."""
+    dropped: tuple[int, ...] = ()
+    """The script failed before its first step: their rungs are not used any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoardState:
     """The register's content."""
 
@@ -128,6 +138,7 @@ class BoardState:
     """From which state each epoch began, of those that led to the newest."""
     trainings: tuple[Training, ...] = ()
     """In the order in which they began; only the last may be unfinished."""
+    sizes: Sizes = field(default_factory=Sizes)
     version: int = BOARD_VERSION
 
     def allows(self, epoch: int, step: int) -> bool:
@@ -167,6 +178,7 @@ class BoardState:
                 numbers=Record.from_dict(value.get("numbers", {})),
                 lineage=Lineage.from_list(value.get("lineage", [])),
                 trainings=tuple(map(_training, value.get("trainings", []))),
+                sizes=Sizes(**{key: tuple(v) for key, v in value.get("sizes", {}).items()}),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a board: {raw[:80]!r} ({error})") from error

@@ -152,6 +152,7 @@ def _sections(spec: JobSpec) -> Iterator[Finding]:
         )
         most = instead("elastic.min_nodes", [cluster.nodes])
         yield finding("HF120", "elastic.min_nodes", message, "cluster.nodes", offers=most)
+    yield from _sizes(spec)
     if elastic.dead_after_s <= elastic.heartbeat_s:
         message = (
             f"{elastic.dead_after_s:g} s of silence would be a death, but a heartbeat comes every "
@@ -200,6 +201,21 @@ def _float8(spec: JobSpec) -> Iterator[Finding]:
         message = "without train.compile what is cast to float8 costs more than its products save"
         offers = [*instead("train.compile", [True]), *without]
         yield finding("HF190", key, message, "train.compile", "cluster.gpu", offers=offers)
+
+
+def _sizes(spec: JobSpec) -> Iterator[Finding]:
+    sizes, nodes, least = spec.elastic.sizes, spec.cluster.nodes, spec.elastic.min_nodes or 1
+    if sizes is None:
+        return
+    usable = sorted({nodes, *(size for size in sizes if least <= size <= nodes)}, reverse=True)
+    if set(sizes) != set(usable):
+        listed = ", ".join(map(str, sizes)) or "none"
+        message = (
+            f"{listed}: expected numbers from {least} (min_nodes) to {nodes} (the nodes of the "
+            f"cluster), {nodes} among them"
+        )
+        offers = instead("elastic.sizes", [usable])
+        yield finding("HF135", "elastic.sizes", message, "cluster.nodes", offers=offers)
 
 
 def _validation(spec: JobSpec) -> Iterator[Finding]:

@@ -50,6 +50,7 @@ from launcher.jobspec.values import (
     Schedule,
     Seconds,
     Section,
+    Sizes,
     Steps,
     Straggler,
     Text,
@@ -219,6 +220,7 @@ class Elastic(Section):
     """How the job lives with failures."""
 
     min_nodes: Annotated[int, Field(ge=1, le=10**6)] | None = _elastic("min_nodes")
+    sizes: Sizes | None = _elastic("sizes")
     max_restarts: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_restarts")
     max_crashes: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_crashes")
     max_hangs: Annotated[int, Field(ge=0, le=10**9)] = _elastic("max_hangs")

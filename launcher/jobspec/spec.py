@@ -234,6 +234,8 @@ class JobSpec(values.Section):
         """
         if self.elastic.min_nodes is not None:
             return self.elastic.min_nodes
+        if self.elastic.sizes:
+            return min(self.elastic.sizes)
         if self.command is not None:
             return self.cluster.nodes
         replica = self.layout.tp * self.layout.cp * self.layout.pp

@@ -268,6 +268,7 @@ Above = Annotated[float, Field(gt=1, le=1e9, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Text = Annotated[str, AfterValidator(plain_text), Field(max_length=4096)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1, le=10**6)], ...], Field(strict=False)]
 JobName = Annotated[str, AfterValidator(_job_name)]
 ValueName = Annotated[str, AfterValidator(_value_name)]
 ValueText = Annotated[

@@ -8,7 +8,7 @@ parallelism. The global batch is the same on every rung.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 
 from elastic_trainer.ladder import Ladder, Rung
@@ -37,7 +37,8 @@ class Plan:
 def plan(spec: JobSpec) -> Plan:
     """Return the plan of a checked job. Depends on its argument alone."""
     facts = spec.facts
-    ladder = Ladder(tuple(_rungs(facts, spec.full_layout, spec.min_nodes)))
+    sizes = spec.elastic.sizes or range(spec.min_nodes, facts.nodes + 1)
+    ladder = Ladder(tuple(_rungs(facts, spec.full_layout, spec.min_nodes, sizes)))
     warnings = list(spec.warnings)
     # By default the ladder ends where memory does, and nothing was asked for that is not there.
     if ladder.min_nodes > spec.min_nodes and spec.elastic.min_nodes is not None:
@@ -56,11 +57,15 @@ def plan(spec: JobSpec) -> Plan:
     return Plan(ladder, cost, (*warnings, *problems, *save_warnings(spec, ladder)))
 
 
-def _rungs(facts: Facts, top: ParallelLayout, min_nodes: int) -> Iterator[Rung]:
+def _rungs(
+    facts: Facts, top: ParallelLayout, min_nodes: int, sizes: Container[int]
+) -> Iterator[Rung]:
     """Yield the rungs from most nodes to fewest, the top one first."""
     reductions = _reductions(facts, top)
     current = next(reductions)
     for num_nodes in range(facts.nodes, min_nodes - 1, -1):
+        if num_nodes not in sizes:
+            continue
         gpus = num_nodes * facts.gpus_per_node
         while current.world_size > gpus:
             following = next(reductions, None)

@@ -123,6 +123,7 @@ _TELL: dict[str, _Tell] = {
     "member.differs": _fill("{who} differs: {reason}"),
     "member.waiting": _fill("{who} waits: {reason}"),
     "membership.parked": lambda event: f"{parked_text(*counts(event))}; waiting for nodes",
+    "rung.dropped": _fill("{nodes} nodes are not tried again: {reason}"),
     "fault.injected": _fill("fault: {action} {target} after step {step}"),
     "worker.hung": _fill("hang: {detail}"),
     "stacks.dumped": _fill("stacks of {node} are in {folder}"),

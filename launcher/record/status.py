@@ -83,6 +83,8 @@ class TrainingStatus:
         """How long the next epoch is held back on purpose."""
         self.hosts: dict[str, str] = {}
         """Node -> its machine."""
+        self.dropped: list[Event] = []
+        """Of the run: numbers of nodes that were tried in vain."""
         self.lost: dict[str, Event] = {}
         """Node that was lost and has not come back -> the event that told it last."""
         self.good_save: Event | None = None
@@ -177,6 +179,8 @@ class TrainingStatus:
                     self.layout = str(event.fields.get("layout", "?"))
             case "epoch.aborted" if (event.epoch or 0) >= self.epoch:
                 self.state = "recovering"
+            case "rung.dropped":
+                self.dropped.append(event)
             case "epoch.delayed":
                 self.delay_s = number(event, "seconds") or 0.0
             case "coordinator.elected":

@@ -61,7 +61,8 @@ def to_train_config(
         validation=spec.validation
         and dataclasses.replace(spec.validation, path=resolve(spec.validation.path, base_dir)),
         checkpoint=CheckpointSection(**checkpoint),
-        elastic=dataclasses.replace(spec.elastic, min_nodes=plan.ladder.min_nodes),
+        # Which sizes are left out is the ladder's to say.
+        elastic=dataclasses.replace(spec.elastic, min_nodes=plan.ladder.min_nodes, sizes=None),
         network=spec.network,
         numbers=spec.numbers,
         schedule=spec.layout.schedule,

@@ -30,9 +30,9 @@ class Agents:
         self.folder, self.record = folder, folder / "shared" / folder.name
         self.running = {}
 
-    def start(self, *script, nodes=1, flags=(), job="one"):
+    def start(self, *script, nodes=1, least=1, flags=(), job="one"):
         for index in range(1, nodes + 1):
-            argv = ["--nnodes", f"1:{nodes}", "--rdzv-endpoint", str(self.folder / "shared")]
+            argv = ["--nnodes", f"{least}:{nodes}", "--rdzv-endpoint", str(self.folder / "shared")]
             argv += ["--rdzv-id", self.folder.name, "--node", f"n{index}", "--job", job]
             argv += ["--local-addr", f"127.0.2.{index}", *flags, *map(str, script)]
             out = (self.folder / f"n{index}.{job}.out").open("wb")
@@ -66,6 +66,10 @@ class Agents:
         return "\n".join(
             f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("*.out"))
         )
+
+    def logs(self):
+        paths = sorted((self.record / "logs").rglob("*.stdout.log"))
+        return "".join(path.read_text() for path in paths)
 
     def codes(self):
         return {name: agent.wait(DEADLINE_S) for name, agent in self.running.items()}
@@ -356,6 +360,52 @@ def test_nodes_with_other_arguments_train_and_both_are_told(agents):
         assert "HF528" in said
         assert "--tag left on n1" in said
         assert "--tag right on n2" in said
+
+
+DIVISIBLE = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist
+folder = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+assert 4 % world == 0
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+print("world", world, flush=True)
+enough = torch.zeros(1)
+while not enough:
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+    enough.fill_((folder / "enough").exists())
+    dist.all_reduce(enough)  # all see the file, or none
+"""
+
+
+@pytest.mark.parametrize(
+    ("least", "code"),
+    [(2, 0), pytest.param(3, 92, marks=pytest.mark.slow)],
+    ids=["a smaller rung", "no smaller rung"],
+)
+def test_a_number_of_nodes_that_the_script_cannot_run_on_is_not_its_failure(agents, least, code):
+    (agents.folder / "divisible.py").write_text(DIVISIBLE)
+    conf = ["--rdzv-conf", "join_timeout_s=20,start_ceiling_s=60"]
+    agents.start("divisible.py", agents.folder, nodes=4, least=least, flags=conf)
+    agents.until_step(5)
+    follower = next(name for name in ("n3", "n4") if name != agents.coordinator())
+    lost = agents.running.pop(follower)
+    lost.kill()
+    lost.wait()
+    (dropped,) = agents.until("nothing is dropped", lambda: agents.events("rung.dropped"))
+    assert dropped["nodes"] == 3
+    assert "AssertionError" in dropped["reason"]
+    if code == 0:
+        worlds = [len(e["members"]) for e in agents.events("epoch.formed")]
+        assert worlds[:2] == [4, 3]
+        agents.until("it does not train", lambda: "world 2" in agents.logs())
+        (agents.folder / "enough").touch()
+    assert set(agents.codes().values()) == {code}, agents.said()
 
 
 HANGS = """

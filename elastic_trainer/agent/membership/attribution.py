@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elastic_trainer.agent.membership.messages import PastFailure
 from elastic_trainer.agent.membership.notices import WorkersFailed, named
 from elastic_trainer.agent.membership.table import Members
+from elastic_trainer.board.state import Sizes
 from elastic_trainer.failures import (
     EXIT_BUDGET_USED_UP,
     EXIT_DO_NOT_RESTART,
@@ -24,6 +25,7 @@ from elastic_trainer.failures import (
     names_an_error,
     signature,
 )
+from elastic_trainer.quantities import counted
 
 NOT_OF_A_NODE: Final = (Kind.CRASH, Kind.USER_ERROR, Kind.OUT_OF_MEMORY)
 """What a program does to itself: however often one node has it, that node is healthy."""
@@ -250,13 +252,16 @@ class History:
 
     entries: tuple[_Entry, ...] = ()
 
-    def add(self, found: Attribution, now: float, progress: int | None = None) -> History:
+    def add(
+        self, found: Attribution, now: float, progress: int | None = None, unstepped: int = 0
+    ) -> History:
         """Return the history with one more failure.
 
         Args:
             found: the failure.
             now: when.
             progress: newest committed step; None: nobody knows (a script of others).
+            unstepped: nodes of an epoch that had not completed a step; 0: it had.
         """
         entry = PastFailure(
             node=found.node,
@@ -266,6 +271,7 @@ class History:
             step=found.step,
             age_s=0.0,
             progress=progress,
+            unstepped=unstepped,
         )
         return History((*self.entries, (now, entry)))
 
@@ -491,6 +497,10 @@ class EpochEnd:
     reports: Reports
     committed: Sequence[int]
     """Steps of the checkpoints on storage."""
+    stepped: bool = True
+    """It had completed a step, as far as known."""
+    sizes: Sizes = field(default_factory=Sizes)
+    """On how many nodes the run was tried before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -502,6 +512,8 @@ class Ruling:
     history: History
     consequences: tuple[tuple[Attribution, Consequence], ...]
     """One for each failure, in order; each counts those before it."""
+    drops: int | None = None
+    """So many nodes are not tried any more: what failed is their layout. Nothing else follows."""
 
 
 def attribute_end(
@@ -519,6 +531,10 @@ def attribute_end(
     found = attribute(end.lost, end.reports, len(end.members))
     if not found:
         return None
+    size = len(end.members)
+    if _is_of_the_size(found, end, history):
+        reason = f"{counted(size, 'node')} cannot run it: {found[0].detail}"
+        return Ruling(reason=reason, history=history, consequences=(), drops=size)
     reported = (report.committed for _, report in end.reports)
     steps = [*end.committed, *reported, history.progress]
     progress = max((step for step in steps if step is not None), default=None)
@@ -530,12 +546,33 @@ def attribute_end(
         if each in asked:
             continue
         item = _on_machine(each, end)
-        history = history.add(item, now, progress)
+        history = history.add(item, now, progress, 0 if end.stepped else size)
         consequence = history.consequence(item, limits, now, excluded)
         if consequence.exclude is not None:
             excluded.add(consequence.exclude)
         consequences.append((item, consequence))
     return Ruling(reason=reason, history=history, consequences=tuple(consequences))
+
+
+def _is_of_the_size(found: Sequence[Attribution], end: EpochEnd, history: History) -> bool:
+    """Whether a program failed because of how many nodes it had: on others it has trained.
+
+    It did before its first step, alike on all ranks, or twice in a row: an error of one rank, of
+    which the rest see consequences, may pass.
+    """
+    size, trained = len(end.members), end.sizes.trained
+    if end.stepped or not trained or size in (0, *trained) or len(found) != 1:
+        return False
+    (failure,) = found
+    if failure.kind not in OF_THE_PROGRAM:
+        return False
+    last = history.entries[-1][1] if history.entries else None
+    again = (
+        last is not None
+        and (last.unstepped, last.kind) == (size, failure.kind)
+        and signature(last.detail) == signature(failure.detail)
+    )
+    return failure.action is Action.STOP or again
 
 
 def _on_machine(found: Attribution, end: EpochEnd) -> Attribution:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from elastic_trainer.agent.membership.attribution import (
@@ -75,6 +76,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
+    WorkersStepped,
     named,
 )
 from elastic_trainer.agent.membership.roles import (
@@ -168,6 +170,7 @@ TRANSITIONS: Final[dict[type | str, On]] = {
     # Reports of agents. Those that name an epoch are passed over when it is another one.
     WorkersReady: On(LIVE, "_ready", advance=True),
     WorkersRunning: On(STARTING, "_running", advance=True),
+    WorkersStepped: On(LIVE, "_stepped"),
     WorkersCommitted: On(LIVE, "_committed"),
     WorkersSeen: On(BUSY, "_seen"),
     WorkersPaced: On(LIVE, "_paced"),
@@ -219,6 +222,10 @@ class Coordinator(Role):
         self.members: tuple[str, ...] = ()
         """Agent ids of the current epoch."""
         self.lease = LeaseHolder(ctx, won.state, won.token)
+        self.ladder = ctx.settings.ladder.without(won.state.sizes.dropped)
+        """What the job runs on how many nodes, without the rungs that were tried in vain."""
+        self._stepped_in = 0
+        """The newest epoch that is known to have completed a step."""
         self.peers = Peers(ctx.me, ctx.now, ready=ctx.ready)
         self.peers.absent.update(won.gone)
         self.departures = Departures()
@@ -278,7 +285,7 @@ class Coordinator(Role):
         ctx.after("beat", settings.heartbeat_s)
         ctx.after("renew", settings.lease_renew_s)
         ctx.after("gather", settings.dead_after_s if ctx.epoch else settings.join_timeout_s)
-        if self._amid and settings.ladder.max_nodes > 1:  # else who led before was all of it
+        if self._amid and self.ladder.max_nodes > 1:  # else who led before was all of it
             ctx.after("strays", STRAYS_S)
         self._listen()
         self._watch_quarantine()
@@ -656,12 +663,12 @@ class Coordinator(Role):
     @property
     def _rung(self) -> Rung | None:
         """What the nodes that are able can run; None: they are too few."""
-        return self.ctx.settings.ladder.rung_for(len(self._able()))
+        return self.ladder.rung_for(len(self._able()))
 
     def _waits_to_grow(self, rung: Rung) -> bool:
         """Whether others are about to come too, with whom the epoch would grow again."""
         ctx = self.ctx
-        if rung.num_nodes == ctx.settings.ladder.max_nodes:
+        if rung.num_nodes == self.ladder.max_nodes:
             return False
         if self._grow_by is None:
             self._grow_by = ctx.now + GROW_WAIT_S
@@ -672,7 +679,7 @@ class Coordinator(Role):
 
     def _waits_to_unpark(self, rung: Rung | None) -> bool:
         """Whether others are coming back with those that make the rung."""
-        least = rung is not None and rung.num_nodes < self.ctx.settings.ladder.max_nodes
+        least = rung is not None and rung.num_nodes < self.ladder.max_nodes
         return self._parked is not None and least and "unpark" in self.ctx.timers
 
     def _expect_more(self) -> None:
@@ -687,12 +694,12 @@ class Coordinator(Role):
         """Whether the first epoch of this coordinator waits for agents that should come."""
         if "gather" not in self.ctx.timers or self.members:
             return False
-        settings, ctx = self.ctx.settings, self.ctx
+        ctx = self.ctx
         if "strays" in ctx.timers:
             return True
         if self._expected is not None:
             return bool(self._expected)
-        wanted = len(ctx.everyone) - 1 if ctx.epoch else settings.ladder.max_nodes
+        wanted = len(ctx.everyone) - 1 if ctx.epoch else self.ladder.max_nodes
         return self.peers.num_ready + len(self.peers.absent) < wanted
 
     def _tell_whom_it_waits_for(self) -> None:
@@ -706,10 +713,10 @@ class Coordinator(Role):
     def _gather_over(self) -> Transition | None:
         self._expected = None
         settings, have = self.ctx.settings, len(self.peers)
-        if self.ctx.epoch == 0 and self.phase is Phase.IDLE and have < settings.ladder.min_nodes:
+        if self.ctx.epoch == 0 and self.phase is Phase.IDLE and have < self.ladder.min_nodes:
             return self._stop(
                 EXIT_TOO_FEW_NODES,
-                f"{have} of at least {counted(settings.ladder.min_nodes, 'node')} joined within "
+                f"{have} of at least {counted(self.ladder.min_nodes, 'node')} joined within "
                 f"{settings.join_timeout_s:.0f} s",
             )
         return self.advance()
@@ -738,7 +745,7 @@ class Coordinator(Role):
         anew, none may ever come: after `join_timeout_s` the job ends with 92, so that the
         scheduler finds others. The rest of the allocation would only be held for nothing.
         """
-        ctx, need = self.ctx, self.ctx.settings.ladder.min_nodes
+        ctx, need = self.ctx, self.ladder.min_nodes
         have = len(self._able())
         may_move = ctx.in_pod and ctx.me.host not in ctx.excluded
         # One on an excluded machine that has lost others may be the one that is cut off.
@@ -769,17 +776,24 @@ class Coordinator(Role):
             return None
         return self._stop(
             EXIT_TOO_FEW_NODES,
-            f"{have} nodes are left, the smallest layout needs {settings.ladder.min_nodes}; "
-            f"no other came within {settings.join_timeout_s:.0f} s",
+            f"{have} nodes are left, the smallest layout needs {self.ladder.min_nodes}"
+            f"{self._tried_in_vain}; no other came within {settings.join_timeout_s:.0f} s",
         )
 
     def _give_up(self, have: int) -> Transition | None:
-        excluded, need = self.ctx.excluded, self.ctx.settings.ladder.min_nodes
+        excluded, need = self.ctx.excluded, self.ladder.min_nodes
         why = "; ".join(f"{host}: {reason}" for host, reason in sorted(excluded.items()))
         return self._stop(
             EXIT_TOO_FEW_NODES,
-            f"{have} healthy nodes are left, the smallest layout needs {need} (excluded: {why})",
+            f"{have} healthy nodes are left, the smallest layout needs {need}{self._tried_in_vain} "
+            f"(excluded: {why})",
         )
+
+    @property
+    def _tried_in_vain(self) -> str:
+        """Which numbers of nodes the script cannot run, for people."""
+        sizes = ", ".join(map(str, self.lease.sizes.dropped))
+        return f", for it cannot run on {sizes}" if sizes else ""
 
     def _publish(self) -> Transition | None:
         """Publish once the board has the epoch and its store listens; members are chosen now."""
@@ -871,6 +885,12 @@ class Coordinator(Role):
 
     def _running(self, _peer: Peer, _report: WorkersRunning) -> None:
         self.phase = Phase.RUNNING
+
+    def _stepped(self, _peer: Peer, report: WorkersStepped) -> None:
+        """Remember that the job can run on so many nodes."""
+        self._stepped_in, size, sizes = report.epoch, len(self.members), self.lease.sizes
+        if size and size not in sizes.trained:  # a successor does not know the members' number
+            self.lease.keep(replace(sizes, trained=(*sizes.trained, size)))
 
     def _committed(self, _peer: Peer, report: WorkersCommitted) -> None:
         """Nobody needs the snapshots of older epochs any more."""
@@ -993,6 +1013,8 @@ class Coordinator(Role):
             left=self.departures.left_nodes | {p.member.node for p in self.peers if p.leaving},
             reports=self._failures,
             committed=[commit.step for commit in self.lease.commits],
+            stepped=self._stepped_in == ctx.epoch or any(r.stepped for _, r in self._failures),
+            sizes=self.lease.sizes,
         )
         ruling = attribute_end(end, ctx.history, settings.limits, ctx.now, ctx.excluded)
         if ruling is None:
@@ -1000,6 +1022,8 @@ class Coordinator(Role):
         self._lost_nodes, self._failures = [], []
         self.departures.left_nodes.clear()
         self.reason, ctx.history = ruling.reason, ruling.history
+        if ruling.drops is not None:
+            self._drop(ruling.drops)
         for found, consequence in ruling.consequences:
             if found.kind is Kind.NODE_LOST and found.node and found.machine:
                 self._quarantine(found.node, found.machine)
@@ -1011,6 +1035,14 @@ class Coordinator(Role):
         if wait_s := ctx.history.backoff_s():
             ctx.log("epoch.delayed", seconds=wait_s, reason=self.reason)
             ctx.after("backoff", wait_s)
+
+    def _drop(self, size: int) -> None:
+        """Try so many nodes no more: others have trained, and a restart would fail alike."""
+        ctx, sizes = self.ctx, self.lease.sizes
+        self.lease.keep(replace(sizes, dropped=(*sizes.dropped, size)))
+        self.ladder = ctx.settings.ladder.without(self.lease.sizes.dropped)
+        ctx.log("rung.dropped", nodes=size, reason=self.reason)
+        ctx.tell(Warned(text=f"{self.reason}; this run does not try so many again"))
 
     def _node_leaving(self, peer: Peer, report: NodeLeaving) -> None:
         self._exclude(peer.member.node, peer.member.host, report.reason)

@@ -10,7 +10,7 @@ import enum
 from dataclasses import replace
 
 from elastic_trainer.agent.membership.effects import Context, OpenStore, ReadBoard, SwapBoard
-from elastic_trainer.board.state import BoardState, Commit, Ended, Lease, Token
+from elastic_trainer.board.state import BoardState, Commit, Ended, Lease, Sizes, Token
 
 BOARD_RETRY_S = 0.5
 
@@ -48,6 +48,8 @@ class LeaseHolder:
         self._ended: Ended | None = None
         self.confirmed = ctx.now
         """When the board last said that this agent holds the lease."""
+        self.sizes = state.sizes
+        """As they are to be on the board."""
         self.epoch: int | None = None
         self.store: tuple[str, int] | None = None
 
@@ -60,6 +62,11 @@ class LeaseHolder:
 
     def renew(self) -> None:
         """Raise the beat of the lease, so that nobody takes it for dead."""
+        self._swap()
+
+    def keep(self, sizes: Sizes) -> None:
+        """Have on the board for successors, and for the next start, on how many nodes it runs."""
+        self.sizes = sizes
         self._swap()
 
     def release(self, code: int, reason: str) -> None:
@@ -89,7 +96,7 @@ class LeaseHolder:
         self.confirmed = ctx.now
         if won and purpose == "form":
             self._forming, self.epoch = False, state.epoch
-        if self._forming or self._ended is not None or not won:
+        if self._forming or self._ended is not None or not won or state.sizes != self.sizes:
             self._swap()  # also a renewal that was lost: two beats must not be far apart
         return LeaseStatus.HELD
 
@@ -112,7 +119,7 @@ class LeaseHolder:
     def _swap(self) -> None:
         if self._swapping is not None:
             return
-        state, lease = self._state, self._state.lease
+        state, lease = replace(self._state, sizes=self.sizes), self._state.lease
         assert lease is not None
         if self._ended is not None:
             finished = state.finished or self._ended.code == 0

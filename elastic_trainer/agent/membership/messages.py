@@ -28,6 +28,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
+    WorkersStepped,
     WorkerView,
     is_numeric,
 )
@@ -122,6 +123,8 @@ class PastFailure:
     age_s: float
     progress: int | None = None
     """Newest committed step at that time; None: unknown."""
+    unstepped: int = 0
+    """Nodes of the epoch, if it had not completed a step; 0: it had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +322,7 @@ _REPORTS: Final[dict[str, Any]] = {
         WorkersFailed,
         WorkersEnded,
         WorkersRunning,
+        WorkersStepped,
         WorkersCommitted,
         WorkersSeen,
         WorkersPaced,

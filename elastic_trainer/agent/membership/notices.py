@@ -148,6 +148,8 @@ class WorkersFailed:
     """… of so many."""
     committed: int | None = None
     """Newest step this node knows to be committed; None: its workers tell nothing of that."""
+    stepped: bool = True
+    """A worker of this node completed a step of the epoch, as far as known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,13 @@ class WorkersRunning:
 
     epoch: int
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersStepped:
+    """Agent of the first node: `epoch` has completed a step. Scripts may be running long before."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +282,7 @@ Report = (
     | WorkersFailed
     | WorkersEnded
     | WorkersRunning
+    | WorkersStepped
     | WorkersCommitted
     | WorkersSeen
     | WorkersPaced

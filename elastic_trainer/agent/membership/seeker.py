@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_trainer.agent.membership.effects import Conn, Context, ReadBoard, SwapBoard
-from elastic_trainer.agent.membership.jobs import supersedes
+from elastic_trainer.agent.membership.jobs import is_of, supersedes
 from elastic_trainer.agent.membership.lease import lease_of
 from elastic_trainer.agent.membership.messages import Message, Reject, Welcome, Won
 from elastic_trainer.agent.membership.roles import (
@@ -16,7 +16,7 @@ from elastic_trainer.agent.membership.roles import (
     Transition,
     unfit_message,
 )
-from elastic_trainer.board.state import BoardState, Lease, Token
+from elastic_trainer.board.state import BoardState, Lease, Sizes, Token
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART, EXIT_DONE, EXIT_TOO_FEW_NODES
 
 RETRY_S = 0.2
@@ -143,7 +143,11 @@ class Seeker(Role):
         if ctx.fit:
             self._claiming = True
             term = (lease.term if lease else ctx.term) + 1
-            claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)))
+            before = state.lease or state.ended
+            # Submitted anew: whatever failed on so many nodes may have been repaired.
+            again = before is None or is_of(ctx.job, before.job)
+            sizes = state.sizes if again else Sizes()
+            claim = replace(state, lease=lease_of(ctx, max(term, ctx.term + 1)), sizes=sizes)
             ctx.outbox.append(SwapBoard(claim, token))
             return None
         if self._unfit_until is None:

@@ -61,6 +61,8 @@ class Running:
     fork_begun: float
     started: int = 0
     running: bool = False
+    stepped: bool = False
+    """A worker here has completed a step of it."""
     failed: bool = False
     freed: bool = False
     """Older epochs' snapshots have been let go."""

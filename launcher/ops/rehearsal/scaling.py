@@ -81,6 +81,7 @@ def _machines(spec: JobSpec) -> Iterator[tuple[str, Any]]:
         },
     )
     ladder = plan(spec).ladder
+    yield "elastic.sizes", None
     yield "elastic.min_nodes", 1 if ladder.min_nodes < ladder.max_nodes else nodes
     for section, value in (("slurm", spec.slurm_section), ("kubernetes", spec.kubernetes_section)):
         if value is not None:

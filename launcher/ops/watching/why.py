@@ -159,7 +159,7 @@ def _running(status: RunStatus, output: Sequence[Path], now_unix: float) -> Why:
         )
     excluded = [f"excluded: {each}" for each in training.excluded]
     if training.parked is not None:
-        lost = list(training.lost.values())[-_MOST_LOST:]
+        lost = [*training.dropped, *list(training.lost.values())[-_MOST_LOST:]]
         more = [text for event in lost if (text := describe(event))]
         return Why(
             state=state,

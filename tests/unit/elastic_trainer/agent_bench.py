@@ -20,6 +20,7 @@ from elastic_trainer.agent.membership.notices import (
     Notice,
     Report,
     WorkersReady,
+    WorkersStepped,
 )
 from elastic_trainer.agent.membership.tasks import Task
 from elastic_trainer.agent.stop_signals import Waker
@@ -60,6 +61,8 @@ class ScriptedMembership:
         self.error: BaseException | None = None
         self.closing = threading.Event()
         self.ready = 0
+        self.stepped: list[int] = []
+        """Epochs of which a first step was reported."""
         self.closed = False
 
     def get_backend(self) -> str:
@@ -79,6 +82,8 @@ class ScriptedMembership:
     def report(self, report: Report) -> None:
         if isinstance(report, WorkersReady):
             self.ready += 1
+        elif isinstance(report, WorkersStepped):
+            self.stepped.append(report.epoch)
         else:
             self._reports.put(report)
 

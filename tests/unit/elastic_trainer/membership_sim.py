@@ -48,6 +48,7 @@ from elastic_trainer.agent.membership.notices import (
 )
 from elastic_trainer.failures import Action, Failure, Kind
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.ladder import Ladder
 from elastic_trainer.running_clock import LONGEST_S
 
 WORKERS_START_S = 0.5
@@ -225,6 +226,13 @@ class Cluster:
     # --- what tests ask ----------------------------------------------------------------
 
     @property
+    def ladder(self) -> Ladder:
+        """What the job runs on how many nodes, without the rungs that were dropped."""
+        content = self.board.content
+        dropped = content[0].sizes.dropped if content is not None else ()
+        return self.settings.ladder.without(dropped)
+
+    @property
     def up(self) -> list[Node]:
         """Nodes whose agent lives and has not left."""
         return [n for n in self.nodes if n.alive and n.stopped is None]
@@ -240,7 +248,7 @@ class Cluster:
         """Whether all living agents share the newest epoch with the rung they can fill."""
         up = self.up
         formed = {n.formed.epoch if n.formed else None for n in up}
-        rung = self.settings.ladder.rung_for(len(self.able()))
+        rung = self.ladder.rung_for(len(self.able()))
         return (
             rung is not None
             and sum(n.machine.is_coordinator for n in up) == 1
@@ -260,7 +268,7 @@ class Cluster:
     def parked(self) -> bool:
         """Whether too few agents are left, one leads them and no worker runs."""
         return (
-            self.settings.ladder.rung_for(len(self.able())) is None
+            self.ladder.rung_for(len(self.able())) is None
             and sum(n.machine.is_coordinator for n in self.up) == 1
             and all(n.working is None for n in self.up)
         )

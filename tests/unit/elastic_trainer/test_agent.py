@@ -229,6 +229,23 @@ def test_the_first_failure_is_reported_and_the_rest_killed(
     assert "killed by the agent" in exits[0]["detail"]
 
 
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_failure_says_whether_a_step_was_done_before(bench: Bench, stepped: bool) -> None:
+    bench.env["CHILD_ACT"] = "train" if stepped else "raise odd"
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(3, ME))
+        if stepped:
+            m.expect(WorkersRunning)
+            os.kill(bench.zygotes[0].zygote_pid, signal.SIGKILL)
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert failed.stepped is stepped
+        assert m.stepped == ([3] if stepped else [])
+
+    bench.run(script)
+
+
 def test_a_fault_of_a_gpu_names_the_gpu_of_the_worker(bench: Bench) -> None:
     uuids = [f"GPU-{digit * 8}-aaaa-bbbb-cccc-{digit * 12}" for digit in "01"]
     bench.config["gpus"] = tuple(Gpu(str(i), uuid, f"0:{i}:0") for i, uuid in enumerate(uuids))

@@ -82,8 +82,9 @@ def test_the_defaults_that_job_json_leaves_out_are_those_of_its_version():
     assert JOB_JSON_VERSION == 2
     assert left_out == {
         ElasticSection: {
-            "min_nodes": None, "max_restarts": 100, "max_crashes": 10, "max_hangs": 20,
-            "no_progress": 3, "window_s": 86400.0, "node_failures": 2, "hang_ceiling_s": 300.0,
+            "min_nodes": None, "sizes": None, "max_restarts": 100, "max_crashes": 10,
+            "max_hangs": 20, "no_progress": 3, "window_s": 86400.0, "node_failures": 2,
+            "hang_ceiling_s": 300.0,
             "hang_floor_s": None, "straggler": "report", "start_ceiling_s": 1800.0,
             "join_timeout_s": 600.0, "heartbeat_s": 1.0, "dead_after_s": 5.0,
             "progress_pattern": None, "stop_grace_s": 30.0, "stop_signal": "TERM",

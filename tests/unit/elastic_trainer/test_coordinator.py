@@ -22,6 +22,7 @@ from elastic_trainer.agent.membership.notices import (
     WorkersReady,
     WorkersRunning,
     WorkersSeen,
+    WorkersStepped,
 )
 from elastic_trainer.agent.membership.roles import ToCoordinator
 from elastic_trainer.board.state import BoardState, Lease
@@ -46,6 +47,7 @@ def reports(epoch: int) -> list[Report]:
         LeaveAsked(reason="drained"),
         NodeLeaving(reason="a failed check"),
         WorkersCommitted(epoch=epoch),
+        WorkersStepped(epoch=epoch),
     ]
 
 

@@ -172,6 +172,15 @@ def test_gradients_are_reduced_once_a_step_where_memory_allows(make_spec, sets, 
     assert Ladder.from_ranges(plan(spec).ladder.to_ranges()) == plan(spec).ladder
 
 
+def test_only_the_sizes_that_are_listed_have_rungs(make_spec):
+    sizes = [rung.num_nodes for rung in plan(make_spec("cluster.nodes=8")).ladder.rungs]
+    assert sizes == [8, 7, 6, 5, 4, 3, 2, 1]
+    listed = plan(make_spec("cluster.nodes=8", "elastic.sizes=[2, 8, 4]")).ladder
+    assert [rung.num_nodes for rung in listed.rungs] == [8, 4, 2]
+    assert listed.rung_for(7).num_nodes == 4
+    assert listed.rung_for(1) is None
+
+
 def test_by_default_one_replica_is_the_last_rung(make_spec):
     planned = plan(make_spec("layout={tp: 8, pp: 2}", "train.global_batch=64"))
     assert [rung.num_nodes for rung in planned.ladder.rungs] == [4, 2]

@@ -134,6 +134,11 @@ def test_every_mistake_in_one_go_in_the_order_of_the_file(mistakes):
         ("elastic.failure_domain=a b", "a label of nodes as topology.kubernetes.io/zone"),
         ("elastic.failure_domain=\"a']\"", "HF015 elastic.failure_domain: expected none, a number"),
         ("elastic.min_nodes=9", "HF120 elastic.min_nodes: 9 is more than the 4 nodes of the cluster; use 4"),
+        ("elastic.sizes=[4, 9]", "HF135 elastic.sizes: 4, 9: expected numbers from 1 (min_nodes) to 4"),
+        ("elastic.sizes=[2, 1]", "HF135 elastic.sizes: 2, 1: expected numbers from 1 (min_nodes) to 4"),
+        ("elastic={min_nodes: 2, sizes: [4, 1]}", "HF135 elastic.sizes: 4, 1: expected numbers from 2"),
+        ("elastic.sizes=[4, 0]", "HF013 elastic.sizes[1]: expected at least 1"),
+        ("elastic.sizes=[]", "HF135 elastic.sizes: none: expected numbers from 1"),
         ("elastic.dead_after_s=0.5", "HF123 elastic.dead_after_s: 0.5 s of silence"),
     ],
 )  # fmt: skip

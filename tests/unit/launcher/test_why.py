@@ -170,3 +170,17 @@ def test_a_run_that_no_launcher_has_started_runs_by_its_record(tmp_path, silent_
     [found] = run_statuses([find_run(str(tmp_path), tmp_path)])
     assert found.state == state
     assert "never started" not in str(detail_lines(found, time.time()))
+
+
+def test_a_parked_run_says_which_numbers_of_nodes_cannot_run_it(tmp_path):
+    stream = before_a_step()
+    stream.add("rung.dropped", epoch=1, nodes=1, reason="1 node cannot run it: AssertionError")
+    stream.add("membership.parked", have=1, need=2)
+    status = TrainingStatus(config_of(), stream.events)
+    run = Run(path=tmp_path, submission=None, shown="r")
+    platform = JobStatus(state=JobState.RUNNING)
+    parked = RunStatus(
+        run=run, target="local", job=JobRef(id=JobId("1")), platform=platform, training=status
+    )
+    why = explain(parked, (), now_unix=stream.t)
+    assert any("AssertionError" in line for line in why.more)
