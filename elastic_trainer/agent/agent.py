@@ -397,7 +397,7 @@ class HoldfastAgent(ElasticAgent):
         epoch.committed = max(epoch.committed, exited.beat.committed_step)
         report = self._reporter.failed(epoch, exited.local_rank, exited.beat.step, failure)
         epoch.held, waits = gather(epoch.held, report)
-        if not waits or not self._workers.alive:
+        if not waits or self._all_seen:
             self._fail(epoch, epoch.held)
             return
         # The cause, or the same error, may come a moment later from another worker here.
@@ -405,10 +405,15 @@ class HoldfastAgent(ElasticAgent):
         wait_s = self._config.shared_settle_s if shared else self._config.settle_s
         epoch.held_until = max(epoch.held_until, self._clock() + wait_s)
 
+    @property
+    def _all_seen(self) -> bool:
+        """Whether the end of every worker was looked at: several may be read at once."""
+        return len(self._succeeded) + len(self._failures) == self._config.workers
+
     def _on_good_end(self, epoch: Running, exited: WorkerExited) -> None:
         if not self._scripts.finished(exited):
             epoch.finished = False
-        if self._workers.alive or epoch.failed:
+        if not self._all_seen or epoch.failed:
             return
         if epoch.held is not None:
             self._fail(epoch, epoch.held)

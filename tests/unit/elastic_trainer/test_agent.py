@@ -262,6 +262,34 @@ def test_a_fault_of_a_gpu_names_the_gpu_of_the_worker(bench: Bench) -> None:
     assert [event.fields["gpus"] for event in named(events, "agent.started")] == [uuids]
 
 
+def test_a_failure_counts_although_another_worker_was_seen_to_end_well_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.env |= {"CHILD_ACT_0": "exit 0", "CHILD_ACT_1": "exit 5"}
+    poll, ends = Workers.poll, []
+
+    def both_at_once(workers: Workers, timeout_s: float = 0.0) -> list[Happening]:
+        found = poll(workers, timeout_s)
+        ends.extend(each for each in found if isinstance(each, WorkerExited))
+        rest: list[Happening] = [each for each in found if not isinstance(each, WorkerExited)]
+        if len(ends) < 2:
+            return rest
+        rest += sorted(ends, key=lambda end: end.rank)
+        ends.clear()
+        return rest
+
+    monkeypatch.setattr(Workers, "poll", both_at_once)
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        failed = m.expect(WorkersFailed)
+        assert isinstance(failed, WorkersFailed)
+        assert failed.rank == 1
+        m.no_more_reports()
+
+    bench.run(script)
+
+
 def test_a_consequence_waits_for_its_cause(bench: Bench) -> None:
     bench.config["settle_s"] = 20.0
     bench.env |= {
