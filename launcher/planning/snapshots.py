@@ -160,8 +160,8 @@ def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Iterator[Problem]:
         ample, size = f"{math.ceil(node_bytes / 2**30)}Gi", quantity_bytes(wish.shm)
         asked.append(("kubernetes.shm", wish.shm, size, ", {} are asked for", ample))
     if wish.memory is not None:  # /dev/shm counts towards it
-        size = quantity_bytes(wish.memory) * CGROUP_SHARE
-        asked.append(("kubernetes.memory", wish.memory, size, tenth, f"{enough}Gi"))
+        share = quantity_bytes(wish.memory) * CGROUP_SHARE
+        asked.append(("kubernetes.memory", wish.memory, share, tenth, f"{enough}Gi"))
     for key, text, holds, why, ample in asked:
         if holds and node_bytes > holds:
             message = (
