@@ -306,7 +306,7 @@ def _terms(options: Options) -> dict[str, str]:
         "agent": "holdfast",
         "workers per node": str(options.workers),
         **layout_terms(options.ladder),
-        "holdfast": _version("holdfast"),
+        "holdfast": _version("holdfast-ml"),
         "torch": _version("torch"),
         "script": task.target,
         "arguments": shlex.join(task.args),
