@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
@@ -35,6 +36,7 @@ from elastic_trainer.agent.workers.scratch import Scratch
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
+from elastic_trainer.agent.workers.voice import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
@@ -115,8 +117,15 @@ def _run(options: Options) -> int:
         stack.callback(keeper.close)
         gpus = ask() if options.accelerators else None
         # At once: a node that dies while it warms up is then known to be dead.
+        voice = Voice()
+        stack.callback(voice.close)
         rendezvous = _join(
-            options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
+            *(options, address, ports, gpus),
+            secret=secret,
+            keeper=keeper,
+            log=log,
+            voice=voice,
+            waker=waker,
         )
         stack.callback(rendezvous.close)
         metrics = _metrics(options, address)
@@ -237,6 +246,7 @@ def _join(
     secret: Secret,
     keeper: Keeper,
     log: EventLog,
+    voice: Voice,
     waker: Waker,
 ) -> HoldfastRendezvous:
     """Listen for peers and take this node's place in the job."""
@@ -266,10 +276,27 @@ def _join(
             options.board,
             on_damage=lambda reason: log.emit("board.damaged", reason=reason),
         ),
-        log=log.emit_later,
+        log=partial(_log, log, voice, Waiting(time.monotonic() - FIRST_S)),
         notify=waker.wake,
         crashed=die,
     )
+
+
+def _log(
+    log: EventLog,
+    voice: Voice,
+    failing: Waiting,
+    event: str,
+    epoch: int | None,
+    fields: dict[str, Any],
+) -> None:
+    """Put an event of membership on record, and say that the board fails.
+
+    The record may lie where the board does, and be lost with it.
+    """
+    log.emit_later(event, epoch, fields)
+    if event == "board.failed" and failing.due(time.monotonic()):
+        voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
 
 
 def _scripts(options: Options, log: EventLog) -> Scripts:
