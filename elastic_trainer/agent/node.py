@@ -276,7 +276,7 @@ def _join(
             options.board,
             on_damage=lambda reason: log.emit("board.damaged", reason=reason),
         ),
-        log=partial(_log, log, voice, Waiting(time.monotonic() - FIRST_S)),
+        log=partial(_log, log, voice=voice, failing=Waiting(time.monotonic() - FIRST_S)),
         notify=waker.wake,
         crashed=die,
     )
@@ -284,11 +284,12 @@ def _join(
 
 def _log(
     log: EventLog,
-    voice: Voice,
-    failing: Waiting,
     event: str,
     epoch: int | None,
     fields: dict[str, Any],
+    *,
+    voice: Voice,
+    failing: Waiting,
 ) -> None:
     """Put an event of membership on record, and say that the board fails.
 
