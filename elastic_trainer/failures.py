@@ -105,6 +105,32 @@ _BOILERPLATE = re.compile(
 """Where in torch's or gloo's build a message came from, and their general advice."""
 
 
+_DUMP = re.compile(
+    r"^(?:Fatal Python error: (?:Aborted|Segmentation fault|Bus error|Illegal instruction"
+    r"|Floating[- ]point exception)$|Python runtime state: |Extension modules: "
+    r"|(?:Current t|T)hread\b.*\(most recent call first\):$|<no Python frame>$"
+    r"|  File \".*\", line (?:\d+|\?\?\?) in |  Binary file \"|  \.\.\.$|  <|frame #\d+: )"
+)
+"""Lines of faulthandler (Python 3.11 to 3.14), which a worker's end by a signal writes, and of
+torch's C++ stacks."""
+
+_ABORT = re.compile(
+    r"^(?:terminate called after throwing an instance of '(?P<type>.+)'"
+    r"(?:\n *what\(\): *(?P<what>.*))?"
+    r"|(?P<said>terminate called .*|Fatal Python error: .*|.*\bAssertion [`'].* failed\b.*"
+    r"|(?:malloc|calloc|realloc|free|munmap_chunk|malloc_consolidate)\(\): .*"
+    r"|corrupted (?:size|double)\b.*|double free or corruption\b.*|\*\*\* .* \*\*\*: .*"
+    r"|OMP: Error .*))$",
+    re.MULTILINE,
+)
+"""What C++, glibc, Python and OpenMP say before they abort the process."""
+
+
+def without_dumps(log_tail: str) -> str:
+    """Return the lines of a log that tell why, not where: without stacks of an end by a signal."""
+    return "\n".join(line for line in log_tail.splitlines() if not _DUMP.match(line))
+
+
 def classify(
     *,
     code: int | None,
@@ -129,7 +155,7 @@ def classify(
     assert (code is None) != (signal is None), f"code {code}, signal {signal}"
     if code is not None and code > 128 and code - 128 in set(signals.Signals):
         signal, code = code - 128, None  # a shell in between reports signals this way
-    log_tail = _RANK_PREFIX.sub("", log_tail)
+    log_tail = without_dumps(_RANK_PREFIX.sub("", log_tail))
     message = _message_of(record) or _last_exception(log_tail)
     # With a record the log says nothing more; warnings in it must not decide.
     text = message if record else log_tail
@@ -145,7 +171,7 @@ def classify(
         return _by_signal(signal, text, by_text)
     ending = f"exit code {code}" if signal is None else signals.Signals(signal).name
     if by_text is None:
-        said = message or _last_line(log_tail)
+        said = (signal and _abort_reason(log_tail)) or message or _last_line(log_tail)
         detail = f"{said} ({ending})" if said else ending
         return Failure(kind=Kind.CRASH, action=Action.RESTART, detail=one_line(detail))
     return by_text
@@ -252,6 +278,15 @@ def _message_of(record: Mapping[str, Any] | None) -> str:
 def _last_exception(log_tail: str) -> str:
     lines = [line.strip() for line in log_tail.splitlines()]
     return next((line for line in reversed(lines) if _EXCEPTION_LINE.match(line)), "")
+
+
+def _abort_reason(log_tail: str) -> str:
+    """Return what was said last of those that abort a process; empty: none has said anything."""
+    all_found = list(_ABORT.finditer(log_tail))
+    if not all_found:
+        return ""
+    found = all_found[-1]
+    return found["said"] or ": ".join(filter(None, (found["type"], found["what"])))
 
 
 def _last_line(text: str) -> str:

@@ -86,6 +86,7 @@ from elastic_trainer.agent.workers.group import (
 )
 from elastic_trainer.agent.workers.hang_monitor import HangMonitor
 from elastic_trainer.agent.workers.reporter import Reporter, Running
+from elastic_trainer.agent.workers.scratch import make_again
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import (
     AgentConfig,
@@ -106,6 +107,9 @@ from elastic_trainer.failures import (
 )
 from elastic_trainer.gpus import named
 from elastic_trainer.heartbeat import Beat, Request
+
+ZYGOTES_LOST = 4
+"""So many in a row a node may lose and stay, if workers have run on it; else one."""
 
 
 class HoldfastAgent(ElasticAgent):
@@ -152,6 +156,8 @@ class HoldfastAgent(ElasticAgent):
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
+        """Since a worker has run here."""
+        self._has_run = False
         self._signals = StopSignals(waker.wake, config.stop_signals)
         self._urgings: Counter[str] = Counter()
         """Signals that asked for a stop, but for REPEATABLE, by name."""
@@ -340,6 +346,11 @@ class HoldfastAgent(ElasticAgent):
         assign_ranks(self._group, formed, me)
         self._failures, self._succeeded = {}, []
         self._telemetry.formed(formed.epoch)
+        if make_again(config.scratch, config.snapshots):
+            self._reporter.say(
+                f"{config.scratch} was removed, as logind (RemoveIPC) or a cleaner does; it is "
+                "made again, and what this node kept in memory comes from another node or storage"
+            )
         launches = self._scripts.begin(formed, launches_of(self._group, formed, config))
         monitor = HangMonitor(config, self._workers, self._clock)
         self._epoch = Running(formed, monitor, begin)
@@ -383,7 +394,8 @@ class HoldfastAgent(ElasticAgent):
         failure = self._scripts.classify(exited, failure)
         if failure is not None:
             failure = named(failure, exited.local_rank, self._config.gpus)
-        shown = self._scripts.on_console(exited.local_rank)
+        # Once the epoch has failed, others end for that.
+        shown = None if epoch is None else self._scripts.on_console(exited.local_rank)
         self._reporter.exited(exited, failure, shown=shown)
         if epoch is None:
             return  # its epoch has failed already
@@ -461,12 +473,15 @@ class HoldfastAgent(ElasticAgent):
     def _on_zygote_lost(self, lost: ZygoteLost) -> None:
         epoch = self._epoch
         if epoch is not None:
+            # A consequence: whoever ended it, as memory that ran out, says nothing of this machine.
+            kind = Kind.OUT_OF_MEMORY if lost.of_memory else Kind.COLLATERAL
             detail = f"the zygote died ({lost.detail}) and its workers with it"
-            failure = Failure(kind=Kind.KILLED, action=Action.RESTART, detail=detail)
+            failure = Failure(kind=kind, action=Action.RESTART, detail=detail)
+            self._reporter.say(f"{self._config.me.node}: {detail}")
             self._fail(epoch, self._reporter.failed(epoch, 0, epoch.step, failure))
         self._leave_if_unreapable(lost.unreapable)
         self._zygotes_lost += 1
-        if self._zygotes_lost > 1:
+        if self._zygotes_lost > (ZYGOTES_LOST if self._has_run else 1):
             self._leave(f"the zygote died {self._zygotes_lost} times: {lost.detail}")
 
     def _kill_workers(self, reason: str) -> None:
@@ -584,7 +599,7 @@ class HoldfastAgent(ElasticAgent):
     def _now_running(self, epoch: Running) -> None:
         if epoch.running:
             return
-        epoch.running = True
+        epoch.running = self._has_run = True
         self._zygotes_lost = 0
         self._telemetry.running()
         self._membership.report(WorkersRunning(epoch=epoch.formed.epoch, step=epoch.step))

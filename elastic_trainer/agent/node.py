@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.agent.accelerators import ask, healthy, local_cpus, numa_cpus, seen
 from elastic_trainer.agent.agent import HoldfastAgent
@@ -25,7 +25,7 @@ from elastic_trainer.agent.fabric import check_fabric, nccl_net
 from elastic_trainer.agent.hangs.hang import CPU, CUDA, DeviceLimits
 from elastic_trainer.agent.keeper import Keeper
 from elastic_trainer.agent.membership.effects import Settings
-from elastic_trainer.agent.membership.terms import layout_terms
+from elastic_trainer.agent.membership.terms import layout_terms, unnamed
 from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
@@ -39,6 +39,7 @@ from elastic_trainer.agent.workers.scratch import Scratch
 from elastic_trainer.agent.workers.scripts import Scripts
 from elastic_trainer.agent.workers.settings import AgentConfig
 from elastic_trainer.agent.workers.tail import LogFollower
+from elastic_trainer.agent.workers.voice import FIRST_S, Voice, Waiting
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.agent.workers.zygote_client import ZygoteClient
 from elastic_trainer.board.open_board import BOARD_VARIABLE, open_board
@@ -120,8 +121,15 @@ def _run(options: Options) -> int:
         stack.callback(keeper.close)
         gpus = ask() if options.accelerators else None
         # At once: a node that dies while it warms up is then known to be dead.
+        voice = Voice()
+        stack.callback(voice.close)
         rendezvous = _join(
-            options, address, ports, gpus, secret=secret, keeper=keeper, log=log, waker=waker
+            *(options, address, ports, gpus),
+            secret=secret,
+            keeper=keeper,
+            log=log,
+            voice=voice,
+            waker=waker,
         )
         stack.callback(rendezvous.close)
         metrics = _metrics(options, address)
@@ -259,6 +267,7 @@ def _join(
     secret: Secret,
     keeper: Keeper,
     log: EventLog,
+    voice: Voice,
     waker: Waker,
 ) -> HoldfastRendezvous:
     """Listen for peers and take this node's place in the job."""
@@ -290,7 +299,7 @@ def _join(
             options.board,
             on_damage=lambda reason: log.emit("board.damaged", reason=reason),
         ),
-        log=log.emit_later,
+        log=partial(_log, log, voice=voice, failing=Waiting(time.monotonic() - FIRST_S)),
         notify=waker.wake,
         crashed=die,
     )
@@ -309,7 +318,7 @@ def _terms(options: Options) -> dict[str, str]:
         "holdfast": _version("holdfast-ml"),
         "torch": _version("torch"),
         "script": task.target,
-        "arguments": shlex.join(task.args),
+        "arguments": unnamed(task.args),
         "elastic settings": " ".join(changed),
     }
 
@@ -320,6 +329,24 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _log(
+    log: EventLog,
+    event: str,
+    epoch: int | None,
+    fields: dict[str, Any],
+    *,
+    voice: Voice,
+    failing: Waiting,
+) -> None:
+    """Put an event of membership on record, and say that the board fails.
+
+    The record may lie where the board does, and be lost with it.
+    """
+    log.emit_later(event, epoch, fields)
+    if event == "board.failed" and failing.due(time.monotonic()):
+        voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
 
 
 def _scripts(options: Options, log: EventLog) -> Scripts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,3 +217,20 @@ def test_a_second_agent_of_the_same_name_is_told_so(terminal):
     assert "1 of 2" in waited
     assert "join_timeout_s" in waited
     assert "92" in ended
+
+
+def test_a_folder_of_a_job_that_somebody_removes_is_said(terminal):
+    """Its board is in it: no epoch can begin any more, and the record cannot tell why."""
+    (terminal.folder / "saves.py").write_text(SAVES)
+    agent = terminal.start("--standalone", "--nproc-per-node", "2", "saves.py", "0")
+    pids = processes(terminal.folder, 2)
+    (folder,) = terminal.tmp.glob("holdfast-*")
+    shutil.rmtree(folder)
+    os.kill(pids[0], signal.SIGKILL)
+    said = [agent.stderr.readline() for _ in range(4)]
+    while not any("board" in line for line in said):
+        said.append(agent.stderr.readline())
+        assert said[-1], said
+    agent.kill()
+    agent.wait()
+    until("left over", lambda: not any(map(alive, pids)))

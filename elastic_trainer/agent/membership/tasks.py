@@ -106,6 +106,8 @@ class ZygoteLost:
     workers: int
     unreapable: tuple[int, ...]
     """Process ids of those that even the kernel could not end."""
+    of_memory: bool = False
+    """The kernel has killed processes of this machine for memory meanwhile."""
 
 
 Happening = WorkerStarted | StandbyReady | WorkerExited | ZygoteLost

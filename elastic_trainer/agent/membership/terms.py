@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from elastic_trainer.ladder import Ladder
@@ -28,6 +28,15 @@ def layout_terms(ladder: Ladder) -> dict[str, str]:
         "nodes": f"{ladder.min_nodes}:{ladder.max_nodes}",
         "layouts": f"{layouts} ({_digest(ranges)})",
     }
+
+
+def unnamed(args: Sequence[str]) -> str:
+    """Return a script's arguments with a digest in place of each value, which may be a secret."""
+    shown = []
+    for arg in args:
+        option, equals, value = arg.partition("=") if arg.startswith("-") else ("", "", arg)
+        shown.append(f"{option}{equals}{f'({_digest(value)[:6]})' if value else ''}")
+    return " ".join(shown)
 
 
 def digest(terms: Terms) -> str:

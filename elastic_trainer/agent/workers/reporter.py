@@ -35,6 +35,7 @@ from elastic_trainer.failures import (
     Failure,
     Kind,
     signal_name,
+    without_dumps,
 )
 
 STACKS_JOIN_S = 1.0
@@ -165,7 +166,7 @@ class Reporter:
         failure: Failure | None,
         detail: str = "",
         *,
-        shown: bool = False,
+        shown: bool | None = None,
     ) -> None:
         """Put the end of a worker on record, and say a failure.
 
@@ -173,9 +174,9 @@ class Reporter:
             exited: how it ended.
             failure: what that means; None: it ended well, or was killed here.
             detail: stands where there is no failure.
-            shown: its stderr is on the agent's own.
+            shown: its stderr is on the agent's own; None: a failure is not said.
         """
-        if failure is not None:
+        if failure is not None and shown is not None:
             self._say_failure(exited, failure, shown=shown)
         self._log.emit(
             "worker.exit",
@@ -237,7 +238,7 @@ class Reporter:
             f"{self._config.me.node} failed in epoch {epoch}: {detail}\n  log: {exited.log}"
         )
         if self._told < epoch and not shown and exited.signal != signal.SIGKILL:
-            lines = [line for line in exited.log_tail.splitlines() if line.strip()]
+            lines = [line for line in without_dumps(exited.log_tail).splitlines() if line.strip()]
             text += "".join(f"\n  | {line[:DETAIL_CHARS]}" for line in lines[-LAST_LINES:])
         self._told = epoch
         self.say(text)

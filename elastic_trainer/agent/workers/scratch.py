@@ -30,10 +30,7 @@ class Scratch:
             root = Path(tempfile.gettempdir())
         _remove_stale(root)
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-{node}-", dir=root))
-        unlocked = self.path / "new"
-        self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / _LOCK)  # seen only once it is locked
+        self._lock = _lock(self.path)
         self.snapshots = self.path / "snapshots"
         self.snapshots.mkdir(mode=0o700)
 
@@ -41,6 +38,32 @@ class Scratch:
         """Remove the directory and give its memory back."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def make_again(path: Path, snapshots: Path | None) -> bool:
+    """Make a directory of this process again where somebody has removed it, or what is in it.
+
+    As systemd-logind does when the user's last session ends (RemoveIPC), and cleaners of /tmp.
+
+    Returns:
+        Whether anything was missing.
+    """
+    wanted = [path] if snapshots is None else [path, snapshots]
+    if all(each.is_dir() for each in wanted):
+        return False
+    for each in wanted:
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (path / _LOCK).exists():
+        _lock(path)  # until this process ends
+    return True
+
+
+def _lock(path: Path) -> int:
+    unlocked = path / "new"
+    lock = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unlocked.rename(path / _LOCK)  # seen only once it is locked
+    return lock
 
 
 def _remove_stale(root: Path) -> None:

@@ -5,6 +5,7 @@ The agent's own thread never waits for a log's storage, nor for a reader of its 
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
 import sys
@@ -37,6 +38,8 @@ class LogTail:
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
         self._rest = b""
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        """A line that is cut may be cut within a character."""
         self._file: IO[bytes] | None = None
 
     def read(self) -> str:
@@ -50,19 +53,21 @@ class LogTail:
                 return ""
             self._file = self._path.open("rb")
             self._file.seek(self._offset)
-        data = self._rest + self._file.read(CHUNK_BYTES)
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if end == 0 and len(data) > CHUNK_BYTES:
-            end = len(data)
+        end, data = 0, self._rest
+        while end == 0 and (read := self._file.read(CHUNK_BYTES)):
+            data += read
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            if end == 0 and len(data) > CHUNK_BYTES:
+                end = len(data)  # without a pause, or long lines would be shown slowly
         self._rest = data[end:]
-        return data[:end].decode(errors="replace")
+        return self._decode(data[:end])
 
     def close(self) -> str:
         """Close the file; return the last line where it has no end."""
         if self._file is not None:
             self._file.close()
         rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+        return self._decode(rest, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class Followed:
 class _Open:
     followed: Followed
     tail: LogTail
+    amid: bool = False
+    """The console has the beginning of a line of which more is to come."""
 
 
 @dataclass(slots=True)
@@ -227,14 +234,15 @@ class LogFollower:
     def _show(self, log: _Open, text: str) -> None:
         """Write to the console, with a prefix before every line where it is asked for."""
         local_rank, std = log.followed.local_rank, log.followed.std
-        if not self.shows(local_rank, std):
+        if not text or not self.shows(local_rank, std):
             return
         if std in self._streams[local_rank].prefix:
             head = self._prefix.safe_substitute(
                 role_name=self._role, rank=log.followed.rank, local_rank=local_rank
             )
             lines = re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text)
-            text = "".join(f"{head}{line}" for line in lines)
+            text = ("" if log.amid else head) + head.join(lines)
+            log.amid = lines[-1][-1:] not in "\r\n"
         console = self._console[std]
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             console.write(text)

@@ -27,7 +27,8 @@ from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure, classify
 from elastic_trainer.heartbeat import Beat, Heartbeat, Pace, Request, Section
 from elastic_trainer.worker_answers import forget_answers
 
-LOG_TAIL_BYTES = 16384
+LOG_TAIL_BYTES = 65536
+"""More than the stacks of all threads at an end by a signal, which come after the reason."""
 ORPHANS_S = 2.0
 """How long workers and what they started may take to die after their zygote."""
 
@@ -257,7 +258,15 @@ class Workers:
         lost = list(self._epoch.workers.items())
         unreapable = self._zygote.close(ORPHANS_S)
         # Before the exits, of which it is the cause.
-        self._found.append(ZygoteLost(detail=why, workers=len(lost), unreapable=tuple(unreapable)))
+        of_memory = self._oom_kills() > self._epoch.oom_kills
+        self._found.append(
+            ZygoteLost(
+                detail=f"{why}; {OOM_KILLED}" if of_memory else why,
+                workers=len(lost),
+                unreapable=tuple(unreapable),
+                of_memory=of_memory,
+            )
+        )
         for local_rank, worker in lost:
             self._exited(local_rank, worker, -int(signal.SIGKILL))
         self._zygote, self._ready, self.cleared = self._start_zygote(), False, True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from elastic_trainer.agent import agent as agents
 from elastic_trainer.agent.agent import HoldfastAgent
 from elastic_trainer.agent.hangs.procfs import is_stuck, state_of
 from elastic_trainer.agent.hangs.stacks import GATHER_S
+from elastic_trainer.agent.membership.attribution import attribute
 from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     EpochAborted,
@@ -420,6 +422,54 @@ def test_a_zygote_that_dies_is_a_failure_and_twice_a_bad_node(bench: Bench) -> N
         # A coordinator stays, but starts no third one.
         t.until(lambda: t.gone(bench.zygotes[0].zygote_pid), "a third zygote")
         m.say(formed(2, OTHER, spares=(ME,)))
+        m.no_more_reports()
+
+    bench.run(script)
+
+
+def test_a_directory_in_memory_that_is_removed_is_made_again(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by systemd-logind at the end of a user's last session."""
+    bench.env["CHILD_ACT"] = "train"
+    bench.config = {"snapshots": bench.tmp_path / "kept", "secret_dir": bench.tmp_path}
+
+    def script(m: ScriptedMembership) -> None:
+        m.say(formed(0, ME))
+        m.expect(WorkersRunning)
+        (scratch,) = bench.tmp_path.glob("holdfast-*")
+        for path in (scratch, bench.tmp_path / "kept"):
+            shutil.rmtree(path)
+        m.say(EpochAborted(epoch=0, reason="another node is lost", victims=("n0",)))
+        m.say(formed(1, ME))
+        m.expect(WorkersRunning)
+        assert (scratch / "owner").is_file()
+        assert (bench.tmp_path / "kept").is_dir()
+
+    bench.run(script)
+    assert capfd.readouterr().err.count(" was removed") == 2  # the first epoch made `kept`
+
+
+@pytest.mark.parametrize("of_memory", [False, True])
+def test_a_zygote_that_dies_where_workers_have_run_is_not_held_against_the_node(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, of_memory: bool
+) -> None:
+    bench.env["CHILD_ACT"] = "train"
+
+    def script(m: ScriptedMembership) -> None:
+        for epoch in range(3):
+            m.say(formed(epoch, ME))
+            m.expect(WorkersRunning)
+            (workers,) = bench.zygotes
+            before = workers._oom_kills()
+            if of_memory:
+                monkeypatch.setattr(workers, "_oom_kills", lambda before=before: before + 1)
+            os.kill(workers.zygote_pid, signal.SIGKILL)
+            failed = m.expect(WorkersFailed)
+            assert isinstance(failed, WorkersFailed)
+            assert failed.failure.kind is (Kind.OUT_OF_MEMORY if of_memory else Kind.COLLATERAL)
+            (found,) = attribute([], [("n1", failed), ("n2", failed)][: 1 + of_memory], 2)
+            assert found.node is None
         m.no_more_reports()
 
     bench.run(script)

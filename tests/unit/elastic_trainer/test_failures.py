@@ -142,6 +142,56 @@ def test_signals(number: signal.Signals, tail: str, kind: Kind) -> None:
     assert failure.action is (Action.EVICT if kind is Kind.NODE_FAULT else Action.RESTART)
 
 
+FAULTHANDLER = """Fatal Python error: Aborted
+
+Thread 0x00007fef3f8696c0 (most recent call first):
+  File "/lib/threading.py", line 982 in run
+  ...
+Current thread 0x00007fef62a17b80 [python] (most recent call first):
+  File "/home/me/train.py", line 5 in <module>
+  <timed out: thread is gone>
+<no Python frame>
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/lib/libc.so.6", at abort+0x10 [0x7f]
+
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
+"""
+
+
+CUDA_ASSERT = """terminate called after throwing an instance of 'c10::Error'
+  what():  CUDA error: device-side assert triggered
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+Exception raised from f at /pytorch/c10/a.cpp:43 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in a.so)"""
+
+
+@pytest.mark.parametrize(
+    ("said", "detail"),
+    [
+        ("free(): double free detected in tcache 2", None),
+        ("malloc(): corrupted top size", None),
+        ("corrupted size vs. prev_size", None),
+        ("*** stack smashing detected ***: terminated", None),
+        ("python: ../src/a.cc:12: void f(): Assertion `x > 0' failed.", None),
+        ("terminate called without an active exception", None),
+        ("Fatal Python error: none_dealloc: deallocating None", None),
+        (CUDA_ASSERT, "c10::Error: CUDA error: device-side assert triggered"),
+        ("terminate called after throwing an instance of 'int'", "int"),
+        ("F1126 16:00:00.0 7 grid.cc:12] Check failed: cells > 0", None),
+    ],
+)
+def test_the_reason_of_an_abort_is_what_was_said_before_the_stacks(
+    said: str, detail: str | None
+) -> None:
+    tail = f"Traceback (most recent call last):\nValueError: got over\nstep 7\n{said}\n"
+    if said.startswith("F1126"):
+        tail = f"step 7\n{said}\n"  # of an unknown form: the last line
+    failure = classify(code=None, signal=signal.SIGABRT, log_tail=tail + FAULTHANDLER)
+    assert failure.kind is Kind.CRASH
+    assert failure.detail == f"{detail or said} (SIGABRT)"
+
+
 def test_a_signal_without_a_name_is_a_failure_like_others() -> None:
     failure = classify(code=None, signal=signal.SIGRTMIN + 6)
     assert failure.action is Action.RESTART

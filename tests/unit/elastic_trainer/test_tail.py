@@ -43,6 +43,19 @@ def test_a_tail_begins_where_it_is_told_and_reads_a_bounded_piece(tmp_path: Path
     assert tail.close() == ""
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", ""])
+def test_a_line_longer_than_a_piece_is_read_without_a_pause(tmp_path: Path, end: str) -> None:
+    """An empty answer means that there is no more: the follower waits then."""
+    path, line = tmp_path / "log", "é" * (10 * CHUNK_BYTES) + end
+    append(path, "x" + line)  # so that pieces end within a character
+    tail, pieces = LogTail(path, 0), []
+    while piece := tail.read():
+        pieces.append(piece)
+    assert len("".join(pieces)) > 9 * CHUNK_BYTES
+    assert max(len(piece.encode()) for piece in pieces) <= 2 * CHUNK_BYTES + 1
+    assert "".join(pieces) + tail.close() == "x" + line
+
+
 @given(st.lists(st.text(alphabet="ab\n\ré", max_size=5), max_size=8))
 def test_a_tail_loses_and_repeats_nothing(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str]
@@ -96,6 +109,17 @@ def test_the_console_gets_what_it_should_and_steps_are_found(tmp_path: Path, fol
     assert sorted(err.getvalue().split("\n")) == sorted(
         ["a", "b\rstep 8\rstep 9", "[default1]:a", "[default1]:b", ""]
     )
+
+
+def test_a_long_line_has_one_prefix(tmp_path: Path, follow) -> None:
+    follower, out, _ = follow(r1=Streams(console=Std.OUT, prefix=Std.ALL))
+    lines = ["x" * (3 * CHUNK_BYTES), "y"]
+    header = "--- 2026-01-31T12:00:00Z epoch 4 rank 0 local_rank 0 pid 5 forked ---\n"
+    append(tmp_path / "1.out", header + "\n".join(lines) + "\n")
+    follower.follow(1, followed(tmp_path, 1))
+    t.until(lambda: out.getvalue().endswith("y\n"), "not shown")
+    follower.close()
+    assert out.getvalue().splitlines() == [f"[default1]:{line}" for line in lines]
 
 
 def test_an_epoch_is_shown_to_its_end_before_it_is_forgotten(tmp_path: Path, follow) -> None:
