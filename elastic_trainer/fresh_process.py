@@ -58,9 +58,6 @@ def _settings() -> Iterator[tuple[str, _Setting]]:
         yield name, (partial(getattr, module, hook), partial(setattr, module, hook))
     files = resource.RLIMIT_NOFILE
     yield _FILES, (partial(resource.getrlimit, files), partial(resource.setrlimit, files))
-    # The last one: what came meanwhile is delivered then.
-    mask = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ())
-    yield _MASK, (mask, partial(signal.pthread_sigmask, signal.SIG_SETMASK))
 
 
 SETTINGS: Final = dict(_settings())
@@ -71,7 +68,11 @@ def settings() -> dict[str, Any]:
     return {name: get() for name, (get, _) in SETTINGS.items()}
 
 
-_started: Final = settings() | {str(int(number)): had for number, had in _OF_TORCHRUN.items()}
+_started: Final[dict[str, Any]] = {
+    **settings(),
+    **{str(int(number)): default for number, default in _OF_TORCHRUN.items()},
+    _MASK: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+}
 """What the agent, or a zygote of its own, was started with."""
 
 
@@ -94,6 +95,8 @@ def undo(ours: dict[str, Any]) -> None:
     for name, (get, put) in SETTINGS.items():
         if get() == ours[name] != _started[name]:
             put(_started[name])
+    # The last one: what came meanwhile is delivered now. What an import holds back stays so.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(HELD) - set(_started[_MASK]))
 
 
 def let_programs_have_signals() -> None:
