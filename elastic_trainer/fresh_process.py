@@ -113,8 +113,6 @@ def draw_apart() -> None:
     """
     if (process := sys.modules.get("multiprocessing.process")) is not None:
         process.current_process().authkey = os.urandom(32)
-    if (uuid := sys.modules.get("uuid")) is not None:
-        uuid._last_timestamp = None  # noqa: SLF001
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
@@ -186,7 +184,7 @@ def _look_first_in(folder: str) -> None:
 def _code_of(file: str) -> CodeType:
     try:
         with io.open_code(file) as stream:
-            compiled = pkgutil.read_code(stream)  # type: ignore[attr-defined]
+            compiled = pkgutil.read_code(stream)
             stream.seek(0)
             source = stream.read()
     except OSError as error:

@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
-_DEFAULTS: Final = {
+_DEFAULTS: Final[dict[signal.Signals, Any]] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
