@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 
 from elastic_trainer import process_groups as process_groups  # noqa: PLC0414  for it as well
 from elastic_trainer import progress as progress  # noqa: PLC0414  for the forked worker
@@ -25,7 +26,13 @@ MODULES = (
     "torch.utils.data.distributed",
 )
 
-asked = os.environ.get("HOLDFAST_PRELOAD", "").split(",")
-for name in (*MODULES, *filter(None, asked)):
+found = dict(os.environ)
+for name in MODULES:
     importlib.import_module(name)
 preload(os.environ)
+# torch._dynamo has chosen a folder for its files: the script may name another one first.
+for name in os.environ.keys() - found.keys():
+    del os.environ[name]
+tempfile.tempdir = None
+for name in filter(None, os.environ.get("HOLDFAST_PRELOAD", "").split(",")):
+    importlib.import_module(name)

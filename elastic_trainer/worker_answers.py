@@ -9,12 +9,12 @@ lock. Its signal is a real-time one: scripts use SIGUSR1 and SIGUSR2.
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import json
 import os
 import select
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
@@ -64,9 +64,12 @@ def answer_when_asked(heartbeat: Path) -> None:
     os.mkfifo(ask_path(heartbeat), 0o600)
     # For writing too: the pipe then has no end when the agent closes it.
     asked = os.open(ask_path(heartbeat), os.O_RDWR)
-    threading.Thread(
-        target=_answer, args=(asked, heartbeat), name="holdfast-answers", daemon=True
-    ).start()
+    # Not one of `threading`, whose list scripts may join, and deaf to signals: they are the main
+    # thread's, which may hold them back to wait for them.
+    deaf = signal.valid_signals() - {STACKS_SIGNAL}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    _thread.start_new_thread(_answer, (asked, heartbeat))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def answer_with_flight(dump: Callable[[], bytes]) -> None:

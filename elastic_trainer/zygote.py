@@ -40,7 +40,6 @@ zygote's.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -48,24 +47,26 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from elastic_trainer import fresh_process
 from elastic_trainer.children import adopt_orphans, children, kill_children, prctl
 from elastic_trainer.code_path import frozen_path
 from elastic_trainer.cpu_list import parse_cpus
-from elastic_trainer.no_threads import no_threads
+from elastic_trainer.fresh_process import HELD
+from elastic_trainer.left_to_the_agent import leave_stops_to_the_agent
+from elastic_trainer.no_threads import give_threads_back, no_threads, thread_setters
+from elastic_trainer.open_files import open_files
 from elastic_trainer.worker_answers import answer_when_asked
 
 DEFAULT_PRELOAD = "elastic_trainer.train"
@@ -125,11 +126,14 @@ class Zygote:
         self._epoch: int | None = None
         """Of workers that may have left something behind."""
         self._unread = b""
+        self._ours: dict[str, Any] = {}
+        self._setters: list[Callable[[int], Any]] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
         """Preload, then answer requests until the agent closes its end."""
         adopt_orphans()  # what workers leave behind comes here to be killed, not to pid 1
+        self._ours = fresh_process.settings()  # what differs later was set by what is imported
         self._warm_up()
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -166,6 +170,7 @@ class Zygote:
         # before: the holes would be filled, and so copied, by every worker (gc's manual).
         gc.freeze()
         gc.enable()
+        self._setters = thread_setters()
         self._own = children()
         # Only from here on can it end others before itself; it must do so even if it was stopped.
         die_with_parent(self._parent, signal.SIGCONT)
@@ -231,6 +236,8 @@ class Zygote:
                 parent=parent,
                 called=self._preload,
                 fresh=fresh,
+                ours=self._ours,
+                setters=self._setters,
                 close=(self._sock.fileno(), self._wake_read, self._wake_write, *links),
                 link=link,
             )
@@ -338,6 +345,8 @@ def _become_worker(
     parent: int,
     called: str,
     fresh: bool,
+    ours: dict[str, Any],
+    setters: list[Callable[[int], Any]],
     close: tuple[int, ...],
     link: socket.socket | None = None,
 ) -> NoReturn:
@@ -349,7 +358,8 @@ def _become_worker(
     try:
         die_with_parent(parent)
         os.setsid()  # a group of its own, to be killed as one; and no terminal's Ctrl-C
-        _reset_signals(fresh=fresh)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for fd in close:
             os.close(fd)
         if link is not None:
@@ -360,24 +370,31 @@ def _become_worker(
         _bind(request.get("cpus"))
         os.chdir(request["cwd"])
         os.environ.update(request["env"], HOLDFAST_BORN=repr(born_mono))
+        if request["kind"] == "main":
+            leave_stops_to_the_agent()
+        fresh_process.undo(ours)
+        if request["kind"] == "main":
+            open_files()  # large jobs have many sockets
         if fresh:
+            fresh_process.let_programs_have_signals()
             _exec(request)
         faulthandler.enable()
         answer_when_asked(Path(os.environ["HOLDFAST_HEARTBEAT"]))
+        if request["kind"] != "main":
+            give_threads_back(setters)
         code = _run(request, called=called)
     except SystemExit as error:
-        code = _exit_code(error.code)
+        code = fresh_process.exit_code(error.code)
     except BaseException as error:  # noqa: BLE001  the last frame: what is not written here is lost
         traceback.print_exc()
         _write_error_file(error)
         user_error = fresh and isinstance(error, FileNotFoundError | PermissionError)
         code = EXIT_USER_ERROR if user_error else 1
     finally:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
-        os._exit(code)
+        fresh_process.flush()
+        if code < 0:
+            fresh_process.die_of(-code)
+        os._exit(code & 0xFF)
 
 
 def _stand_by(request: dict[str, Any], link: socket.socket) -> dict[str, Any]:
@@ -417,21 +434,6 @@ def _private_mib() -> float | None:
     return round(sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024)
 
 
-def _reset_signals(*, fresh: bool) -> None:
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    # A scheduler's word to the whole step, which the agent hears too. Who wants it sets a handler.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if fresh:
-        return
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python has it
-    # A scheduler signals every process of a step. The agent asks for the save; a worker that
-    # died of the signal would lose it. A program started by exec keeps the default.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _redirect(request: dict[str, Any], *, how: str) -> None:
     """Point the standard streams at the worker's log, appending; input is empty."""
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -448,7 +450,8 @@ def _redirect(request: dict[str, Any], *, how: str) -> None:
         os.dup2(log, fd)
         os.close(log)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        if not stream.write_through:  # type: ignore[union-attr]  # without -u
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     env = request["env"]
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     sys.stderr.write(
@@ -485,11 +488,11 @@ def _exec(request: dict[str, Any]) -> NoReturn:
 def _run(request: dict[str, Any], *, called: str) -> int:
     target = request["target"]
     sys.path[:] = frozen_path(sys.path, os.environ)
-    sys.argv = [target, *request["args"]]
     if request["kind"] == "main":
+        sys.argv = [target, *request["args"]]
         if target != called:
             importlib.import_module(target)
-        return _exit_code(sys.modules[target].main())
+        return fresh_process.exit_code(sys.modules[target].main())
     if request.get("count_steps") and "torch" in sys.modules:
         _count_steps()
     if "torch.distributed" in sys.modules:
@@ -497,18 +500,10 @@ def _run(request: dict[str, Any], *, called: str) -> int:
 
         keep_process_groups()
         use_one_thread()
-    try:
-        if request["kind"] == "module":
-            sys.path.insert(0, request["cwd"])
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(target).resolve().parent))
-            runpy.run_path(target, run_name="__main__")
-    finally:
-        # What the interpreter does at its end and os._exit leaves out; scripts rely on it.
-        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-        atexit._run_exitfuncs()  # noqa: SLF001
-    return 0
+    fresh_process.draw_apart()
+    return fresh_process.run_as_main(
+        request["kind"], target, request["args"], failed=_write_error_file
+    )
 
 
 def _count_steps() -> None:
@@ -519,16 +514,6 @@ def _count_steps() -> None:
         counter.count_optimizer_steps()
 
 
-def _exit_code(value: object) -> int:
-    """Return what the interpreter would make of `sys.exit(value)`."""
-    if value is None:
-        return 0
-    if isinstance(value, int):
-        return value & 0xFF
-    sys.stderr.write(f"{value}\n")
-    return 1
-
-
 def _write_error_file(error: BaseException) -> None:
     """Write torchelastic's error file, unless the worker did so itself."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -537,14 +522,15 @@ def _write_error_file(error: BaseException) -> None:
     message = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
-            "py_callstack": traceback.format_exc(),
+            "py_callstack": "".join(traceback.format_exception(error)),
             "timestamp": str(int(time.time())),
         },
     }
     try:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
     except OSError as problem:
-        sys.stderr.write(f"cannot write {path}: {problem}\n")
+        with contextlib.suppress(Exception):  # a script may have closed it
+            sys.stderr.write(f"cannot write {path}: {problem}\n")
 
 
 def become_zygote(
@@ -587,11 +573,10 @@ def _serve(sock: socket.socket, *, parent: int, preload: str, cwd: str) -> None:
     die_with_parent(parent)
     _close_all_but({0, 1, 2, sock.fileno()})
     _name_process(NAME)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole step: the agent decides
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # sent to a whole step: the agent decides
     os.chdir(cwd)
     if not sys.flags.safe_path:
-        sys.path[0] = cwd  # as where `python -m` is started there
+        del sys.path[0]  # of the agent; a script has its own folder there
     Zygote(sock, preload, parent=parent).serve()
 
 
@@ -604,8 +589,9 @@ def _close_all_but(kept: set[int]) -> None:
 
 
 def main() -> int:
-    """Serve the agent that started this process: `FD AGENT_PID PRELOAD CWD`."""
-    fd, parent, preload, cwd = sys.argv[1:]
+    """Serve the agent that started this process: `FD AGENT_PID PRELOAD CWD STARTED`."""
+    fd, parent, preload, cwd, started = sys.argv[1:]
+    fresh_process.take_over(started)
     os.set_inheritable(int(fd), False)
     with socket.socket(fileno=int(fd)) as sock:
         _serve(sock, parent=int(parent), preload=preload, cwd=cwd)

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 
+from elastic_trainer import fresh_process as fresh_process  # noqa: PLC0414  first of all
 from elastic_trainer.failures import EXIT_DO_NOT_RESTART
 from elastic_trainer.no_threads import no_threads
 

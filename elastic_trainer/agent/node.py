@@ -30,7 +30,7 @@ from elastic_trainer.agent.metrics import NodeMetrics
 from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
-from elastic_trainer.agent.wire.network import listen, open_files
+from elastic_trainer.agent.wire.network import listen
 from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
 from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
@@ -50,6 +50,7 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import EXIT_DONE, EXIT_FAILED
 from elastic_trainer.gpus import Gpu
 from elastic_trainer.name_service import ask_for_a_name
+from elastic_trainer.open_files import open_files
 from elastic_trainer.script_steps import WRITER
 from elastic_trainer.snapshots.peer import IMAGES, KEEPER_LABEL
 from elastic_trainer.storage_probe import probe_storage
@@ -100,10 +101,10 @@ def _run(options: Options) -> int:
         sys.stderr.write(f"holdfast agent: {note}\n")
     env = _environment(options, address)
     with contextlib.ExitStack() as stack:
-        open_files()  # the limit is raised: workers inherit it, and large jobs have many sockets
         # First of all: later this process has threads, and what has threads cannot be forked.
         task = options.task
         zygote = ZygoteClient.forked(preload=task.preload, env=env, cwd=task.cwd)
+        open_files()  # scripts keep the limit that the user has set
         workers = Workers(task, env=env, zygote=zygote)
         stack.callback(workers.close)
         scratch = Scratch(options.run_id, options.node)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from elastic_trainer.board.state import Training
 from elastic_trainer.checkpoint.saver import CheckpointPolicy
 from elastic_trainer.config import CheckpointSection, ElasticSection, TrainConfig
 from elastic_trainer.heartbeat import Request
+from elastic_trainer.left_to_the_agent import leave_stops_to_the_agent
 from elastic_trainer.progress import ApiError
 from elastic_trainer.rank_grid import RankGrid
 from elastic_trainer.training.script_state import ScriptState, Sharding
@@ -69,7 +68,7 @@ class ScriptCheckpointer(Session):
                 "HF530 call torch.distributed.init_process_group() before api.start(), on every "
                 "rank, also when there is only one"
             )
-        _ignore_stop_signals()
+        leave_stops_to_the_agent()
         who = WorkerContext.from_environment(env)
         device = device_of(dist.get_backend_config(), who.local_rank)
         policy = _policy(who, env.get("HOLDFAST_RUN_DIR"), checkpoint)
@@ -167,14 +166,6 @@ class ScriptCheckpointer(Session):
         """Have the state kept before leaving: in memory where the nodes stay, or on storage."""
         in_memory = self.leave(step, growing=growing)
         return in_memory or self.saved_step == step or self.save(step, wait=True)
-
-
-def _ignore_stop_signals() -> None:
-    """Leave signals to the agent: schedulers send them to every process of a job."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                signal.signal(number, signal.SIG_IGN)
 
 
 def _policy(who: WorkerContext, job: str | None, checkpoint: Mapping[str, Any]) -> CheckpointPolicy:

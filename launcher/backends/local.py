@@ -355,7 +355,7 @@ class LocalCluster:
     def _agent_command(self, node: LocalNode) -> list[str]:
         return [
             # -P: no module of the user's working directory shadows a library.
-            *(sys.executable, "-P", "-m", "elastic_trainer.agent"),
+            *(sys.executable, "-P", "-u", "-m", "elastic_trainer.agent"),
             *("--run-dir", str(self.run_dir)),
             *("--node", node.name),
             *("--local-addr", node.address),

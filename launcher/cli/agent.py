@@ -26,5 +26,5 @@ def agent(arguments: tuple[str, ...]) -> None:
     need("holdfast agent", "torch", extra="train")
     sys.stdout.flush()
     # -P: no module of the working directory shadows a library; scripts find theirs all the same.
-    command = [sys.executable, "-P", "-m", "elastic_trainer.agent", *arguments]
+    command = [sys.executable, "-P", "-u", "-m", "elastic_trainer.agent", *arguments]
     os.execv(sys.executable, command)  # noqa: S606  an argument list, no shell

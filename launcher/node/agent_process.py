@@ -148,7 +148,7 @@ def agent_command(
     """
     return [
         *((*inside, CONTAINER_PYTHON) if inside else (sys.executable,)),
-        *("-P", "-m", "elastic_trainer.agent", "--run-dir", str(attempt.run_dir)),
+        *("-P", "-u", "-m", "elastic_trainer.agent", "--run-dir", str(attempt.run_dir)),
         *("--node", node, "--job", attempt.name, "--attempt", attempt.name),
         *options,
     ]

@@ -40,7 +40,7 @@ def test_one_node_reboots_then_all_do(slurm, plain, tmp_path):
         slurm.power_off(name)
         slurm.power_on(name)
     # The batch script lives, its own node's agent does not.
-    agent = "^[^ ]+ -P -m elastic_trainer.agent "
+    agent = "^[^ ]+ -P -u -m elastic_trainer.agent "
     slurm.on(before.batch_host, "pkill", "-KILL", "-f", agent)
     run.until("all are lost", lambda: any(e["alone"] for e in run.events("step.lost")))
     lost_at = run.events("step.lost")[-1]["t_unix"]

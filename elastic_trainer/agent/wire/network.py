@@ -13,7 +13,6 @@ import contextlib
 import errno
 import ipaddress
 import itertools
-import resource
 import socket
 import struct
 import threading
@@ -29,6 +28,7 @@ from elastic_trainer.agent.wire.secret import (
     Session,
     fingerprint,
 )
+from elastic_trainer.open_files import open_files
 from elastic_trainer.running_clock import RunningClock
 
 BACKLOG: Final = 4096
@@ -73,20 +73,6 @@ def listen(address: str, ports: range, *, first: int = 0) -> socket.socket:
         errno.EADDRINUSE,
         f"no free port in {ports.start}-{ports.stop - 1} on {address}: widen network.ports",
     )
-
-
-def open_files() -> int:
-    """Return how many files and sockets this process may have open, as far as it is allowed.
-
-    The usual 1,024 would not do for the coordinator of a large job, so the limit is raised
-    first as far as this user may.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 class _Loop(asyncio.SelectorEventLoop):

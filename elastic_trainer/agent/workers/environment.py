@@ -39,7 +39,7 @@ def base_environment(
         record_dir: where the job's events and logs are.
     """
     env = dict(inherited)
-    if workers > 1 or address.startswith("127."):
+    if workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     # Counting devices must not make a driver context, which no fork survives.
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

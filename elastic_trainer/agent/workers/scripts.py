@@ -199,9 +199,6 @@ class Scripts:
                     grace_s=self._grace_s,
                 )
                 workers.send(local_rank, stop.number, group=self._task.kind == "command")
-                if _ignores(pid, stop.number):
-                    # Forked workers ignore it until the script has a handler: nobody will save.
-                    workers.send(local_rank, signal.SIGKILL)
             elif now >= stop.kill_at:
                 workers.send(local_rank, signal.SIGKILL)
 
@@ -243,13 +240,3 @@ class Scripts:
         self._shown.close()
         if self._follower is not None:
             self._follower.close()
-
-
-def _ignores(pid: int, number: signal.Signals) -> bool:
-    """Return whether process `pid` ignores a signal, as the kernel has it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line[:7] == "SigIgn:"), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)

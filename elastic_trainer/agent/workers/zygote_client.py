@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_trainer.children import adopt_orphans, children, kill_children
+from elastic_trainer.fresh_process import HELD, handed_on
 from elastic_trainer.zygote import become_zygote
 
 SEND_TIMEOUT_S = 10.0
@@ -69,9 +70,10 @@ class ZygoteClient:
             command += ["-m", "elastic_trainer.zygote", str(theirs.fileno()), str(os.getpid())]
             pid = os.posix_spawn(
                 sys.executable,
-                [*command, preload, cwd],
+                [*command, preload, cwd, handed_on()],
                 env,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                setsigmask=HELD,
                 setsid=True,  # a terminal's Ctrl-C is for the agent
             )
         return cls(ours, pid)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def test_forks_a_worker_from_the_preloaded_module(workers: Workers, tmp_path: Pa
     # Input empty, output in the log, stacks, and none of the zygote's own descriptors.
     answers = {str(tmp_path / name) for name in ("0.ask", "0.signalled")}
     assert set(report["fds"]) == {os.devnull, str(log), *answers}
-    assert set(report["signals"].values()) == {str(signal.SIG_IGN)}
+    assert all("_ignore" in handler for handler in report["signals"].values())
     # Its own garbage is collected; what it shares with the zygote is left alone.
     assert report["collects"]
     assert report["frozen"] > 1000
@@ -431,6 +432,112 @@ def test_scripts_run_as_main_and_finish_like_the_interpreter(tmp_path: Path, kin
     assert ended.code == 0, (tmp_path / "logs" / "0.log").read_text()
     lines = (tmp_path / "logs" / "0.log").read_text().splitlines()[1:]
     assert lines == ["['--flag', 'a b']", "late thread", "at exit"]
+
+
+ENDS = {
+    "hook": (
+        "import atexit, sys, threading, time\n"
+        "atexit.register(print, 'at exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('late thread'))).start()\n"
+        "sys.excepthook = lambda kind, _, trace: print(kind.__name__, trace.tb_lineno)\n"
+        "raise ValueError('all is lost')\n"
+    ),
+    "thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\n",
+    "daemon": (
+        "import multiprocessing, time\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('fork')\n"
+        "    context.Process(target=time.sleep, args=(600,), daemon=True).start()\n"
+    ),
+    "spawned": (
+        "import multiprocessing\n"
+        "def work():\n    print('worked', flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start()\n    process.join()\n    raise SystemExit(process.exitcode)\n"
+    ),
+    "join all": (
+        "import threading\n"
+        "for thread in set(threading.enumerate()) - {threading.current_thread()}:\n"
+        "    thread.join()\n"
+    ),
+    "waits for a signal": (
+        "import os, signal\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('got', signal.sigwait([signal.SIGTERM]), flush=True)\n"
+    ),
+    "terminates": (
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "child.terminate()\n"
+        "print('child', child.wait(), flush=True)\n"
+    ),
+    "stdout closed": "import sys\nsys.stdout.close()\n",
+    "no stdout": "import sys\nsys.stdout = sys.stderr = None\n",
+    "stdout broken": (
+        "import os, sys\n"
+        "read, write = os.pipe()\nos.close(read)\n"
+        "sys.stdout = open(write, 'w')\nprint('lost')\n"
+    ),
+    "interrupted": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n",
+    "terminated": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)\n",
+    "exits with a text": "import sys\nsys.exit('no data')\n",
+    "no such file": "",
+}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[object, list[str]]]:
+    """Return how each script ends in a forked worker, all of one zygote: code and output."""
+    folder, found = tmp_path_factory.mktemp("ends"), {}
+    env = base_env() | {"PYTHONPATH": str(REPO)}
+    group = Workers(Task(kind="script", target="script.py", cwd=str(folder), count_steps=False),
+                    env=env)  # fmt: skip
+    try:
+        for epoch, name in enumerate(ENDS):
+            script = folder / "script.py"
+            script.unlink(missing_ok=True)
+            if ENDS[name]:
+                script.write_text(ENDS[name])
+            log = folder / f"{epoch}.log"
+            group.launch(epoch, [replace(launch(folder), log=log)])
+            (ended,) = until_exited(group)
+            until(lambda: group.poll(0.1) or group.cleared, "not cleared")
+            code = ended.code if ended.signal is None else -ended.signal
+            found[name] = (code, log.read_text().splitlines()[1:])
+    finally:
+        group.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_script_ends_as_under_python(
+    endings: dict[str, tuple[object, list[str]]], tmp_path: Path, name: str
+) -> None:
+    if ENDS[name]:
+        (tmp_path / "script.py").write_text(ENDS[name])
+    done = subprocess.run(
+        [sys.executable, "-u", "script.py"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        restore_signals=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    code, lines = endings[name]
+    assert code == done.returncode, lines
+
+    # Paths and addresses are not the same ones.
+    def bare(line: str) -> str:
+        return re.sub(r"""["'][^"']*script.py["']|0x\w+|<_io.*>""", "", line)
+
+    if name != "stdout broken":
+        assert [*map(bare, lines)] == [*map(bare, done.stdout.splitlines())]
 
 
 @pytest.mark.slow

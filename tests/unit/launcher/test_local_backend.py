@@ -263,7 +263,7 @@ def test_agents_are_told_where_and_who_they_are(tmp_path):
     assert "'OMP_NUM_THREADS': '1'" in env
     assert "'GLOO_SOCKET_IFNAME': 'lo'" in env
     assert default[1:] == [
-        *("-P", "-m", "elastic_trainer.agent", "--run-dir", str(tmp_path), "--node", "node0"),
+        *("-P", "-u", "-m", "elastic_trainer.agent", "--run-dir", str(tmp_path), "--node", "node0"),
         *("--local-addr", loopback_address("r", 0), "--job", "j", "--attempt", "3"),
     ]
 

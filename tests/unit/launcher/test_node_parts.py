@@ -309,8 +309,8 @@ def test_what_is_no_answer_is_no_job(attempt, said):
 def test_the_agent_runs_in_the_container_with_its_python(tmp_path):
     attempt = Attempt(run_dir=tmp_path, job_id="7", restart=0)
     command = agent_command(attempt, "n1", inside=["apptainer", "exec", "a b.sif"])
-    assert command[:6] == ["apptainer", "exec", "a b.sif", "python3", "-P", "-m"]
-    assert agent_command(attempt, "n1")[:3] == [sys.executable, "-P", "-m"]
+    assert command[:6] == ["apptainer", "exec", "a b.sif", "python3", "-P", "-u"]
+    assert agent_command(attempt, "n1")[:3] == [sys.executable, "-P", "-u"]
 
 
 def test_a_command_is_handed_on_with_its_own_separator(monkeypatch):
