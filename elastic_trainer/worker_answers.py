@@ -82,8 +82,8 @@ def answer_with_flight(dump: Callable[[], bytes]) -> None:
 
 
 def _answer(asked: int, heartbeat: Path) -> None:
-    part = heartbeat.with_suffix(".part")
-    while os.read(asked, select.PIPE_BUF):  # what was asked meanwhile is one question
+    part, pipe = heartbeat.with_suffix(".part"), os.fstat(asked)
+    while _is_asked(asked, pipe):
         with part.open("wb") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         part.replace(stacks_path(heartbeat))  # whole or not at all
@@ -92,6 +92,18 @@ def _answer(asked: int, heartbeat: Path) -> None:
         part.replace(flight_path(heartbeat))
         part.write_bytes(json.dumps(fronts_of(content) if content else {}).encode())
         part.replace(fronts_path(heartbeat))
+
+
+def _is_asked(asked: int, pipe: os.stat_result) -> bool:
+    """Wait until the agent asks; return False once the script has closed descriptor `asked`.
+
+    A script may close all descriptors that it does not know, and open its own under their numbers.
+    """
+    try:
+        is_ours = os.path.samestat(os.fstat(asked), pipe)
+        return is_ours and bool(os.read(asked, select.PIPE_BUF))  # all meanwhile is one question
+    except OSError:
+        return False
 
 
 def ask(heartbeat: Path) -> bool:

@@ -114,3 +114,28 @@ def test_who_cannot_be_asked_is_found(tmp_path: Path) -> None:
         assert all(ask(heartbeat) for _ in range(1 << 17))  # more than fits
     finally:
         os.close(reads)
+
+
+CLOSES_ALL = """
+import os, time
+os.closerange(3, 256)
+read, write = os.pipe()
+os.write(write, b"of the script")
+print("up", flush=True)
+print("kept" if os.read(read, 64) == b"of the script" else "lost", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_script_that_closes_all_descriptors_keeps_what_it_opens_then(tmp_path: Path) -> None:
+    code = ANSWERS + CLOSES_ALL
+    command = [sys.executable, "-c", code, str(tmp_path / "0.heartbeat")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            assert process.stdout.readline() == b"up\n"
+            assert process.stdout.readline() == b"kept\n"
+        finally:
+            process.kill()
+        assert process.stderr.read() == b""
