@@ -492,9 +492,7 @@ SECTIONS["Signals to the launcher"] = [
         for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
         for row in (
             Row(f"{name}: what a worker with a handler gets", f"{name} handler",
-                lambda s: s.heard,
-                "" if name == "SIGTERM" else "a request to stop is SIGTERM, whatever asked for it",
-                show=True),
+                lambda s: s.heard, show=True),
             Row(f"{name}: the code, when the handler has saved and returned", f"{name} handler",
                 _code, _ASKED, show=True),
             Row(f"{name}: the code, where the script has no handler", f"{name} wait",
@@ -502,7 +500,7 @@ SECTIONS["Signals to the launcher"] = [
         )
     ),
     Row("SIGUSR1 of `--signals-to-handle`: what a worker gets", "SIGUSR1", lambda s: s.heard,
-        "a request to stop is SIGTERM, whatever asked for it", show=True),
+        show=True),
     Row("SIGUSR1 of `--signals-to-handle`: the code", "SIGUSR1", _code, _ASKED, show=True),
 ]  # fmt: skip
 SECTIONS["Output"] = [
