@@ -496,20 +496,3 @@ def test_a_time_out_that_only_the_shell_knew_and_that_does_not_fit_is_said(
     assert "--signal=TERM@600" in capsys.readouterr().err
     assert run_cli(["batch", "--signal=TERM@600", "--", *words]) == 0
     assert "--shutdown-timeout" not in capsys.readouterr().err
-
-
-def test_a_run_of_pods_was_started_although_nobody_submitted_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, value in ENV.items():
-        monkeypatch.setenv(name, value)
-    assert run_cli(["batch", "--", *SRUN, "a.py"]) == 0
-    run = tmp_path / "runs" / "my-job-7"
-    (run / "agents.sh").unlink()
-    begun = run / "attempts" / "my-job-1.0" / "begin.json"
-    begun.parent.mkdir(parents=True)
-    begun.write_text('{"t_unix": 1.0, "step": -1}')
-    capsys.readouterr()
-    run_cli(["status", str(run), "--json"])
-    platform = json.loads(capsys.readouterr().out)["platform"]
-    assert platform["reason"] == "run by pods"
-    assert "job-name=my-job-7" in platform["words"]
