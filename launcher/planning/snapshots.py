@@ -159,7 +159,8 @@ def _too_large_for_job(spec: JobSpec, node_bytes: int) -> Iterator[Problem]:
     if wish.shm is not None:
         ample, size = f"{math.ceil(node_bytes / 2**30)}Gi", quantity_bytes(wish.shm)
         asked.append(("kubernetes.shm", wish.shm, size, ", {} are asked for", ample))
-    if wish.memory is not None:  # /dev/shm counts towards it
+    # /dev/shm counts towards it; what does not even exceed that is an error already, HF725.
+    if wish.memory is not None and quantity_bytes(wish.memory) > node_bytes:
         share = quantity_bytes(wish.memory) * CGROUP_SHARE
         asked.append(("kubernetes.memory", wish.memory, share, tenth, f"{enough}Gi"))
     for key, text, holds, why, ample in asked:
