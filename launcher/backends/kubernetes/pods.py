@@ -514,8 +514,11 @@ def _started_badly(
     pod: Object, events: Sequence[Object], ready: Mapping[str, bool]
 ) -> Trouble | None:
     name, phase = name_of(pod), phase_of(pod)
+    uid = (pod.get("metadata") or {}).get("uid")
     for event in events if phase == "Pending" else ():
         about = event.get("involvedObject") or {}
+        if about.get("uid") not in (None, uid):
+            continue  # a former pod's of the same name, which went while it was being mounted
         if about.get("name") == name and event.get("reason") in _NOT_MOUNTED:
             return Trouble(
                 pod=name,

@@ -223,6 +223,10 @@ def test_a_container_that_cannot_start_is_no_pod_being_started():
     anew = [waiting(index, "ContainerCreating") for index in (0, 1)]
     found = told(restarts, anew, num_pods=2, events=[event("tiny", "StartError", message)])
     assert (found.state, found.reason) == ("pending", f"StartError: {EXEC}")
+    race = event("tiny-worker-0", "FailedMount", "object not registered", kind="Pod")
+    race["involvedObject"]["uid"] = "of-a-former-pod"
+    found = told(restarts, anew[:1], events=[race])
+    assert found.reason == "ContainerCreating", "it is the operator's own race"
     former = job(condition("Restarting"), creationTimestamp="2026-01-01T00:06:00Z")
     found = told(former, anew, num_pods=2, events=[event("tiny", "StartError", message)])
     assert (found.reason, found.broke) == ("ContainerCreating", None)

@@ -60,12 +60,13 @@ def test_snapshots_that_do_not_fit_are_off_and_the_user_is_told():
     ("sets", "key"),
     [
         (("kubernetes.shm=1Gi",), "kubernetes.shm"),
-        (("kubernetes.memory=2Gi",), "kubernetes.memory"),
+        (("kubernetes.memory={over}Gi",), "kubernetes.memory"),
         (("slurm.mem=2G",), "slurm.mem"),
     ],
 )
 def test_what_a_job_asks_for_is_held_against_its_snapshots(sets, key):
-    found = planned("llama3-8b.yaml", *sets)
+    over = planned("llama3-8b.yaml").snapshots.node_bytes // GIB + 10
+    found = planned("llama3-8b.yaml", *(each.format(over=over) for each in sets))
     (warning,) = (warning for warning in found.warnings if warning.code == "HF155")
     assert warning.where.key == key
     ample = {"kubernetes.shm": "2Ti", "kubernetes.memory": "2Ti", "slurm.mem": "2T"}[key]
