@@ -109,10 +109,11 @@ _DUMP = re.compile(
     r"^(?:Fatal Python error: (?:Aborted|Segmentation fault|Bus error|Illegal instruction"
     r"|Floating[- ]point exception)$|Python runtime state: |Extension modules: "
     r"|(?:Current t|T)hread\b.*\(most recent call first\):$|<no Python frame>$"
-    r"|  File \".*\", line (?:\d+|\?\?\?) in |  Binary file \"|  \.\.\.$|  <|frame #\d+: )"
+    r"|  File \".*\", line (?:\d+|\?\?\?) in |  Binary file \"|  \.\.\.$|  <|frame #\d+: "
+    r"|--- \S+ epoch \d+ rank .* ---$)"
 )
 """Lines of faulthandler (Python 3.11 to 3.14), which a worker's end by a signal writes, and of
-torch's C++ stacks."""
+torch's C++ stacks; and the zygote's at the start of each log."""
 
 _ABORT = re.compile(
     r"^(?:terminate called after throwing an instance of '(?P<type>.+)'"

@@ -192,6 +192,13 @@ def test_the_reason_of_an_abort_is_what_was_said_before_the_stacks(
     assert failure.detail == f"{detail or said} (SIGABRT)"
 
 
+def test_a_worker_that_said_nothing_ended_by_its_code_or_signal_alone() -> None:
+    header = "--- 2026-01-31T12:00:00Z epoch 1 rank 0 local_rank 0 pid 5 forked ---\n"
+    assert classify(code=3, signal=None, log_tail=header).detail == "exit code 3"
+    aborted = classify(code=None, signal=signal.SIGABRT, log_tail=header + FAULTHANDLER)
+    assert aborted.detail == "SIGABRT"
+
+
 def test_a_signal_without_a_name_is_a_failure_like_others() -> None:
     failure = classify(code=None, signal=signal.SIGRTMIN + 6)
     assert failure.action is Action.RESTART
