@@ -220,6 +220,13 @@ class ElasticSection:
             "before it forks workers: torch is anyway."
         ),
     )
+    from_scratch: bool = field(
+        default=False,
+        metadata=says(
+            "Of a command: it may begin at its first step after each restart; else the second time "
+            "in a row ends the job with exit code 93."
+        ),
+    )
     stop_grace_s: float = field(
         default=30.0,
         metadata=says("Of a command that takes no requests: seconds from stop_signal to SIGKILL."),

@@ -66,7 +66,15 @@ EVENTS: Final[dict[str, str]] = {
     "stacks.dumped": "What hung workers were doing was kept. folder, files, seconds, problem",
     "worker.slow": "Slower than its peers. member, host, worker_rank, section, ratio, own_s, swap",
     "worker.unreapable": "A killed worker has not ended; if stuck the node leaves. pid, stuck",
-    "script.progress": "The newest step that a script has shown; at most one a second",
+    "script.progress": (
+        "The newest step that a script has shown; at most one a second. "
+        "first, by, origin, from_scratch"
+    ),
+    "script.restarted": (
+        "With which step a script began again; steps from `first` to `newest` are redone. "
+        "first, newest, redone, from_scratch, by, stops, reason"
+    ),
+    "script.silent": "A script ended with 0 and has shown no step since it started. newest",
     "recovery.phase": "One phase of a start or recovery ended. phase, seconds",
     # workers
     "trainer.started": (

@@ -18,6 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_trainer.script_steps import Source
+
 
 class Section(enum.IntEnum):
     """What a worker is doing. From STEP on it has completed a step of its epoch."""
@@ -79,7 +81,9 @@ _MILLI_BITS = 20
     _PLACE,
     _LISTENS,
     _FROM_START,
-) = range(12)
+    _FIRST,
+    _SOURCE,
+) = range(14)
 _TOTALS = 16
 _GAPS = _TOTALS + 16
 _WORDS = _GAPS + len(Part) * BUCKETS
@@ -117,6 +121,9 @@ class Beat:
     from_start: bool = False
     """`step` counts from the worker's start, for nothing tells where a script resumed; else
     from the beginning of the training."""
+    first: int = 0
+    """The first step that it showed, by `source`; 0: none."""
+    source: Source = Source.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,10 @@ class Heartbeat:
         """Worker: say what `step` counts from, see `Beat.from_start`."""
         self._words[_FROM_START] = yes
 
+    def begin_at(self, first: int, source: Source) -> None:
+        """Worker: say with which step of a script it began, and how that is known."""
+        self._words[_FIRST], self._words[_SOURCE] = first, source
+
     def read(self) -> Beat:
         """Agent: the newest reading."""
         words = self._words
@@ -225,6 +236,8 @@ class Heartbeat:
             words[_LANE],
             bool(words[_LISTENS]),
             bool(words[_FROM_START]),
+            words[_FIRST],
+            Source(words[_SOURCE]),
         )
 
     def pace(self) -> Pace:

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
+from elastic_trainer.script_steps import Source
+
+_LATE_STEPS = 10
+"""Optimizers of one training are all seen by then; a later one may be that of another training."""
 
 
 class ApiError(Exception):
@@ -36,6 +40,10 @@ class StepCounter:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._from_start = True
         """No optimizer has shown how many steps it had done before this worker began."""
+        self._first = 0
+        """The first step of this worker that was counted or reported; 0: none yet."""
+        self._several = False
+        """An optimizer came late: perhaps of a second training, which begins at its own step 1."""
 
     def count_optimizer_steps(self) -> None:
         """Count the steps of torch's optimizers from now on, until `report` is called."""
@@ -50,6 +58,10 @@ class StepCounter:
             self._from_start = self._from_start and own is None
             self._counts[optimizer] = (own or 1) - 1
             self._heartbeat.count_from_start(yes=self._from_start)
+            self._several = self._several or self._step >= self._first + _LATE_STEPS
+            self._first = max(self._first, own or 1)
+            unsure = self._from_start or self._several
+            self._heartbeat.begin_at(self._first, Source.UNSURE if unsure else Source.OPTIMIZER)
         count = self._counts[optimizer] = self._counts[optimizer] + 1
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
@@ -67,7 +79,12 @@ class StepCounter:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._first = 0
             self._heartbeat.count_from_start(yes=False)
+            self._heartbeat.begin_at(0, Source.NONE)
+        if step and not self._first:
+            self._first = step
+            self._heartbeat.begin_at(step, Source.SCRIPT)
         self._heartbeat.beat(step=step, section=section, committed_step=committed_step)
 
     def listen(self) -> None:

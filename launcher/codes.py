@@ -242,6 +242,10 @@ CODES: Final[dict[str, Code]] = {
         "Give another port, or leave it out and use init_method=env://.",
     ),
     "HF513": Code("--numa-binding cannot be done.", "See the message; leave it out."),
+    "HF517": Code(
+        "A script began at its first step again, for the second time in a row.",
+        "Have it resume from its checkpoint, or set `elastic.from_scratch`.",
+    ),
     "HF504": Code("The network section does not fit a node.", "Fix interface, cidr or ports."),
     "HF505": Code("A node lacks the fabric.", "Repair or exclude the node, or fix `fabric`."),
     "HF520": Code(

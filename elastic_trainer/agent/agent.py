@@ -392,6 +392,8 @@ class HoldfastAgent(ElasticAgent):
         exited = replace(exited, beat=self._scripts.since_the_beginning(exited.beat))
         epoch, failure = self._epoch, failure_of(exited, beats=self._config.watch_all)
         failure = self._scripts.classify(exited, failure)
+        again = self._scripts.look_back({exited.local_rank: exited.beat}, ending=failure is None)
+        failure = again or failure
         if failure is not None:
             failure = named(failure, exited.local_rank, self._config.gpus)
         # Once the epoch has failed, others end for that.
@@ -436,6 +438,7 @@ class HoldfastAgent(ElasticAgent):
         """Report that no worker of an epoch is left here, and that none has failed."""
         self._now_running(epoch)
         self._show_progress(epoch, last=True)
+        self._scripts.ended(finished=epoch.finished)
         self._membership.report(
             WorkersEnded(
                 epoch=epoch.formed.epoch,
@@ -489,12 +492,15 @@ class HoldfastAgent(ElasticAgent):
         if self._epoch is None and not self._workers.alive and self._workers.cleared:
             return
         begin, had = self._clock(), self._workers.alive
-        if self._epoch is not None:
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
             self._telemetry.down()
-        self._epoch = None
         exits, unreapable = self._workers.kill_all(self._config.device.kill_deadline_s)
         for item in exits:
             exited = replace(item, beat=self._scripts.since_the_beginning(item.beat))
+            self._scripts.look_back({exited.local_rank: exited.beat}, ending=True)
+            if epoch is not None:
+                epoch.step = max(epoch.step, exited.beat.step)
             killed = exited.signal == signal.SIGKILL
             failure = None if killed else failure_of(exited, beats=self._config.watch_all)
             self._reporter.exited(
@@ -503,6 +509,8 @@ class HoldfastAgent(ElasticAgent):
                 f"killed by the agent: {reason}" if killed else "",
                 shown=self._scripts.on_console(exited.local_rank),
             )
+        if epoch is not None:
+            self._show_progress(epoch, last=True)
         if had:
             self._reporter.phase("kill_workers", begin)
         self._leave_if_unreapable(tuple(unreapable))
@@ -537,7 +545,11 @@ class HoldfastAgent(ElasticAgent):
         committed = (beat.committed_step for beat in beats.values())
         epoch.committed = max([epoch.committed, *committed])
         self._note_step(epoch, *beats.values())
+        again = self._scripts.look_back(beats)
         self._show_progress(epoch)
+        if again is not None:
+            self._fail(epoch, self._reporter.failed(epoch, 0, epoch.step, again))
+            return
         if any(beat.committed_step for beat in beats.values()):
             self._keeper_free(epoch)
         # A worker can have completed a step before the zygote's word of its start is read.

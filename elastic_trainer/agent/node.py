@@ -368,6 +368,7 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
         split=options.streams is not None,
         grace_s=options.stop_grace_s,
         stop_signal=signal.Signals[f"SIG{options.elastic.stop_signal}"],
+        from_scratch=options.elastic.from_scratch,
     )
 
 

@@ -236,6 +236,7 @@ class Elastic(Section):
     dead_after_s: Seconds = _elastic("dead_after_s")
     progress_pattern: Pattern | None = _elastic("progress_pattern")
     preload: Annotated[str, Field(pattern=r"^[\w.]+(,[\w.]+)*$")] | None = _elastic("preload")
+    from_scratch: bool = _elastic("from_scratch")
     stop_grace_s: Seconds = _elastic("stop_grace_s")
     stop_signal: StopSignal = _elastic("stop_signal")
     standby: bool = _elastic("standby")

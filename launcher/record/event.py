@@ -111,6 +111,23 @@ def _validated(event: Event) -> str:
     return f"validation loss after step {event.step}: {shown}"
 
 
+def _restarted(event: Event) -> str:
+    fields = event.fields
+    first, newest = fields.get("first", "?"), fields.get("newest", "?")
+    if fields.get("redone") is None:
+        return f"steps continue after {newest}: nothing tells with which the script began again"
+    what = f"{counted(whole(event, 'redone'), 'step')} redone"
+    if whole(event, "from_scratch"):
+        return f"warning: the script began from scratch, at step {first} after {newest}: {what}"
+    return f"the script began again at step {first} after {newest}: {what}"
+
+
+def _silent(event: Event) -> str:
+    newest = event.fields.get("newest")
+    before = "" if newest is None else f"; before this start it had shown step {newest}"
+    return f"the script ended with 0 and showed no step{before}"
+
+
 _TELL: dict[str, _Tell] = {
     "run.started": _run_started,
     "epoch.formed": _epoch_formed,
@@ -131,6 +148,8 @@ _TELL: dict[str, _Tell] = {
         "rank {worker_rank} on {member} is slow in {section}: {ratio} times its peers"
     ),
     "worker.exit": _worker_exit,
+    "script.restarted": _restarted,
+    "script.silent": _silent,
     "worker.unreapable": _fill("process {pid} of {node} has not ended after SIGKILL"),
     "checkpoint.committed": _fill("checkpoint of step {step} committed"),
     "checkpoint.failed": _fill("checkpoint of step {step} failed: {reason}"),

@@ -32,7 +32,14 @@ PHASES: Final = (
 """The order in which a recovery passes them (docs/events.md)."""
 _ENDING_PHASES: Final = {"detect", "abort", "kill_workers"}
 """Phases that end the old epoch; they may carry its number or the new one's."""
-_EVIDENCE: Final = {"fault.injected", "member.lost", "worker.hung", "worker.exit", "epoch.aborted"}
+_EVIDENCE: Final = {
+    "fault.injected",
+    "member.lost",
+    "worker.hung",
+    "worker.exit",
+    "script.restarted",
+    "epoch.aborted",
+}
 _NODE_KILLS: Final = ("kill-node", "kill-coordinator", "kill-agent")
 _IF_NOTICED: Final = ("pause-node", "pause-worker", "spin-worker", "wedge-worker", "starve-worker")
 _INJECTED: Final[dict[str, str]] = {
@@ -75,7 +82,10 @@ class Failure:
     recovered_s: float | None = None
     """To the first step completed in a later epoch; None: never."""
     phases: dict[str, float] = field(default_factory=dict)
-    steps_redone: int = 0
+    steps_redone: int | None = 0
+    """None: nothing tells (a script's)."""
+    from_scratch: bool = False
+    """It did not recover its progress: a script began at its first step again."""
 
     def to_json(self, origin: float) -> dict[str, Any]:
         """Return plain JSON types; `at_s` is its time since `origin`."""
@@ -92,6 +102,7 @@ class Failure:
             "phases": {phase: round(seconds, 3) for phase, seconds in self.phases.items()},
             "other_s": other_s,
             "steps_redone": self.steps_redone,
+            "from_scratch": self.from_scratch,
         }
 
 
@@ -206,6 +217,8 @@ def _failure_of(event: Event, span: EpochSpan, victims: Sequence[str]) -> Failur
             where = f"in {fields.get('section')} for {fields.get('idle_s')} s"
             found.detail = found.detail or f"no progress {where}"
             return found
+        case "script.restarted" if fields.get("stops"):
+            return _new(event, span, kind=Kind.USER_ERROR, node=event.node)
         case "worker.exit" if kind not in ("", Kind.COLLATERAL):
             if not victims or event.node in victims:
                 return _new(event, span, kind=kind, node=event.node)
@@ -240,7 +253,10 @@ def _measure(failure: Failure, span: EpochSpan, after: EpochSpan, timed: Iterabl
     """
     recovered_t = min(done.t for done in after.steps.values())
     failure.recovered_s, failure.next_epoch = recovered_t - failure.t, after.epoch
-    if span.steps and after.resume_step is not None:
+    failure.from_scratch = after.from_scratch
+    if span.steps and after.by is not None and not after.resume_known:
+        failure.steps_redone = None
+    elif span.steps and after.resume_step is not None:
         failure.steps_redone = max(0, span.last_step - after.resume_step)
     slowest: dict[str, float] = {}
     for event in timed:

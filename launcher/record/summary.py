@@ -6,11 +6,14 @@ Seconds are rounded to milliseconds. Definitions:
 - `started_from`: `RUN@STEP` of another run, whose state this one began with.
 - `wall_s`: time between `run.started` and `run.ended` (or the last event),
   summed over the attempts; the time in between, when nothing ran, is left out.
-- `steps_redone`: executions that do not count. `committed_steps_redone`: those of them
-  that had been committed, in memory or storage: 0 unless state was lost or damaged, or the
-  group went back for wrong numbers.
+- `steps_redone`: executions that do not count; of a `command` as far as it shows its steps,
+  null where nothing tells with which step it began after a restart.
+- `committed_steps_redone`: those of them that had been committed, in memory or storage: 0 unless
+  state was lost or damaged, or the group went back for wrong numbers.
 - `steps_skipped`: of the steps that count, those whose batch was used up without an update.
 - `fallbacks`: the epochs that began with an older state than was committed, and with which.
+- `from_scratch`: the epochs in which a `command` began at its first step again, each with the
+  newest step of the epoch before.
 - `layouts`: which layout ran the steps that count, one entry per epoch.
 - `growths`: the epochs with more nodes than the one before, whose end was no failure.
 - `restarts`: how many epochs followed another one within an attempt.
@@ -47,7 +50,7 @@ from launcher.record.status import saved_nothing, steps_asked
 from launcher.record.timeline import EpochSpan, StepDone, epochs, lineage
 
 SUMMARY_VERSION = 1
-_NEEDS_EVERY_STEP = ("steps_redone", "committed_steps_redone", "tokens", "tokens_per_s", "goodput")
+_NEEDS_EVERY_STEP = ("committed_steps_redone", "tokens", "tokens_per_s", "goodput")
 
 
 def summarise(
@@ -91,6 +94,7 @@ def summarise(
         "steps_redone": sum(len(span.steps) for span in spans) - len(counted),
         "committed_steps_redone": _committed_steps_redone(spans),
         "fallbacks": _fallbacks(spans),
+        "from_scratch": _from_scratch(spans),
         "steps_skipped": sum(done.skipped for done in counted),
         "final_loss": next((s.loss for s in reversed(counted) if s.loss is not None), None),
         "layouts": _layouts(spans, counted),
@@ -114,6 +118,7 @@ def summarise(
     if config and config.command and not seen["step.completed"]:
         # A script's steps are seen about once a second: what needs each of them is not known.
         summary |= dict.fromkeys(_NEEDS_EVERY_STEP)
+        summary["steps_redone"] = _shown_again(spans)
     return summary
 
 
@@ -146,17 +151,40 @@ def _fallbacks(spans: Iterable[EpochSpan]) -> list[dict[str, Any]]:
     return found
 
 
+def _shown_again(spans: Iterable[EpochSpan]) -> int | None:
+    """Return the steps that a script did again after restarts; None: nothing tells."""
+    shown = [span for span in spans if span.steps]
+    if not all(after.resume_known for after in shown[1:]):
+        return None
+    return sum(
+        max(0, before.last_step - (after.resume_step or 0)) for before, after in pairwise(shown)
+    )
+
+
+def _from_scratch(spans: Iterable[EpochSpan]) -> list[dict[str, int]]:
+    shown = (span for span in spans if span.steps)
+    return [
+        {"epoch": after.epoch, "newest": before.last_step}
+        for before, after in pairwise(shown)
+        if after.from_scratch
+    ]
+
+
 def _layouts(spans: Iterable[EpochSpan], counted: Iterable[StepDone]) -> list[dict[str, Any]]:
     by_epoch = {span.epoch: span for span in spans}
-    found = []
+    found: list[dict[str, Any]] = []
     for epoch, group in groupby(counted, key=lambda done: done.epoch):
         steps, span = [done.step for done in group], by_epoch[epoch]
+        # A script is looked at once a second: an epoch ran all steps up to the next one's first.
+        begun = steps[0] if span.by is None or span.resume_step is None else span.resume_step + 1
+        if found and span.by is not None:
+            found[-1]["to_step"] = begun - 1
         found.append(
             {
                 "epoch": epoch,
                 "layout": span.layout,
                 "nodes": list(span.members),
-                "from_step": steps[0],
+                "from_step": begun,
                 "to_step": steps[-1],
             }
         )

@@ -47,6 +47,16 @@ class EpochSpan:
     """Steps completed in it, redone ones included, each of the lowest rank that reported it."""
     committed: int = 0
     """The newest step committed in it; 0: none."""
+    by: str | None = None
+    """By what a script's steps are known, see `heartbeat.Source`; None: no script's, or an older
+    record's."""
+    from_scratch: bool = False
+    """A script began at the run's first step again."""
+
+    @property
+    def resume_known(self) -> bool:
+        """Whether `resume_step` is where it has resumed, and not where it is taken to have."""
+        return self.resume_step is not None and self.by != "unsure"
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -69,7 +79,10 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
     spans: dict[int, EpochSpan] = {}
     ranks: dict[tuple[int, int], int] = {}
     """(epoch, step) -> the lowest rank that has reported it."""
-    told = {"epoch.formed", "trainer.started", "training.skipped", "step.committed", *STEPS}
+    told = {
+        *("epoch.formed", "trainer.started", "training.skipped", "step.committed"),
+        *("script.restarted", *STEPS),
+    }
     for event in events:
         if event.epoch is None or event.event not in told:
             continue
@@ -84,9 +97,11 @@ def epochs(events: Iterable[Event]) -> list[EpochSpan]:
             _fill_started(span, event)
         elif step is None:
             continue
+        elif event.event == "script.restarted":
+            span.from_scratch = span.from_scratch or whole(event, "from_scratch") > 0
         elif event.event == "step.committed":
             span.committed = max(span.committed, step)
-        elif not _is_known(event, step, span):
+        elif not _is_known(event, step, _begun(span, event)):
             rank = event.rank or 0
             if rank <= ranks.setdefault((event.epoch, step), rank):
                 ranks[event.epoch, step] = rank
@@ -101,6 +116,16 @@ def _fill_started(span: EpochSpan, event: Event) -> None:
         span.restored_from = source if isinstance(source, str) else None
     if span.layout == "?":
         span.layout = str(event.fields.get("layout", "?"))
+
+
+def _begun(span: EpochSpan, event: Event) -> EpochSpan:
+    """Take from a script's counter where the epoch began; a later word is a better one."""
+    first = whole(event, "first") if event.event == "script.progress" else 0
+    if first:
+        span.resume_step, span.by = first - 1, str(event.fields.get("by"))
+        for step in [step for step in span.steps if step < first]:
+            del span.steps[step]
+    return span
 
 
 def _is_known(event: Event, step: int, span: EpochSpan) -> bool:

@@ -90,15 +90,20 @@ def agents(tmp_path):
     agents.close()
 
 
-def run_job(name, run_dir, *more):
-    done = subprocess.run(
-        [*HOLDFAST, "run", str(EXAMPLES / name), "--run-dir", str(run_dir), "--json", *more],
+def start_job(name, run_dir, *more):
+    """Return the command `holdfast run`, ended."""
+    return subprocess.run(
+        [*HOLDFAST, "run", str(EXAMPLES / name), "--run-dir", str(run_dir), *more],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+def run_job(name, run_dir, *more):
+    done = start_job(name, run_dir, "--json", *more)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -422,6 +427,63 @@ for step in range(15):
             pass  # busy, and gets nowhere
 time.sleep(2.5)  # longer than the ceiling is said to be, but it has begun to leave
 """
+
+
+BEGINS_ANEW = """
+import pathlib, sys, time
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(model.parameters())
+path, done = pathlib.Path(sys.argv[2]), 0
+if sys.argv[1] == "resumes" and path.exists():
+    state = torch.load(path)
+    optimizer.load_state_dict(state["optimizer"])
+    done = state["done"]
+for step in range(done + 1, 81):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 10 == 0:
+        torch.save({"optimizer": optimizer.state_dict(), "done": step}, f"{path}.new")
+        pathlib.Path(f"{path}.new").replace(path)
+    time.sleep(0.03)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "sets", "code", "from_scratch"),
+    [
+        ("begins-anew", [], 93, [2, 3]),
+        pytest.param(
+            "begins-anew", ["elastic.from_scratch=true"], 0, [2, 3], marks=pytest.mark.slow
+        ),
+        ("resumes", [], 0, []),
+    ],
+)
+def test_a_script_that_begins_from_scratch_is_told_and_the_second_time_in_a_row_ended(
+    how, sets, code, from_scratch, tmp_path
+):
+    (tmp_path / "train.py").write_text(BEGINS_ANEW)
+    job = {
+        "name": "anew",
+        "command": f"train.py {how} {{run_dir}}/state.pt",
+        "train": {"steps": 80},
+        "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    kills = ["--fault", "kill-worker:0@25", "--fault", "kill-worker:0@50"]
+    options = [word for each in sets for word in ("--set", each)]
+    done = start_job(tmp_path / "job.yaml", tmp_path / "run", *kills, *options)
+    assert done.returncode == (1 if code else 0), done.stdout + done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["code"] == code
+    assert [each["epoch"] for each in summary["from_scratch"]] == from_scratch
+    assert summary["steps_redone"] > (50 if from_scratch else 0)
+    if not code:
+        assert summary["layouts"][-1]["to_step"] == 80
+    said = done.stdout + done.stderr
+    assert ("HF517" in said) == bool(code)
+    assert ("from scratch" in said) == bool(from_scratch)
 
 
 def test_a_script_without_progress_hangs_and_one_that_never_showed_any_does_not(agents):

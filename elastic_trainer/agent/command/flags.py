@@ -54,6 +54,8 @@ CONF_UNUSED: Final[Mapping[str, str]] = {
     "rank": "ranks come with each epoch",
 }
 """torchelastic's key of --rdzv-conf, taken without effect -> why."""
+FROM_SCRATCH: Final = "from_scratch"
+"""Key of --rdzv-conf, true or false: `elastic.from_scratch`."""
 REFUSED: Final[Mapping[str, str]] = {
     "duplicate_stdout_filters": "filter the worker's log, or the agent's output, with grep",
     "duplicate_stderr_filters": "filter the worker's log, or the agent's output, with grep",
@@ -88,7 +90,8 @@ CHANGED: Final[Mapping[str, str]] = {
     "rdzv_backend": "holdfast, or left out.",
     "rdzv_endpoint": "Directory on storage that all nodes share.",
     "rdzv_id": "Id of the job; another one for every job.",
-    "rdzv_conf": f"K=V,...; the keys are {', '.join(CONF_NUMBERS + CONF_TEXTS + CONF_TORCH)}.",
+    "rdzv_conf": "K=V,...; the keys are "
+    f"{', '.join((*CONF_NUMBERS, *CONF_TEXTS, FROM_SCRATCH, *CONF_TORCH))}.",
     "standalone": "This machine alone; the job's folder is a temporary one.",
     "local_addr": "Numeric address of this node.",
     "max_restarts": "Restarts of the whole job within the window (torchrun: of each agent).",
@@ -482,12 +485,14 @@ def rendezvous_conf(text: str) -> dict[str, str]:
         parse_ports(conf.get("ports"))
     except ValueError as error:
         raise OptionsError("HF501", f"--rdzv-conf {text}: {error}") from error
-    known = (*CONF_NUMBERS, *CONF_TEXTS, *CONF_TORCH, *CONF_UNUSED)
+    known = (*CONF_NUMBERS, *CONF_TEXTS, FROM_SCRATCH, *CONF_TORCH, *CONF_UNUSED)
     for key, value in conf.items():
         if key not in known:
             raise OptionsError(
                 "HF501", f"--rdzv-conf {key}={value}: expected k=v with k of {', '.join(known)}"
             )
+        if key == FROM_SCRATCH and value not in ("true", "false"):
+            raise OptionsError("HF501", f"--rdzv-conf {key}={value}: expected true or false")
         if key in CONF_NUMBERS + CONF_TORCH or key.endswith("timeout"):
             try:
                 good = float(value) > 0

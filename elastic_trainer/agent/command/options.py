@@ -15,6 +15,7 @@ from typing import Any
 from elastic_trainer.agent.command.flags import (
     CONF_TEXTS,
     CONF_UNUSED,
+    FROM_SCRATCH,
     SCRIPT_GRACE_S,
     OptionsError,
     Streams,
@@ -242,6 +243,7 @@ def _of_flags(args: argparse.Namespace, env: Mapping[str, str]) -> Options:
         if args.max_restarts < 0:
             raise OptionsError("HF501", f"--max-restarts {args.max_restarts}: expected 0 or more")
         elastic["max_restarts"] = args.max_restarts
+    elastic[FROM_SCRATCH] = conf.get(FROM_SCRATCH) == "true"
     job = args.job or env.get("HOLDFAST_JOB") or slurm_job(env)
     return Options(
         **_of_both(args, env),
@@ -383,14 +385,12 @@ def _checked(command: Command, cwd: Path, pattern: str | None, *, fresh: bool) -
         )
     if kind == "module" and target == DEFAULT_PRELOAD:
         kind = "main"
-    if kind == "script":
-        if not (cwd / target).is_file():
-            raise OptionsError(
-                "HF503",
-                f"there is no script {target} on this node (working directory {cwd}); fix the "
-                "path, every node needs it",
-            )
-        target = str((cwd / target).resolve())
+    if kind == "script" and not (cwd / target).is_file():
+        raise OptionsError(
+            "HF503",
+            f"there is no script {target} on this node (working directory {cwd}); fix the "
+            "path, every node needs it",
+        )
     return Task(
         kind=kind,
         target=target,

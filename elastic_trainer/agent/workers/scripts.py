@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,18 @@ from elastic_trainer.agent.membership.tasks import Launch, Task, WorkerExited
 from elastic_trainer.agent.workers.tail import Followed, LogFollower
 from elastic_trainer.agent.workers.workers import Workers, size_of
 from elastic_trainer.event_log import EventLog
-from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Failure
+from elastic_trainer.failures import EXIT_DONE, EXIT_SAVED, Action, Failure, Kind, classify
 from elastic_trainer.heartbeat import Beat, Request, Section
-from elastic_trainer.script_steps import newest_step
+from elastic_trainer.script_steps import (
+    FEW_STEPS,
+    MOST_FROM_SCRATCH,
+    Restart,
+    Shown,
+    Source,
+    begun,
+    newest_shown,
+    restart,
+)
 from elastic_trainer.templates import fill, values_of
 
 PROGRESS_S = 1.0
@@ -53,6 +63,7 @@ class Scripts:
         split: stdout and stderr have logs of their own.
         grace_s: between the signal that asks to leave and SIGKILL.
         stop_signal: what asks workers to leave, in place of SIGTERM.
+        from_scratch: the script may begin at its first step after each restart.
     """
 
     def __init__(
@@ -66,10 +77,12 @@ class Scripts:
         split: bool = False,
         grace_s: float = 30.0,
         stop_signal: signal.Signals = signal.SIGTERM,
+        from_scratch: bool = False,
     ) -> None:
         self._task, self._log, self._shown = task, log, shown or log
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s, self._stop_signal = grace_s, stop_signal
+        self._may_begin_anew = from_scratch
         self._stop: _Stop | None = None
         self._signalled = False
         """This node's agent was signalled: a scheduler signals the workers beside it."""
@@ -77,6 +90,16 @@ class Scripts:
         self._epoch = 0
         self._before = self._newest = 0
         """Steps of the training that were done before this epoch, and by now, as far as known."""
+        self._num_workers = 0
+        self._speaks = False
+        """This node has rank 0, so it speaks for the script."""
+        self._begun: dict[int, Beat] = {}
+        """Local rank -> its newest reading, of those that have shown a step in this epoch."""
+        self._was: Shown | None = None
+        self._now: Shown | None = None
+        """What the script has shown in the last epoch that showed any, and in this one. Kept only
+        by the node that speaks."""
+        self._compared = self._uses_api = self._ended_well = False
         self.saved = True
         """Every worker of this epoch that was asked to leave said, by its code, that it saved."""
 
@@ -86,7 +109,8 @@ class Scripts:
         """Return `launches` with what the epoch fills in; their logs are followed from here."""
         self._stop, self.saved = None, True
         self._shown_step, self._shown_at = 0, float("-inf")
-        self._go_on_from(formed.epoch)
+        self._num_workers = len(launches)
+        self._go_on_from(formed.epoch, speaks=any(launch.rank == 0 for launch in launches))
         dressed = [self._dressed(launch, formed) for launch in launches]
         if self._follower is not None:
             followed = [
@@ -110,29 +134,41 @@ class Scripts:
 
     # -- progress ---------------------------------------------------------------------------
 
-    def _go_on_from(self, epoch: int) -> None:
+    def _go_on_from(self, epoch: int, *, speaks: bool) -> None:
         """Find out where steps continue that are counted from a worker's start.
 
         From what this node saw of the epoch before; a node that had no part in that, as any
-        after a requeue, from the record.
+        after a requeue, or did not speak for the script, from the record.
         """
         known, self._epoch = self._epoch == epoch - 1, epoch
-        if not known and self._record_dir is not None and self._task.kind != "main":
+        heard, self._speaks = known and self._speaks, speaks
+        self._was, self._now = self._now or self._was, None
+        self._begun, self._compared = {}, False
+        self._uses_api = self._ended_well = False
+        if (
+            not (known and (heard or not speaks))
+            and self._record_dir is not None
+            and self._task.kind != "main"
+        ):
             # It is for people to read: storage that fails now must not stop a script.
-            with contextlib.suppress(OSError):
-                self._newest = newest_step(self._record_dir) or 0
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                self._was = newest_shown(self._record_dir)
+                if not known:
+                    self._newest = self._was.step if self._was is not None else 0
         self._before = self._newest
 
     def since_the_beginning(self, beat: Beat) -> Beat:
         """Return a worker's reading with steps that count from the beginning of the training."""
         if beat.from_start:
-            beat = replace(beat, step=self._before + beat.step, from_start=False)
+            first = self._before + beat.first
+            beat = replace(beat, step=self._before + beat.step, first=first, from_start=False)
         self._newest = max(self._newest, beat.step)
         return beat
 
     def beats(self, epoch: int, beats: Mapping[int, Beat]) -> dict[int, Beat]:
         """Return the workers' readings, with the steps that were found in their logs."""
         steps = self._follower.steps(epoch) if self._follower is not None else {}
+        firsts = self._follower.first_steps(epoch) if self._follower is not None else {}
         merged = {rank: self.since_the_beginning(beat) for rank, beat in beats.items()}
         for local_rank, (step, changes) in steps.items():
             if (beat := merged.get(local_rank)) is not None:
@@ -142,6 +178,10 @@ class Scripts:
                     section=max(beat.section, Section.STEP),
                     counter=beat.counter + changes,
                 )
+                if first := firsts.get(local_rank, 0):
+                    merged[local_rank] = replace(
+                        merged[local_rank], first=first, source=Source.OUTPUT
+                    )
         return merged
 
     def on_console(self, local_rank: int) -> bool:
@@ -152,7 +192,101 @@ class Scripts:
         """Put the job's step on record, for whoever watches it: the first of an epoch at once."""
         if step > self._shown_step and (last or now - self._shown_at >= PROGRESS_S):
             self._shown_step, self._shown_at = step, now
-            self._shown.emit("script.progress", step=step, epoch=self._epoch)
+            fields = {} if self._now is None else self._now.to_fields()
+            self._shown.emit("script.progress", step=step, epoch=self._epoch, **fields)
+
+    # -- progress that is regained ------------------------------------------------------------
+
+    def look_back(self, beats: Mapping[int, Beat], *, ending: bool = False) -> Failure | None:
+        """Compare where the script began in this epoch with what it had shown before; once.
+
+        Args:
+            beats: readings as `beats` returns them, of some workers.
+            ending: the epoch ends anyway.
+
+        Returns:
+            HF517, it has begun at its first step again and may not go on; else None.
+        """
+        if not self._speaks or self._task.kind == "main":
+            return None
+        self._uses_api = self._uses_api or any(beat.listens for beat in beats.values())
+        self._begun |= {rank: beat for rank, beat in beats.items() if beat.first}
+        if self._uses_api or not self._begun:
+            return None  # its state is restored, and a restore that goes back is on record
+        source = max(beat.source for beat in self._begun.values())
+        counted = source <= Source.OPTIMIZER
+        if counted:  # one that is not sure may have resumed
+            source = min(beat.source for beat in self._begun.values())
+        alike = [beat for beat in self._begun.values() if counted or beat.source is source]
+        step, first = max(beat.step for beat in alike), max(beat.first for beat in alike)
+        now = Shown(epoch=self._epoch, step=step, first=first, source=source, origin=first)
+        if self._compared and self._now is not None:
+            self._now = replace(self._now, step=max(step, self._now.step))
+            return None
+        self._now = begun(self._was, now)
+        # In its first step an optimizer may be about to be followed by another, or by api.progress.
+        all_here = len(self._begun) == self._num_workers and step > first
+        if counted and not all_here and step < first + FEW_STEPS:
+            return None
+        if (found := restart(self._was, now)) is None:
+            return None
+        self._compared, self._now = True, found.now
+        return self._restarted(found, ending=ending)
+
+    def _restarted(self, found: Restart, *, ending: bool) -> Failure | None:
+        """Put a restart on record; say it where steps of a whole run are lost."""
+        reason, stops = "", False
+        if found.from_scratch:
+            reason = (
+                f"the script began at step {found.first} again after step {found.newest}: "
+                f"{found.redone} steps are redone"
+            )
+            too_often = found.from_scratch >= MOST_FROM_SCRATCH and not self._may_begin_anew
+            stops = too_often and not ending and not self.asked
+            if stops:
+                reason = (
+                    f"HF517 {reason}, for the second time in a row; have it resume from its "
+                    "checkpoint and show its steps (docs/scripts.md), or set elastic.from_scratch: "
+                    "true (--rdzv-conf from_scratch=true)"
+                )
+                found = replace(found, now=replace(found.now, from_scratch=0))
+                self._now = found.now  # whoever starts it anew has the same two tries
+            sys.stderr.write(f"holdfast agent: {reason}\n")
+        self._shown.emit(
+            "script.restarted",
+            step=found.first,
+            epoch=self._epoch,
+            first=found.first,
+            newest=found.newest,
+            redone=found.redone,
+            from_scratch=found.from_scratch,
+            by=found.now.source.name.lower(),
+            stops=stops,
+            reason=reason,
+        )
+        fields = found.now.to_fields()
+        self._shown.emit("script.progress", step=found.now.step, epoch=self._epoch, **fields)
+        self._shown_step = max(self._shown_step, found.now.step)
+        if not stops:
+            return None
+        return Failure(kind=Kind.USER_ERROR, action=Action.STOP, detail=reason, sure=True)
+
+    def ended(self, *, finished: bool) -> None:
+        """Note that the workers of this node have ended well; `finished`: with their last step."""
+        self._ended_well = finished
+
+    def _say_if_silent(self) -> None:
+        """Say that a script has done nothing that anybody saw, once its output is read."""
+        shown = self._follower.steps(self._epoch) if self._follower is not None else {}
+        if not (self._ended_well and self._speaks) or self._uses_api or self._begun or shown:
+            return
+        newest = self._was.step if self._was is not None else None
+        self._shown.emit("script.silent", epoch=self._epoch, newest=newest)
+        if self._task.preload:  # of another program none are counted
+            before = "" if newest is None else f" after this start; it had shown step {newest}"
+            sys.stderr.write(
+                f"holdfast agent: the script ended with 0 and showed no step{before}\n"
+            )
 
     # -- requests as signals ----------------------------------------------------------------
 
@@ -222,6 +356,11 @@ class Scripts:
         It may not have had its own signal yet: the peers that left first take it along.
         """
         if not self.asked:
+            left = exited.beat.section is Section.STOPPED  # by the API: all ranks have agreed
+            if exited.code == EXIT_SAVED and self._task.kind != "main" and not left:
+                return classify(
+                    code=EXIT_SAVED, signal=None, record=exited.record, log_tail=exited.log_tail
+                )
             return failure
         self.saved = self.saved and exited.code == EXIT_SAVED
         return failure if exited.beat.listens else None
@@ -237,6 +376,7 @@ class Scripts:
 
     def close(self) -> None:
         """Show what was written last."""
-        self._shown.close()
         if self._follower is not None:
             self._follower.close()
+        self._say_if_silent()
+        self._shown.close()

@@ -97,6 +97,8 @@ class _Found:
     step: int = 0
     times: int = 0
     """How often the step has changed: a sign of progress each."""
+    first: int = 0
+    """The first step above 0."""
 
 
 @dataclass(slots=True)
@@ -161,6 +163,14 @@ class LogFollower:
         streams = self._streams.get(local_rank)
         return streams is not None and std in streams.console
 
+    def first_steps(self, epoch: int) -> dict[int, int]:
+        """Return local rank -> the first step above 0 in the logs of `epoch`; 0: none yet."""
+        with self._changed:
+            found = self._epochs[-1] if self._epochs else None
+            if found is None or found.number != epoch:
+                return {}
+            return {rank: each.first for rank, each in found.found.items()}
+
     def close(self) -> None:
         """Show what was written last; takes at most `CLOSE_S`."""
         with self._changed:
@@ -219,15 +229,17 @@ class LogFollower:
         """Take the newest step in `text`."""
         if self._pattern is None:
             return
-        step = None
+        steps = []
         for line in re.split(r"[\r\n]", text):
             for match in self._pattern.finditer(line):
                 with contextlib.suppress(ValueError, TypeError):
-                    step = int(match[1])
-        if step is None or step < 0:
+                    steps.append(int(match[1]))
+        step = steps[-1] if steps else -1
+        if step < 0:
             return
         with self._changed:
             found = epoch.found.setdefault(local_rank, _Found())
+            found.first = found.first or next((each for each in steps if each > 0), 0)
             if found.times == 0 or step != found.step:
                 found.step, found.times = step, found.times + 1
 

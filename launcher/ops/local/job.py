@@ -322,14 +322,23 @@ def closing_lines(result: AttemptResult) -> str:
     failures = len(summary["failures"])
     if failures:
         parts.append(f"{counted(failures, 'failure')} survived")
-    redone = summary["committed_steps_redone"]
+    redone, shown = summary["committed_steps_redone"], summary["steps_redone"]
     lines = [
         f"warning: epoch {fall['epoch']} had to go back from step {fall['committed']}, which was "
         f"committed, to step {fall['back_to']} ({fall['source']})"
         for fall in summary["fallbacks"]
     ]
+    lines += [
+        f"warning: epoch {each['epoch']} began from scratch after step {each['newest']}: the "
+        "script does not resume from its checkpoint (docs/scripts.md)"
+        for each in summary["from_scratch"]
+    ]
+    if not summary["steps"]:
+        lines.append("note: no step was shown")
     if redone:
         parts.append(f"{counted(redone, 'committed step')} redone")
+    elif shown and result.summary["committed_steps_redone"] is None:
+        parts.append(f"{counted(shown, 'step')} redone")
     return (
         "".join(f"{line}\n" for line in lines)
         + ", ".join(parts)

@@ -98,6 +98,7 @@ def _tiles(summary: Mapping[str, Any]) -> dict[str, str]:
         "final loss": "-" if loss is None else f"{loss:.4f}",
         "failures": f"{len(summary['failures'])}",
         "steps redone": "?" if summary["steps_redone"] is None else f"{summary['steps_redone']}",
+        "restarts from scratch": f"{len(summary['from_scratch'])}",
         "committed steps redone": f"{summary['committed_steps_redone'] or 0}",
         "samples lost / repeated": "-" if lost is None else f"{lost} / {repeated}",
         "tokens/s": "-" if rate is None else f"{rate:,.0f}",
@@ -158,7 +159,7 @@ def _tables(summary: Mapping[str, Any]) -> list[Table]:
             f"{failure['epoch']} → {failure['next_epoch'] or '-'}",
             seconds_text(failure["detected_s"]),
             seconds_text(failure["recovered_s"]),
-            failure["steps_redone"],
+            "?" if failure["steps_redone"] is None else failure["steps_redone"],
             failure["injected"] or "no",
             failure["detail"],
         )

@@ -99,6 +99,8 @@ def run_failures(run_dir: Path) -> list[dict[str, Any]]:
                 "t_unix": failure.t,
                 "survived": failure.recovered_s is not None,
                 "recovered_s": failure.recovered_s,
+                "steps_redone": failure.steps_redone,
+                "from_scratch": failure.from_scratch,
             }
         )
     return found

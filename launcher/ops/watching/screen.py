@@ -280,7 +280,9 @@ def _failure_lines(found: Sequence[Failure], now_unix: float, *, most: int) -> l
             text.append("not recovered yet", "yellow")
         else:
             text.append(f"recovered in {failure.recovered_s:.2f} s", "green")
-            text.append(f", {failure.steps_redone:,} redone")
+            text.append(
+                "" if failure.steps_redone is None else f", {failure.steps_redone:,} redone"
+            )
         lines.append(text)
     return lines
 

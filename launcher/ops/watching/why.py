@@ -17,6 +17,7 @@ from elastic_trainer.failures import (
     classify,
     one_line,
 )
+from elastic_trainer.quantities import counted
 from elastic_trainer.regular_file import open_regular
 from launcher import stop_request
 from launcher.backends.base import JobState
@@ -264,7 +265,10 @@ def _failure_line(failure: dict[str, Any]) -> str:
     where = failure["node"] or "no node"
     who = where if failure["rank"] is None else f"rank {failure['rank']} on {where}"
     seconds = failure["recovered_s"]
-    after = "not recovered" if seconds is None else f"recovered in {seconds:.1f} s"
+    how = "restarted from scratch" if failure["from_scratch"] else "recovered"
+    after = "not recovered" if seconds is None else f"{how} in {seconds:.1f} s"
+    if failure["steps_redone"]:
+        after += f", {counted(failure['steps_redone'], 'step')} redone"
     return (
         f"  step {failure['step']}: {failure['class']}, {who}: "
         f"{one_line(failure['detail']) or failure['kind']}; {after}; {failure['runbook']}"

@@ -472,3 +472,14 @@ def test_modules_to_preload_come_from_the_flag_and_are_imported_before_a_fork(
         timeout=60,
     )
     assert done.stdout == "True\n"
+
+
+def test_a_script_is_called_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is `sys.argv[0]`, as under torchrun."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    task = parse(["--standalone", "sub/train.py"], {}).task
+    assert (task.target, task.cwd) == ("sub/train.py", str(tmp_path))

@@ -19,6 +19,7 @@ from elastic_trainer.agent.membership.notices import (
     AskWorkers,
     StopAsked,
     WorkersEnded,
+    WorkersFailed,
     WorkersRunning,
 )
 from elastic_trainer.agent.membership.tasks import Task
@@ -30,6 +31,7 @@ from elastic_trainer.agent.workers.tail import LogFollower
 from elastic_trainer.agent.workers.workers import Workers
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
+from elastic_trainer.failures import Action, Kind
 from elastic_trainer.heartbeat import Request
 from elastic_trainer.script_steps import WRITER, newest_step
 
@@ -94,6 +96,20 @@ def test_a_script_is_asked_by_sigterm(
     assert [fields["request"] for fields in signalled] == (
         ["stop" if request_ is Request.STOP else "growth"] * 2
     )
+
+
+def test_exit_code_91_that_nobody_has_asked_for_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(91)\n")
+    task = Task(kind="script", target=str(tmp_path / "script.py"), count_steps=False)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(1, a.ME))
+        m.expect(WorkersRunning)
+        report = m.expect(WorkersFailed)
+        assert isinstance(report, WorkersFailed)
+        assert (report.failure.kind, report.failure.action) == (Kind.CRASH, Action.RESTART)
+
+    run(tmp_path, task, play)
 
 
 OTHER_SIGNAL = """

@@ -89,7 +89,7 @@ def test_the_defaults_that_job_json_leaves_out_are_those_of_its_version():
             "join_timeout_s": 600.0, "heartbeat_s": 1.0, "dead_after_s": 5.0,
             "progress_pattern": None, "stop_grace_s": 30.0, "stop_signal": "TERM",
                 "failure_domain": None,
-            "preload": None, "standby": False,
+            "preload": None, "standby": False, "from_scratch": False,
         },
         NetworkSection: {
             "interface": "auto", "cidr": None, "ports": None, "copy_interfaces": (),

@@ -11,6 +11,7 @@ import torch
 
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.progress import StepCounter, own_count
+from elastic_trainer.script_steps import Shown, Source, restart
 
 
 @pytest.fixture
@@ -100,6 +101,78 @@ def test_an_optimizer_that_does_not_count_says_nothing_of_where_it_resumed(count
     assert (beat.step, beat.from_start) == (3, True)
     steps.report(100)
     assert not heartbeat.read().from_start
+
+
+def test_a_worker_says_with_which_step_it_began_and_how_that_is_known(counter) -> None:
+    steps, heartbeat = counter
+    fresh = an_optimizer("Adam")
+    for _ in range(3):
+        fresh.step()
+    beat = heartbeat.read()
+    assert (beat.first, beat.source) == (1, Source.OPTIMIZER)
+    loaded = an_optimizer("Adam")
+    state = fresh.state_dict()
+    state["state"][0]["step"] = torch.tensor(50.0)
+    loaded.load_state_dict(state)
+    loaded.step()
+    beat = heartbeat.read()
+    assert (beat.first, beat.source) == (51, Source.OPTIMIZER), "another one was not loaded"
+    an_optimizer("SGD").step()
+    assert heartbeat.read().source is Source.OPTIMIZER
+    steps.report(0)
+    assert heartbeat.read().first == 0, "no step yet"
+    steps.report(70)
+    steps.report(71)
+    beat = heartbeat.read()
+    assert (beat.first, beat.source) == (70, Source.SCRIPT)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_second_training_in_a_worker_tells_nothing_of_where_it_resumed(counter, kind) -> None:
+    _, heartbeat = counter
+    first = an_optimizer(kind)
+    for _ in range(12):
+        first.step()
+    del first
+    gc.collect()
+    an_optimizer("Adam").step()
+    assert heartbeat.read().source is Source.UNSURE
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [  # (newest, origin, from scratch in a row, source), (first, source) -> (redone, from scratch)
+        ((76, 1, 0, "optimizer"), (1, "optimizer"), (76, 1)),
+        ((76, 1, 1, "script"), (1, "script"), (76, 2)),
+        ((76, 1, 1, "optimizer"), (51, "optimizer"), (26, 0)),
+        ((76, 1, 0, "optimizer"), (77, "optimizer"), (0, 0)),
+        ((70, 10, 0, "output"), (10, "output"), (61, 1)),
+        ((5070, 5001, 0, "optimizer"), (5001, "optimizer"), (70, 1)),
+        ((4, 1, 0, "optimizer"), (1, "optimizer"), (4, 0)),
+        ((76, 1, 1, "unsure"), (1, "unsure"), (None, 0)),
+        ((76, 1, 1, "script"), (1, "optimizer"), None),
+        ((76, 1, 1, "optimizer"), (1, "script"), None),
+    ],
+)
+def test_a_restart_is_from_scratch_where_it_begins_as_the_run_did(before, now, expected) -> None:
+    newest, origin, count, source = before
+    was = Shown(
+        epoch=1,
+        step=newest,
+        first=origin,
+        origin=origin,
+        source=Source[source.upper()],
+        from_scratch=count,
+    )
+    first, source = now
+    found = restart(
+        was, Shown(epoch=2, step=first, first=first, origin=first, source=Source[source.upper()])
+    )
+    assert (found and (found.redone, found.from_scratch)) == expected
+    if found is not None and expected[0] is not None and expected[0] >= 5:
+        assert found.now.from_scratch == expected[1], "a resume begins the count anew"
+    if found is not None:
+        assert found.now.origin == origin
 
 
 def test_a_step_in_the_group_counts_and_other_things_of_that_name_do_not() -> None:

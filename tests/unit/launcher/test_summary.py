@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic_record import STEP_S, Stream, storm
+from synthetic_record import STEP_S, Stream, config_of, storm
 
 from elastic_trainer.ledger_audit import LedgerAudit
 from launcher.record import timeline
@@ -75,6 +76,33 @@ def test_a_counter_that_stands_where_an_epoch_began_is_no_step_of_it():
     summary = summarise(stream.steps(8).end().events, code=0)
     assert summary["steps_redone"] == 0
     assert [layout["from_step"] for layout in summary["layouts"]] == [1, 6]
+
+
+@pytest.mark.parametrize(
+    ("first", "by", "redone", "layouts"),
+    [
+        (51, "optimizer", 26, [(1, 50), (51, 100)]),
+        (1, "optimizer", 76, [(1, 100)]),
+        (77, "unsure", None, [(1, 76), (77, 100)]),
+    ],
+)
+def test_of_a_script_steps_redone_are_counted_from_where_it_began_again(first, by, redone, layouts):
+    """Steps are seen about once a second: what lies between was run too."""
+    stream = Stream().start().form(["node0"], resume=0)
+    for step in (3, 40, 76):
+        stream.add("script.progress", epoch=1, step=step, node="node0", first=1, by="optimizer")
+    stream.kill_node("node0").form(["node0"], resume=0)
+    scratch = int(first == 1)
+    stream.add("script.restarted", epoch=2, step=first, node="node0", from_scratch=scratch)
+    for step in (first + 2, 100):
+        stream.add("script.progress", epoch=2, step=step, node="node0", first=first, by=by)
+    script = replace(config_of(100), command="train.py")
+    summary = summarise(stream.end().events, config=script, code=0)
+    assert summary["steps_redone"] == redone
+    assert [each["epoch"] for each in summary["from_scratch"]] == [2] * scratch
+    assert [(each["from_step"], each["to_step"]) for each in summary["layouts"]] == layouts
+    [failure] = summary["failures"]
+    assert (failure["steps_redone"], failure["from_scratch"]) == (redone, bool(scratch))
 
 
 def test_what_an_epoch_went_back_from_is_not_gone_back_from_again():
