@@ -109,6 +109,25 @@ def test_a_job_that_has_failed_says_how_to_go_on(terminal):
     assert "--rdzv-id" in said
 
 
+def test_ctrl_c_is_a_keyboard_interrupt_in_a_script_without_a_handler(terminal):
+    (terminal.folder / "waits.py").write_text(
+        "import os, time\n"
+        "rank = os.environ['RANK']\n"
+        "try:\n"
+        "    open('up' + rank, 'w').close()\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    open('saved' + rank, 'w').close()\n"
+        "    raise\n"
+    )
+    agent = terminal.start("--standalone", "--nproc-per-node", "2", "waits.py")
+    until("both are up", lambda: len(list(terminal.folder.glob("up?"))) == 2)
+    agent.send_signal(signal.SIGINT)
+    code, said = terminal.end(agent)
+    assert (code, "Traceback" in said) == (91, True), said
+    assert len(list(terminal.folder.glob("saved?"))) == 2
+
+
 def test_a_failure_and_the_end_are_said_with_the_lines_that_are_on_no_console(terminal):
     (terminal.folder / "fails.py").write_text("x = 1\nraise ValueError('no ' + 'such thing')\n")
     code, said = terminal.run("--standalone", "--max-restarts", "0", "-r", "2", "fails.py")
