@@ -78,6 +78,21 @@ _AHEAD_NICE = 10
 """Of what is done ahead: a tenth of what the workers get of a CPU that they share with it (the
 kernel's weights are 110 and 1024). With 19, 15 of them, it is never done where CPUs are scarce."""
 
+_READ_BY_IMPORTS = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *(
+        "TORCHDYNAMO_",
+        "TORCHINDUCTOR_",
+        "TORCH_COMPILE_",
+        "TORCH_LOGS",
+        "TORCH_TRACE",
+        "PYTORCH_JIT",
+    ),
+)
+"""Begin the names of variables that torch and its libraries read while they are imported."""
+_LEFT_OPEN = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+"""Read later, or again."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
@@ -501,9 +516,42 @@ def _run(request: dict[str, Any], *, called: str) -> int:
         keep_process_groups()
         use_one_thread()
     fresh_process.draw_apart()
-    return fresh_process.run_as_main(
-        request["kind"], target, request["args"], failed=_write_error_file
-    )
+    tell = _late_variables_teller() if "torch" in sys.modules else None
+    try:
+        return fresh_process.run_as_main(
+            request["kind"], target, request["args"], failed=_write_error_file
+        )
+    finally:
+        if tell is not None:
+            tell()
+
+
+def _late_variables_teller() -> Callable[..., None]:
+    """Return what says, once, which variables the script has set too late for torch to read.
+
+    An optimizer's first step calls it too: by then they are set, and training is long.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    given, told = dict(os.environ), list[str]()
+
+    def tell(*_: Any) -> None:
+        hook.remove()
+        late = [
+            name
+            for name, value in os.environ.items()
+            if name.startswith(_READ_BY_IMPORTS) and name not in _LEFT_OPEN
+            if given.get(name) != value and name not in told
+        ]
+        told.extend(late)
+        if late:
+            sys.stderr.write(
+                f"holdfast: {', '.join(sorted(late))}: set by the script without effect, since "
+                "torch was imported before; set it outside the script, or use --fresh\n"
+            )
+
+    hook = register_optimizer_step_post_hook(tell)
+    return tell
 
 
 def _count_steps() -> None:

@@ -128,6 +128,23 @@ def test_ctrl_c_is_a_keyboard_interrupt_in_a_script_without_a_handler(terminal):
     assert len(list(terminal.folder.glob("saved?"))) == 2
 
 
+def test_a_variable_that_a_script_sets_too_late_is_named_once(terminal):
+    (terminal.folder / "sets.py").write_text(
+        "import os\n"
+        "os.environ['OMP_NUM_THREADS'] = '2'\n"
+        "os.environ['MINE'] = 'unread'\n"
+        "import torch\n"
+        "parameter = torch.nn.Parameter(torch.zeros(1))\n"
+        "for optimizer in [torch.optim.SGD([parameter], lr=0.1)] * 2:\n"
+        "    parameter.sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    code, said = terminal.run("--standalone", "sets.py")
+    assert (code, said.count("OMP_NUM_THREADS"), "MINE" in said) == (0, 1, False), said
+    code, said = terminal.run("--standalone", "--fresh", "sets.py")
+    assert (code, "OMP_NUM_THREADS" in said) == (0, False), said
+
+
 def test_a_failure_and_the_end_are_said_with_the_lines_that_are_on_no_console(terminal):
     (terminal.folder / "fails.py").write_text("x = 1\nraise ValueError('no ' + 'such thing')\n")
     code, said = terminal.run("--standalone", "--max-restarts", "0", "-r", "2", "fails.py")
