@@ -58,7 +58,7 @@ def create(run_dir: Path, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             path = run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_atomic(path, text)  # others look at the run from now on
         for name in ("events", "logs", "ledger", "board", "cache"):
             (run_dir / name).mkdir(exist_ok=True)
 

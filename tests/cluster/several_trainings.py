@@ -39,8 +39,8 @@ def own(names):
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1)
     for training, name in enumerate(names or [None, None], 1):
-        of_rank = name == "of-rank"
-        run = api.start(name=f"{name}{os.environ['RANK']}" if of_rank else name)
+        differs = {"of-rank": "RANK", "of-epoch": "TORCHELASTIC_RESTART_COUNT"}.get(name)
+        run = api.start(name=f"{name}-{os.environ[differs]}" if differs else name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 / training)
         data, spent = tensors(training), torch.zeros(())
         step = begun = run.restore(model, optimizer, {"spent": spent})

@@ -49,7 +49,8 @@ ROWS = dict(
 def environment(folder: Path) -> dict[str, str]:
     env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}", "TMPDIR": str(folder)}
     ours = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
-    for name in (*ours, "PYTEST_CURRENT_TEST"):
+    # The last is put there by torch._dynamo, should a test have imported it.
+    for name in (*ours, "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"):
         env.pop(name, None)
     return env
 

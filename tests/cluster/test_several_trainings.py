@@ -42,8 +42,12 @@ def told(text):
 
 
 def results(run_dir):
-    paths = sorted(run_dir.glob("logs/*/*/*.log"))
-    return told("".join(path.read_text() for path in paths))
+    return told(logs_of_ranks(run_dir))
+
+
+def logs_of_ranks(run_dir):
+    """Return what the ranks wrote; agents quote the last lines of one that fails."""
+    return "".join(path.read_text() for path in sorted(run_dir.glob("logs/*/*/[0-9]*.log")))
 
 
 def torchrun(script):
@@ -113,8 +117,7 @@ def test_after_the_last_step_of_a_training_there_is_none(kind, tmp_path):
     done = [event["step"] for event in events(run_dir, "step.completed")]
     assert sorted(done) == list(range(1, 2 * STEPS + 1))
     assert [e["training"] for e in events(run_dir, "training.skipped")] == ["1", "2"]
-    logs = "".join(path.read_text() for path in sorted(run_dir.glob("logs/*/*/*.log")))
-    lines = re.findall(r"RESULT (\{.*\})", logs)
+    lines = re.findall(r"RESULT (\{.*\})", logs_of_ranks(run_dir))
     said = {}
     for each in map(json.loads, lines):
         each.pop("begun", None)
@@ -143,8 +146,8 @@ def test_a_run_is_stopped_in_its_second_training_and_continues_there(tmp_path):
 def test_names_that_differ_after_a_restart_are_refused(tmp_path):
     """Trainings are known by their names, so another one cannot be taken for the first."""
     run_dir = tmp_path / "run"
-    job = job_of(tmp_path, "own", "sft-{world_size}", "dpo", least=1)
-    result = holdfast(*arguments(job, run_dir, "--fault", "kill-node:1@8"), timeout=100)
+    job = job_of(tmp_path, "own", "of-epoch", "dpo", least=2)
+    result = holdfast(*arguments(job, run_dir, "--fault", "kill-worker:1@8"), timeout=100)
     (stopped,) = events(run_dir, "job.stopped")
     assert (result.returncode, stopped["code"]) == (2, 93), result.stderr
     assert "HF538" in stopped["reason"]
