@@ -307,7 +307,7 @@ def test_another_interpreter_is_started_for_each_worker(tmp_path: Path) -> None:
         ["", "a", ""],
         ["--nnodes", "3", "--standalone", "-m", "-t3"],
         ["--job", "x", "--fresh", "--run-dir", "x", "--node", "n"],
-        ["--p", "1", "--f", "--h", "5", "--re", "1"],  # what ours and others of them begin with
+        ["--p", "1", "--f", "--h", "5"],  # what ours and others of them begin with
         ["-h", "--help"],
         ["é\nx", "@file", "a=b", "-"],
         ["{b} {{b}} ${b} ${{b}}", '{"a": {"b": 1}}'],
