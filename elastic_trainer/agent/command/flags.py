@@ -189,8 +189,12 @@ def _adapt(parser: argparse.ArgumentParser) -> list[str]:
         if name == "training_script":
             action.nargs, action.required = "?", False
     names = [action.dest for action in actions]
-    # An older torchrun lacks some: nobody can have given them.
-    parser.set_defaults(**dict.fromkeys({*REFUSED, *UNUSED, *CHANGED} - {*names}))
+    # An older torchrun lacks some: of those the one that has a meaning of its own here is taken.
+    lacking = {*REFUSED, *UNUSED, *CHANGED} - {*names}
+    if "shutdown_timeout" in lacking:  # torch 2.11
+        text = CHANGED["shutdown_timeout"]
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, help=text)
+    parser.set_defaults(**dict.fromkeys(lacking))
     return names
 
 
