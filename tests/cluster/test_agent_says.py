@@ -84,7 +84,8 @@ def lines(said: str) -> list[str]:
 def test_a_job_that_is_done_is_not_run_again_without_a_word(terminal):
     (terminal.folder / "ran.py").write_text("open('ran', 'a').write('x')")
     where = ["--rdzv-endpoint", str(terminal.folder / "shared"), "--rdzv-id", "a"]
-    assert terminal.run(*where, "ran.py") == (0, "")
+    code, said = terminal.run(*where, "ran.py")
+    assert (code, len(lines(said))) == (0, 1), "that it showed no step"
     code, said = terminal.run(*where, "ran.py")
     assert code == 93
     assert "HF522" in said
@@ -166,7 +167,7 @@ def test_a_standalone_job_leaves_nothing_in_tmp_after_a_good_end(terminal):
     before = set(Path("/dev/shm").glob("holdfast-*"))
     (terminal.folder / "good.py").write_text("import sys\nopen(sys.argv[1], 'w').write('x')")
     code, said = terminal.run("--standalone", "good.py", "out")
-    assert (code, len(lines(said))) == (0, 1)
+    assert (code, len(lines(said))) == (0, 2), "where the record is, and that it showed no step"
     logged = ["--standalone", "--rdzv-id", "a", "--log-dir", "logs", "good.py", "out"]
     assert terminal.run(*logged)[0] == 0
     assert terminal.run("--standalone", "--nnodes", "x", "good.py", "out")[0] == 93
