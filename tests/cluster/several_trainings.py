@@ -162,3 +162,5 @@ if __name__ == "__main__":
     {"own": own, "hf": hf, "lightning": lightning}[kind](names)
     if crash is not None:
         crash_once(crash)
+    if dist.is_initialized():  # else plain torchrun may abort as Python ends (docs/scripts.md)
+        dist.monitored_barrier()

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
-assert torch.get_num_threads() == 1  # torch was loaded before anybody knew that
+assert "OMP_NUM_THREADS" not in os.environ  # as under torchrun with one worker a node
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-assert soft == hard > 512  # started with a soft limit of 512
+assert soft == 512 < hard  # as it was started, though its agent has raised its own
 here, epoch = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 total = torch.tensor([float(dist.get_rank())])
 dist.all_reduce(total)
@@ -50,7 +50,7 @@ class Cluster:
 
     def start(self, num: int) -> None:
         env = t.base_env()
-        del env["OMP_NUM_THREADS"]  # the agent's own default
+        del env["OMP_NUM_THREADS"]
         for index in range(1, num + 1):
             node = f"n{index}"
             argv = ["--nnodes", f"1:{num}", "--rdzv-endpoint", str(self.tmp_path / "shared")]
