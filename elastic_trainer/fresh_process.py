@@ -148,7 +148,7 @@ def run_as_main(
         try:
             step()
         except BaseException:  # noqa: BLE001  nor does it change the interpreter's exit code
-            _say(traceback.format_exc())
+            say(traceback.format_exc())
     flushed = flush()
     _libc.fflush(None)
     return code if flushed or code < 0 else _UNFLUSHED
@@ -189,7 +189,7 @@ def _code_of(file: str) -> CodeType:
             source = stream.read()
     except OSError as error:
         why = f"[Errno {error.errno}] {error.strerror}"
-        _say(f"{sys.executable}: can't open file {file!r}: {why}\n")
+        say(f"{sys.executable}: can't open file {file!r}: {why}\n")
         raise SystemExit(2) from error
     return compiled or compile(source, file, "exec", dont_inherit=True)
 
@@ -207,8 +207,8 @@ def _show(error: BaseException) -> int:
         return exit_code(leaving.code)
     except BaseException:  # noqa: BLE001  both are shown
         original = "".join(traceback.format_exception(error))
-        _say(f"Error in sys.excepthook:\n{traceback.format_exc()}\n")
-        _say(f"Original exception was:\n{original}")
+        say(f"Error in sys.excepthook:\n{traceback.format_exc()}\n")
+        say(f"Original exception was:\n{original}")
     return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -218,11 +218,12 @@ def exit_code(value: object) -> int:
         return 0
     if isinstance(value, int):
         return value & 0xFF
-    _say(f"{value}\n")
+    say(f"{value}\n")
     return 1
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Write `text` to stderr, if there is one that takes it."""
     with contextlib.suppress(Exception):  # stderr may be anything, or closed
         sys.stderr.write(text)
 
@@ -238,7 +239,7 @@ def flush() -> bool:
         except Exception as error:  # noqa: BLE001  as the interpreter does
             flushed = False
             if stream is sys.stdout:
-                _say(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
+                say(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {error}\n")
     return flushed
 
 

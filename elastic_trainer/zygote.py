@@ -545,7 +545,7 @@ def _late_variables_teller() -> Callable[..., None]:
         ]
         told.extend(late)
         if late:
-            sys.stderr.write(
+            fresh_process.say(
                 f"holdfast: {', '.join(sorted(late))}: set by the script without effect, since "
                 "torch was imported before; set it outside the script, or use --fresh\n"
             )

@@ -22,7 +22,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 import traceback
 from collections import Counter
@@ -95,6 +94,7 @@ from elastic_trainer.agent.workers.settings import (
     Watchers,
 )
 from elastic_trainer.agent.workers.status import NodeStatus
+from elastic_trainer.agent.workers.voice import Voice
 from elastic_trainer.agent.workers.workers import Workers, failure_of, has_run
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.failures import (
@@ -128,6 +128,7 @@ class HoldfastAgent(ElasticAgent):
         scripts: what is done for scripts of others.
         keeper: of the node's snapshots; None: it keeps none.
         watchers: those who are shown how the node is; None: nobody.
+        voice: says on stderr what people should know; None: one of its own.
         clock: monotonic seconds.
     """
 
@@ -142,6 +143,7 @@ class HoldfastAgent(ElasticAgent):
         scripts: Scripts | None = None,
         keeper: SnapshotKeeper | None = None,
         watchers: Watchers | None = None,
+        voice: Voice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._workers = config, workers
@@ -149,10 +151,11 @@ class HoldfastAgent(ElasticAgent):
         self._membership: Membership = spec.rdzv_handler
         self._waker, self._log, self._clock = waker, log, clock
         self._keeper = keeper
-        self._scripts = scripts or Scripts(workers.task, log)
+        voice = voice or Voice()
+        self._scripts = scripts or Scripts(workers.task, log, say=voice.say)
         self._group = WorkerGroup(spec)
         self._telemetry = Telemetry(self._group, config.me.host, clock)
-        self._reporter = Reporter(config, workers, self._membership, log, clock)
+        self._reporter = Reporter(config, workers, self._membership, log, clock=clock, voice=voice)
         self._epoch: Running | None = None
         self._newest = -1
         self._zygotes_lost = 0
@@ -299,7 +302,7 @@ class HoldfastAgent(ElasticAgent):
             case JobStopped():
                 self._stop(notice)
             case Warned(text=text):
-                sys.stderr.write(f"holdfast agent: {text}\n")
+                self._reporter.say(text)
             case NodesAwaited():
                 self._reporter.awaited(notice)
 

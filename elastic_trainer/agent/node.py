@@ -109,10 +109,7 @@ def _run(options: Options) -> int:
         stack.callback(workers.close)
         scratch = Scratch(options.run_id, options.node)
         stack.callback(scratch.remove)
-        if options.secret_file is None:
-            secret_dir, secret = options.shared_dir, make_secret(options.shared_dir)
-        else:
-            secret_dir, secret = scratch.path, adopt_secret(options.secret_file, scratch.path)
+        secret_dir, secret = _secret(options, scratch)
         log = EventLog(options.record_dir, f"agent-{options.node}", node=options.node)
         stack.callback(log.close)
         waker = Waker()
@@ -149,9 +146,10 @@ def _run(options: Options) -> int:
             workers=workers,
             waker=waker,
             log=log,
-            scripts=_scripts(options, log),
+            scripts=_scripts(options, log, voice),
             keeper=keeper,
             watchers=metrics,
+            voice=voice,
         )
         names = threading.Thread(target=ask_for_a_name, name="holdfast-names", daemon=True)
         names.start()
@@ -186,6 +184,13 @@ def _network(options: Options) -> tuple[str, range]:
                 "another one, or leave it out",
             ) from error
     return address, ports
+
+
+def _secret(options: Options, scratch: Scratch) -> tuple[Path, Secret]:
+    """Return where the workers find the run's secret, and the secret."""
+    if options.secret_file is None:
+        return options.shared_dir, make_secret(options.shared_dir)
+    return scratch.path, adopt_secret(options.secret_file, scratch.path)
 
 
 def _environment(options: Options, address: str) -> dict[str, str]:
@@ -350,7 +355,7 @@ def _log(
         voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
 
 
-def _scripts(options: Options, log: EventLog) -> Scripts:
+def _scripts(options: Options, log: EventLog, voice: Voice) -> Scripts:
     follower = None
     if options.streams is not None or options.progress_pattern is not None:
         follower = LogFollower(
@@ -362,6 +367,7 @@ def _scripts(options: Options, log: EventLog) -> Scripts:
     return Scripts(
         options.task,
         log,
+        say=voice.say,
         shown=EventLog(options.record_dir, f"{WRITER}{options.node}", node=options.node),
         record_dir=options.record_dir,
         follower=follower,

@@ -703,7 +703,7 @@ class Coordinator(Role):
         return self.peers.num_ready + len(self.peers.absent) < wanted
 
     def _tell_whom_it_waits_for(self) -> None:
-        ctx, ladder, have = self.ctx, self.ctx.settings.ladder, self.peers.num_ready
+        ctx, ladder, have = self.ctx, self.ladder, self.peers.num_ready
         then = "the job ends with 92"
         if ladder.min_nodes < ladder.max_nodes:
             then = f"it starts with {ladder.min_nodes} or more, or ends with 92"

@@ -87,6 +87,7 @@ class Reporter:
         membership: is notified of the progress of workers.
         log: the agent's events.
         clock: monotonic seconds.
+        voice: says what people should know; closed by `close`.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class Reporter:
         workers: Workers,
         membership: Membership,
         log: EventLog,
+        *,
         clock: Callable[[], float],
+        voice: Voice,
     ) -> None:
         self._config, self._workers, self._membership = config, workers, membership
         self._log, self._clock = log, clock
         self._stack_writer: threading.Thread | None = None
-        self._voice = Voice()
+        self._voice = voice
         self._waiting: Waiting | None = None
         self._awaited: tuple[NodesAwaited, float] | None = None
         """As the coordinator said last, and when; None: it is another node's agent."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,6 +56,7 @@ class Scripts:
     Args:
         task: what the workers run.
         log: the agent's events.
+        say: says a line to people.
         shown: where the steps go that the script shows, see script_steps.py; None: to `log`.
         record_dir: where the job's events and logs are; None for none.
         follower: follows the logs; None where there is nothing to show and to look for.
@@ -71,6 +71,7 @@ class Scripts:
         task: Task,
         log: EventLog,
         *,
+        say: Callable[[str], None],
         shown: EventLog | None = None,
         record_dir: Path | None = None,
         follower: LogFollower | None = None,
@@ -79,7 +80,7 @@ class Scripts:
         stop_signal: signal.Signals = signal.SIGTERM,
         from_scratch: bool = False,
     ) -> None:
-        self._task, self._log, self._shown = task, log, shown or log
+        self._task, self._log, self._say, self._shown = task, log, say, shown or log
         self._record_dir, self._follower, self._split = record_dir, follower, split
         self._grace_s, self._stop_signal = grace_s, stop_signal
         self._may_begin_anew = from_scratch
@@ -251,7 +252,7 @@ class Scripts:
                 )
                 found = replace(found, now=replace(found.now, from_scratch=0))
                 self._now = found.now  # whoever starts it anew has the same two tries
-            sys.stderr.write(f"holdfast agent: {reason}\n")
+            self._say(reason)
         self._shown.emit(
             "script.restarted",
             step=found.first,
@@ -284,9 +285,7 @@ class Scripts:
         self._shown.emit("script.silent", epoch=self._epoch, newest=newest)
         if self._task.preload:  # of another program none are counted
             before = "" if newest is None else f" after this start; it had shown step {newest}"
-            sys.stderr.write(
-                f"holdfast agent: the script ended with 0 and showed no step{before}\n"
-            )
+            self._say(f"the script ended with 0 and showed no step{before}")
 
     # -- requests as signals ----------------------------------------------------------------
 

@@ -18,16 +18,22 @@ FIRST_S, LONGEST_S = 5.0, 600.0
 
 
 class Voice:
-    """Says lines in a thread of its own: the agent never waits for who reads its stderr."""
+    """Says lines in a thread of its own: the agent never waits for who reads its stderr.
+
+    Any thread may call it.
+    """
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
         """Say `text`, of one or more lines."""
         self._lines.put(f"holdfast agent: {text}\n")
-        if self._thread is None:
+        with self._starting:
+            if self._thread is not None:
+                return
             self._thread = threading.Thread(target=self._run, name="holdfast-voice", daemon=True)
             self._thread.start()
 

@@ -313,6 +313,7 @@ def run(
         scripts=Scripts(
             task,
             log,
+            say=print,
             follower=follower,
             split=streams is not None,
             grace_s=grace_s,
