@@ -14,6 +14,8 @@ FETCHED: Final = ("attempts", "board", "events", "ledger", "logs")
 """Folders of a run that its nodes write and people read."""
 GROWING: Final = ("events", "ledger", "logs")
 """Those whose files only grow, so that their ends are enough."""
+STARTS: Final = "pods"
+"""Folder of a run in which its pods count their starts; runs of other platforms have none."""
 END: Final = ".holdfast-end"
 """Name of the last member of a tar: it is whole."""
 OFFSET: Final = "HOLDFAST.offset"

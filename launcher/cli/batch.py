@@ -112,6 +112,10 @@ def _pod(argv: tuple[str, ...], env: Mapping[str, str]) -> None:
     files = render_local(
         spec, plan(spec), run_id=run_dir.name, run_dir=run_dir, base_dir=spec.folder
     )
+    wish_s, grace_s = launch.shutdown_timeout_s, spec.elastic.stop_grace_s
+    if wish_s is not None and wish_s > grace_s:
+        more = f"terminationGracePeriodSeconds and HOLDFAST_SHUTDOWN_S by {wish_s - grace_s:g}"
+        _tell((f"--shutdown-timeout {wish_s:g}: workers have {grace_s:g} s; raise {more}",))
     _tell(launch.notes)
     try:
         _keep(run_dir, files)

@@ -47,6 +47,7 @@ from launcher.node.pod_env import PodEnv
 from launcher.node.say import say
 from launcher.node.strikes import Strikes
 from launcher.node.taken_signals import Wait, taken_signals
+from launcher.run_files import STARTS
 
 FIRST_PAUSE_S: Final = 10.0
 LONGEST_PAUSE_S: Final = 300.0
@@ -110,7 +111,7 @@ class Pod:
     def _count(self) -> Path:
         """The file with this place's failures in a row."""
         place_ = place(self._who.kind, self._who.pod)
-        return self._run_dir / "pods" / f"{self._who.job}.{place_}"
+        return self._run_dir / STARTS / f"{self._who.job}.{place_}"
 
     def _is_one_too_many(self) -> bool:
         """Count this start as a failure until it ends otherwise; return whether the job is to end.

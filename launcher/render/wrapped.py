@@ -24,7 +24,14 @@ from launcher.planning.clock import clock_chain
 from launcher.planning.search import Plan
 from launcher.render.sbatch import CONTAINER_PYTHON, SET_BY_SCRIPT, step_log
 from launcher.render.shell import Quoted, check_path, quoted, template, words
-from launcher.render.wrapped_ending import AROUND_SHUTDOWN_S, OURS, USUAL_ENDING, Ending, ending_of
+from launcher.render.wrapped_ending import (
+    AROUND_SHUTDOWN_S,
+    OURS,
+    USUAL_ENDING,
+    Ending,
+    ending_of,
+    grace_within,
+)
 from launcher.secret_forms import leaks
 
 _REPLACED: Final = re.compile(
@@ -75,7 +82,7 @@ _OURS: Final = {
 }
 """Options of srun that follow from the job, or that each node's own srun is given -> long names."""
 _MODULES: Final = ("torch.distributed.run", "torch.distributed.launch")
-_AFTER_KILL_S: Final = 30.0
+AFTER_KILL_S: Final = 30.0
 """Of a pod's time to shut down: for its agent to end once it has killed its workers."""
 
 
@@ -593,7 +600,8 @@ def job_of(launch: Launch, env: Mapping[str, str], ending: Ending = USUAL_ENDING
         elastic["join_timeout_s"] = launch.join_timeout_s
     if is_pod(env):
         name, platform = env["HOLDFAST_JOB"], {}
-        elastic["stop_grace_s"] = float(env["HOLDFAST_SHUTDOWN_S"]) - _AFTER_KILL_S
+        most_s = float(env["HOLDFAST_SHUTDOWN_S"]) - AFTER_KILL_S
+        elastic["stop_grace_s"] = grace_within(most_s, launch.shutdown_timeout_s)
     else:
         name, seconds = env.get("SLURM_JOB_NAME", "job"), _time_s(env)
         slurm: dict[str, Any] = {

@@ -53,8 +53,7 @@ class Ending:
         Args:
             wish_s: torchrun's --shutdown-timeout; None: it has none.
         """
-        most_s = float(self.lead_s - AROUND_SHUTDOWN_S - KILL_S)
-        return most_s if wish_s is None else min(max(wish_s, 1.0), most_s)
+        return grace_within(float(self.lead_s - AROUND_SHUTDOWN_S - KILL_S), wish_s)
 
     def said(self, wish_s: float | None) -> list[str]:
         """Return what becomes of the user's signal and times, a line each; see `grace_s`."""
@@ -85,6 +84,16 @@ class Ending:
 
 
 USUAL_ENDING: Final = Ending()
+
+
+def grace_within(most_s: float, wish_s: float | None) -> float:
+    """Return the seconds from the workers' signal to SIGKILL.
+
+    Args:
+        most_s: what the platform leaves for them.
+        wish_s: torchrun's --shutdown-timeout; None: it has none.
+    """
+    return most_s if wish_s is None else min(max(wish_s, 1.0), most_s)
 
 
 def ending_of(lines: Sequence[str], shutdown_timeout_s: float | None) -> Ending:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from launcher.render.kubernetes_names import API_VERSIONS, CONTAINERS, KINDS, SH
 from launcher.render.kubernetes_yaml import to_yaml
 from launcher.render.pod import OF_POD, SHM, Object, from_field, label_path
 from launcher.render.wrapped import (
+    AFTER_KILL_S,
     OUTPUT,
     TORCHRUN,
+    Seen,
     cannot_wrap,
     find_torchrun,
     hidden,
@@ -33,7 +36,8 @@ from launcher.render.wrapped import (
 from launcher.secret_forms import leaks
 
 GRACE_S: Final = 120
-"""The least terminationGracePeriodSeconds: by default it is 30, all of which torchrun takes."""
+"""The least terminationGracePeriodSeconds: by default it is 30, all of which torchrun takes.
+More is needed around a --shutdown-timeout above 60 s."""
 _END_S: Final = 30
 """Of the grace: from the agent's end, or its death, to the pod's."""
 _TARGET: Final = "pytorchjob"
@@ -103,8 +107,9 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
     secrets = tuple(leak.secret for leak in leaks(job.source.data))
     if job.get("spec", "runPolicy", "cleanPodPolicy") != "All":
         job.put(("spec", "runPolicy", "cleanPodPolicy"), "Running")
+    shutdown_s = max([pod.wrap_command() or 0.0 for pod in pods])
     for pod in pods:
-        pod.wrap(folder)
+        pod.wrap(folder, shutdown_s)
     return Wrapped(
         text=job.text,
         run_dir=f"{folder}/{name}",
@@ -206,8 +211,12 @@ class _Pods:
             )
         return f"{found[0]}/runs"
 
-    def wrap(self, runs: str) -> None:
-        """Change the manifest.
+    def wrap(self, runs: str, shutdown_s: float) -> None:
+        """Change all but the command.
+
+        Args:
+            runs: folder of run directories.
+            shutdown_s: the largest --shutdown-timeout of any role; an alias may share containers.
 
         Raises:
             UserError: HF169, what keeps it from that.
@@ -215,10 +224,9 @@ class _Pods:
         job, spec, container = self._job, self._spec, self.container
         job.put((*self._role, "restartPolicy"), "ExitCode")
         grace = job.get(*spec, "terminationGracePeriodSeconds")
-        grace_s = max(GRACE_S, grace if isinstance(grace, int) else 0)
+        least_s = max(GRACE_S, math.ceil(shutdown_s + AFTER_KILL_S) + _END_S)
+        grace_s = max(least_s, grace if isinstance(grace, int) else 0)
         job.put((*spec, "terminationGracePeriodSeconds"), grace_s)
-        if not self._is_wrapped():  # as by an alias of those before
-            self._wrap_command()
         job.extend((*container, "env"), list(self._variables(runs, grace_s - _END_S)))
         mounts = job.rows(*container, "volumeMounts")
         if job.get(*spec, "hostIPC") or any(one.get("mountPath") == SHM for one in mounts):
@@ -256,12 +264,16 @@ class _Pods:
                     (*container, "env", index),
                 )
 
-    def _wrap_command(self) -> None:
-        """Put holdfast before the torchrun of the container.
+    def wrap_command(self) -> float | None:
+        """Put holdfast before the torchrun of the container; return its --shutdown-timeout.
+
+        None: it has none that the text says, or is wrapped already, as by an alias of one before.
 
         Raises:
             UserError: HF169, there is none, or not one that it can be put before.
         """
+        if self._is_wrapped():
+            return None
         job, words = self._job, self._words(self.container)
         texts = [word for _, word in words]
         for index, (path, word) in enumerate(words):
@@ -269,8 +281,7 @@ class _Pods:
             if is_script and any(PurePosixPath(each).name in _SHELLS for each in texts[:index]):
                 if not TORCHRUN.search(word):
                     break
-                self._wrap_script(path, word)
-                return
+                return self._wrap_script(path, word).shutdown_timeout_s
         if (found := find_torchrun(texts)) is None:
             job.refuse(
                 "its command runs no torchrun; write torchrun into the manifest, or `exec holdfast "
@@ -278,17 +289,18 @@ class _Pods:
                 self.container,
             )
         path, word = words[found[0]]
-        self._try_out(shlex.join(texts[found[0] :]), path)
+        seen = self._try_out(shlex.join(texts[found[0] :]), path)
         job.insert(path, [f"{_folder(word)}holdfast", "batch", "--"])
+        return seen.shutdown_timeout_s
 
-    def _try_out(self, command: str, path: Path, row: int | None = None) -> None:
+    def _try_out(self, command: str, path: Path, row: int | None = None) -> Seen:
         try:
-            try_out(command)
+            return try_out(command)
         except UserError as error:
             where = self._job.place(path, row)
             raise UserError(error.code, error.message, where=where) from error
 
-    def _wrap_script(self, path: Path, script: str) -> None:
+    def _wrap_script(self, path: Path, script: str) -> Seen:
         """Put holdfast before the torchrun of a shell script."""
 
         def refuse(message: str, at: int) -> NoReturn:
@@ -319,8 +331,9 @@ class _Pods:
         holdfast = f"{_folder(script[begin:after].split(maxsplit=1)[0])}holdfast batch -- "
         if before[1] is None:  # else the shell, not the agent, would hear of signals
             holdfast = f"exec {holdfast}"
-        self._try_out(script[begin:kept], path, script.count("\n", 0, begin))
+        seen = self._try_out(script[begin:kept], path, script.count("\n", 0, begin))
         self._job.rewrite(path, begin, holdfast, (kept, last))
+        return seen
 
 
 class _Manifest:

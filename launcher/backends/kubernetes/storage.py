@@ -336,8 +336,9 @@ class Storage:
             pod = pods.get(name)
             trouble = trouble_of(pod, now_unix=self.wall()) if pod else None
             if pod and phase_of(pod) in ("Failed", "Succeeded"):
-                reason = (pod.get("status") or {}).get("reason") or "no reason"
-                raise error(f"has ended at once ({reason})")
+                ends = failures([pod])
+                said = "; ".join(filter(None, (ends[0].said, ends[0].meaning))) if ends else ""
+                raise error(f"has ended at once ({said or 'no reason'})")
             if trouble and trouble.is_final:
                 raise error("does not start")
             return pod is not None and runs(pod)

@@ -28,7 +28,7 @@ from launcher.record.event import describe, worker_rank
 from launcher.record.failures import Failure, failures
 from launcher.record.files import RunRecord
 from launcher.record.timeline import epochs
-from launcher.run_files import ATTEMPT, attempt_order
+from launcher.run_files import ATTEMPT, STARTS, attempt_order
 from launcher.secret_forms import masked
 from launcher.targets import TARGETS
 
@@ -112,8 +112,9 @@ def _lost_kind(run_dir: Path) -> str:
         submission = read_submitted(run_dir)
     except UserError:  # damaged: what it says is told by `status`
         submission = None
-    target = TARGETS.get(submission.target if submission else "local", TARGETS["local"])
-    return target.lost
+    # A wrapped manifest is submitted by kubectl.
+    own = "pytorchjob" if (run_dir / STARTS).is_dir() else "local"
+    return TARGETS.get(submission.target if submission else own, TARGETS[own]).lost
 
 
 def _signature(failure: Failure, lost: str) -> Signature:

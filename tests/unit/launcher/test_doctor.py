@@ -242,6 +242,16 @@ def test_a_run_that_survived_a_lost_node_names_it(tmp_path: Path, code: int | No
     assert "scontrol show node n2\n" in text
 
 
+def test_a_pod_that_a_wrapped_manifest_lost_gets_no_word_of_slurm(tmp_path: Path) -> None:
+    """Nobody submitted such a run but kubectl; its pods count their starts in it."""
+    events = [formed(1, "n1", "n2", "n3"), step(1, 1), LOST, formed(2, "n1", "n3"), step(2, 2)]
+    write_run(tmp_path / "run", events, PEER_LOGS)
+    (tmp_path / "run" / "pods").mkdir()
+    found = diagnose(["run"], tmp_path, io.BytesIO())
+    assert (found.name, found.node, found.survived) == ("k8s_pod_lost", "n2", True)
+    assert run_failures(tmp_path / "run")[0]["class"] == "k8s_pod_lost"
+
+
 def exited(node: str, rank: int, kind: Kind, detail: str) -> dict[str, Any]:
     fields = {"worker_rank": rank, "kind": kind, "action": "restart", "detail": detail}
     return {"event": "worker.exit", "node": node, "epoch": 1, "code": 1, **fields}

@@ -299,15 +299,20 @@ def test_the_pod_for_the_storage_has_the_claim_and_no_gpu():
     assert "holdfast.dev/run" not in found["metadata"]["labels"]
 
 
+NO_PYTHON = {"exitCode": 128, "reason": "StartError", "message": "exec: python3: no such file"}
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         ({"waiting": {"reason": "ImagePullBackOff", "message": "no x"}}, "cannot be pulled"),
         ({"waiting": {"reason": "CreateContainerConfigError"}}, "a Secret or ConfigMap"),
+        ({"terminated": NO_PYTHON}, r"StartError: exec: python3.*kubernetes\.python"),
     ],
 )
 def test_a_pod_for_the_storage_that_cannot_start(backend, server, run, state, words):
-    waiting = {"phase": "Pending", "containerStatuses": [{"name": "pytorch", "state": state}]}
+    phase = "Failed" if "terminated" in state else "Pending"
+    waiting = {"phase": phase, "containerStatuses": [{"name": "pytorch", "state": state}]}
     seen: list[str] = []
 
     def lists_it(call):

@@ -302,6 +302,42 @@ def test_comments_and_other_documents_stay(comments):
     assert made.endswith(f"{own}--- # more\n{other}")
 
 
+TIMEOUT = "[torchrun, --shutdown-timeout, '{}', t.py]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "grace", "shutdown"),
+    [
+        ("500", None, 560, 530),
+        ("7.5", None, 120, 90),
+        ("500", 900, 900, 870),
+        ("$(WAIT)", None, 120, 90),
+        ("1200", 300, 1260, 1230),
+    ],
+)
+def test_a_pod_has_as_long_as_its_torchrun_gives_workers(asked, own, grace, shutdown):
+    text = PLAIN.replace("[torchrun, t.py]", TIMEOUT.format(asked))
+    if own is not None:
+        old = "          containers:"
+        text = text.replace(old, f"          terminationGracePeriodSeconds: {own}\n{old}")
+    made = wrap_manifest(text, "job.yaml").text
+    pods = yaml.safe_load(made)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    assert pods["terminationGracePeriodSeconds"] == grace
+    values = {row["name"]: row.get("value") for row in container_of(made)["env"]}
+    assert values["HOLDFAST_SHUTDOWN_S"] == str(shutdown)
+
+
+def test_roles_have_the_longest_time_of_any_and_a_script_says_its_own():
+    master = PLAIN[PLAIN.index("    Worker:") :].replace("Worker", "Master")
+    text = PLAIN + master.replace("[torchrun, t.py]", TIMEOUT.format(300))
+    made = yaml.safe_load(wrap_manifest(text, "job.yaml").text)
+    roles = made["spec"]["pytorchReplicaSpecs"].values()
+    times = {role["template"]["spec"]["terminationGracePeriodSeconds"] for role in roles}
+    assert times == {360}
+    shell = SCRIPT + "              torchrun --shutdown-timeout=200 t.py\n"
+    assert "terminationGracePeriodSeconds: 260" in wrap_manifest(shell, "job.yaml").text
+
+
 # --- in the pods --------------------------------------------------------------------------------
 
 
@@ -313,6 +349,9 @@ def test_the_job_of_a_pod_is_that_of_its_torchrun_and_its_operator():
     assert (job.cluster.nodes, job.cluster.gpus_per_node) == (4, 8)
     assert (job.elastic.min_nodes, job.elastic.join_timeout_s) == (2, 40.0)
     assert job.elastic.stop_grace_s == 60.0
+    for asked, granted in (("45", 45.0), ("0", 1.0), ("500", 60.0)):
+        own = launch_of(("torchrun", f"--shutdown-timeout={asked}", "t.py"), env)
+        assert load_spec(job_of(own, env)).elastic.stop_grace_s == granted
     with pytest.raises(UserError, match="HF169"):
         launch_of(argv, ENV)
     with pytest.raises(UserError, match="HF169"):
