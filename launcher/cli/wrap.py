@@ -64,6 +64,11 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
                     for name in made.sidecars
                 ),
             ]
+            if made.backoff_limit is not None:
+                notes.append(
+                    f"backoffLimit: {made.backoff_limit} no longer ends the job: with restartPolicy: "
+                    "ExitCode the agents' restart budget does, and nothing where no agent can start"
+                )
         else:
             script = wrap_script(text)
             wrapped, notes = script.text, list(script.notes)

@@ -67,6 +67,8 @@ class Wrapped:
     """Containers that are initContainers now."""
     secrets: tuple[str, ...]
     """Texts in the manifest that are not to be shown."""
+    backoff_limit: object
+    """The manifest's own, which counted restarts, and does no more; None: it has none, or did not."""
 
 
 def is_manifest(text: str) -> bool:
@@ -107,6 +109,8 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
     secrets = tuple(leak.secret for leak in leaks(job.source.data))
     if job.get("spec", "runPolicy", "cleanPodPolicy") != "All":
         job.put(("spec", "runPolicy", "cleanPodPolicy"), "Running")
+    counted = any(job.get(*place, "restartPolicy") != "ExitCode" for place in places)
+    backoff = job.get("spec", "runPolicy", "backoffLimit") if counted else None
     shutdown_s = max([pod.wrap_command() or 0.0 for pod in pods])
     for pod in pods:
         pod.wrap(folder, shutdown_s)
@@ -116,6 +120,7 @@ def wrap_manifest(text: str, file: str, *, runs: str | None = None) -> Wrapped:
         images=tuple(images),
         sidecars=tuple(sidecars),
         secrets=secrets,
+        backoff_limit=backoff,
     )
 
 

@@ -150,6 +150,19 @@ def test_other_containers_become_sidecars(before, first):
         assert made.sidecars == ("exporter",)
 
 
+@pytest.mark.parametrize(
+    ("policy", "limit", "counted"),
+    [("OnFailure", 6, 6), ("ExitCode", 6, None), ("OnFailure", None, None), (None, 0, 0)],
+)
+def test_a_backoff_limit_that_no_longer_counts_is_said(policy, limit, counted):
+    text = PLAIN
+    if policy:
+        text = text.replace("replicas: 2\n", f"replicas: 2\n      restartPolicy: {policy}\n")
+    if limit is not None:
+        text = text.replace("spec:\n", f"spec:\n  runPolicy: {{backoffLimit: {limit}}}\n", 1)
+    assert wrap_manifest(text, "job.yaml").backoff_limit == counted
+
+
 _JUNK = (None, 1, True, "x", "", [], {}, [1], [None], [{}], {"a": 1}, [{"name": ["x"]}], [[]])
 
 
