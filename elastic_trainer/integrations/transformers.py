@@ -80,8 +80,8 @@ class HoldfastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Accumulate over more batches where ranks are missing, in the samples' same order."""
-        trainer = _calling_trainer()
-        if "HOLDFAST_RECORD_DIR" in os.environ:
+        trainer, managed = _calling_trainer(), "HOLDFAST_RECORD_DIR" in os.environ
+        if managed:
             _refuse_what_is_not_covered(trainer)
         if not args.accelerator_config.split_batches:  # a batch is that of all ranks
             args.gradient_accumulation_steps = batches_of_rank(
@@ -95,7 +95,8 @@ class HoldfastCallback(TrainerCallback):
             self._order = _with_generator(self._order, args)
             return self._order
 
-        trainer._get_train_sampler = full_sampler  # noqa: SLF001
+        if managed:
+            trainer._get_train_sampler = full_sampler  # noqa: SLF001
 
     def on_train_begin(
         self,
@@ -163,12 +164,14 @@ class HoldfastCallback(TrainerCallback):
     ) -> None:
         """Say that the training is done: what the script does after it is its own."""
         self._changed.close()
-        if self._trainer is not None:
+        if self._run is None:
+            return
+        if self._run.managed:
+            assert self._trainer is not None
             self._trainer._tr_loss.zero_()  # noqa: SLF001  it has been added to the total
         self._keep(state.global_step)
-        if self._run is not None:
-            self._run.finish(state.global_step)
-        if self._run is not None and self._run.managed:
+        self._run.finish(state.global_step)
+        if self._run.managed:
             # On all ranks alike again, as the script has it without an agent.
             set_seed(args.seed)
         self._run = None
@@ -310,7 +313,8 @@ def _refuse_what_is_not_covered(trainer: Trainer) -> None:
     if ranks == full:
         return
     args, data = trainer.args, trainer.train_dataset
-    sharded = args.accelerator_config.dispatch_batches is False and hasattr(data, "n_shards")
+    shards = max(getattr(data, name, 1) for name in ("num_shards", "n_shards"))  # was called so
+    sharded = args.accelerator_config.dispatch_batches is False and shards > 1
     counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     batch = args.train_batch_size
     reasons = {
