@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -10,7 +12,7 @@ pytest.importorskip("accelerate", reason="not installed: pip install -e '.[dev]'
 
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from elastic_trainer.integrations.transformers import HoldfastCallback
+from elastic_trainer.integrations.transformers import HoldfastCallback, _Progress
 from elastic_trainer.progress import ApiError
 
 SMALL = {
@@ -173,3 +175,13 @@ def test_without_an_agent_the_callback_does_nothing(options, tmp_path, monkeypat
     without, beside = trained([]), trained([HoldfastCallback()])
     assert without[0] == beside[0]
     assert all(map(torch.equal, without[1:], beside[1:]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shares"), [(4, [1.0, 3.0, 3.0, 3.0]), (2, [1.0, 4.0]), (1, [2.5])]
+)
+def test_losses_since_the_last_log_are_shared_by_the_ranks_there_are(ranks, shares):
+    """Their mean is what it was; of several ranks also rank 0's, which `train` returns."""
+    runs = [SimpleNamespace(rank=rank, world_size=ranks) for rank in range(ranks)]
+    found = [_Progress(None, run)._share(10.0, 1.0, ranks_then=4) for run in runs]
+    assert found == shares
