@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -384,18 +384,40 @@ def _full_accumulation(args: TrainingArguments) -> Iterator[None]:
 
 
 def _with_generator(sampler: Any, args: TrainingArguments) -> Any:
-    """Give `sampler` the generator that accelerate would, also where there is one rank only.
+    """Have `sampler` draw apart from torch's generator, which is another after each step.
 
-    Without one it would draw from torch's own, which is not where it was after a restart. One
-    that accelerate seeds by the epoch is left alone.
+    Its order is the one that it would have had: one that accelerate seeds by the epoch is left
+    alone, one that it would give a generator is given the same, also where one rank is left.
     """
-    by_epoch = type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler
-    if by_epoch or not hasattr(sampler, "generator"):
+    seedable = args.accelerator_config.use_seedable_sampler
+    by_epoch = seedable and type(sampler) is RandomSampler
+    if by_epoch or getattr(sampler, "generator", sampler) is not None:
         return sampler
-    if sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)
+    if seedable or ranks_now_and_full(os.environ)[1] == 1:
+        return _Apart(sampler)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
+
+
+class _Apart(Sampler[int]):
+    """A sampler that draws from torch's generator as it was when this was made."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self.generator = torch.Generator()
+        self.generator.set_state(torch.get_rng_state())
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __iter__(self) -> Iterator[int]:
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self.generator.get_state())
+            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader for its workers before
+            order = list(self.whole)
+            self.generator.set_state(torch.get_rng_state())
+        return iter(order)
 
 
 def _continue_from(

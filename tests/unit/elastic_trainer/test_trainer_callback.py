@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("accelerate", reason="not installed: pip install -e '.[dev]'")
 
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from elastic_trainer.integrations.steps import seed_step
 from elastic_trainer.integrations.transformers import HoldfastCallback, _Progress
 from elastic_trainer.progress import ApiError
 
@@ -65,9 +66,33 @@ def test_lengths_are_grouped_over_the_batch_of_all_ranks(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path, **options)
     assert trainer.args.gradient_accumulation_steps == 6
     sampler = trainer._get_train_sampler()
-    assert sampler.batch_size == 2 * 3
-    assert sampler.generator is not None, "also of one rank, or a restart would draw anew"
+    assert sampler.whole.batch_size == 2 * 3
     assert trainer.args.gradient_accumulation_steps == 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_sampling_strategy": "group_by_length"},
+        {"accelerator_config": {"use_seedable_sampler": False}},
+    ],
+)
+def test_samples_come_in_the_order_that_they_have_without_an_agent(options, tmp_path, monkeypatch):
+    """Whatever the steps have left torch's generator at, as after a restart."""
+    monkeypatch.setenv("HOLDFAST_FULL_WORLD_SIZE", "1")
+
+    def epochs(*callbacks):
+        trainer = trainer_of(tmp_path, callbacks=list(callbacks), **options)
+        loader = DataLoader(range(40), sampler=trainer._get_train_sampler(), batch_size=2)
+        for _ in range(2):
+            yield torch.cat(list(loader)).tolist()
+            if callbacks:
+                seed_step(7)
+
+    plain = list(epochs())
+    monkeypatch.setenv("HOLDFAST_RECORD_DIR", str(tmp_path))
+    managed = list(epochs(HoldfastCallback()))
+    assert managed == plain
 
 
 def test_a_sampler_that_counts_ranks_itself_is_given_what_there_is(tmp_path):
