@@ -35,8 +35,8 @@ from elastic_trainer.checkpoint.saver import CheckpointPolicy, Saver
 from elastic_trainer.checkpoint.storage import CheckpointStorage
 from elastic_trainer.event_log import EventLog
 from elastic_trainer.lineage import Origin
+from elastic_trainer.progress import ApiError
 from elastic_trainer.rank_grid import RankGrid
-from elastic_trainer.trainings import training_of
 
 _MEMORY_WAIT_S = 10.0
 """For the copies of a snapshot, when leaving; then storage has to do."""
@@ -384,3 +384,34 @@ class CheckpointManager:
     def _emit(self, event: str, step: int | None, **fields: Any) -> None:
         if self._rank == 0 and not self._closed:
             self._events.emit(event, step=step, epoch=self._policy.epoch, **fields)
+
+
+def training_of(trainings: Sequence[Training], name: str, number: int) -> Training:
+    """Return the training that the run knows by `name`, or the one that it begins now.
+
+    A name that is not known begins a training only after all that are known: before them it
+    would be another one than last time.
+
+    Args:
+        trainings: of the run so far.
+        name: what the script calls it.
+        number: of the start in this process, from 1.
+
+    Raises:
+        ApiError: HF538, it cannot be told which one is meant.
+    """
+    for known in trainings:
+        if known.name == name:
+            return known
+    if not trainings:
+        return Training(name=name)
+    final = trainings[-1].final
+    if final is None or number != len(trainings) + 1:
+        names = ", ".join(repr(training.name) for training in trainings)
+        raise ApiError(
+            f"HF538 start {number} of this process begins training {name!r}; the run has had "
+            f"{names}{'' if final else ', of which the last is not finished'}. After a restart "
+            "begin the same trainings with the same names: a finished one returns at once, with "
+            "its last state"
+        )
+    return Training(name=name, begins=final.step + 1)

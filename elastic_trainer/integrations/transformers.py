@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -80,8 +80,8 @@ class HoldfastCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Accumulate over more batches where ranks are missing, in the samples' same order."""
-        trainer = _calling_trainer()
-        if "HOLDFAST_RECORD_DIR" in os.environ:
+        trainer, managed = _calling_trainer(), "HOLDFAST_RECORD_DIR" in os.environ
+        if managed:
             _refuse_what_is_not_covered(trainer)
         if not args.accelerator_config.split_batches:  # a batch is that of all ranks
             args.gradient_accumulation_steps = batches_of_rank(
@@ -95,7 +95,8 @@ class HoldfastCallback(TrainerCallback):
             self._order = _with_generator(self._order, args)
             return self._order
 
-        trainer._get_train_sampler = full_sampler  # noqa: SLF001
+        if managed:
+            trainer._get_train_sampler = full_sampler  # noqa: SLF001
 
     def on_train_begin(
         self,
@@ -163,12 +164,14 @@ class HoldfastCallback(TrainerCallback):
     ) -> None:
         """Say that the training is done: what the script does after it is its own."""
         self._changed.close()
-        if self._trainer is not None:
+        if self._run is None:
+            return
+        if self._run.managed:
+            assert self._trainer is not None
             self._trainer._tr_loss.zero_()  # noqa: SLF001  it has been added to the total
         self._keep(state.global_step)
-        if self._run is not None:
-            self._run.finish(state.global_step)
-        if self._run is not None and self._run.managed:
+        self._run.finish(state.global_step)
+        if self._run.managed:
             # On all ranks alike again, as the script has it without an agent.
             set_seed(args.seed)
         self._run = None
@@ -310,7 +313,8 @@ def _refuse_what_is_not_covered(trainer: Trainer) -> None:
     if ranks == full:
         return
     args, data = trainer.args, trainer.train_dataset
-    sharded = args.accelerator_config.dispatch_batches is False and hasattr(data, "n_shards")
+    shards = max(getattr(data, name, 1) for name in ("num_shards", "n_shards"))  # was called so
+    sharded = args.accelerator_config.dispatch_batches is False and shards > 1
     counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     batch = args.train_batch_size
     reasons = {
@@ -380,18 +384,40 @@ def _full_accumulation(args: TrainingArguments) -> Iterator[None]:
 
 
 def _with_generator(sampler: Any, args: TrainingArguments) -> Any:
-    """Give `sampler` the generator that accelerate would, also where there is one rank only.
+    """Have `sampler` draw apart from torch's generator, which is another after each step.
 
-    Without one it would draw from torch's own, which is not where it was after a restart. One
-    that accelerate seeds by the epoch is left alone.
+    Its order is the one that it would have had: one that accelerate seeds by the epoch is left
+    alone, one that it would give a generator is given the same, also where one rank is left.
     """
-    by_epoch = type(sampler) is RandomSampler and args.accelerator_config.use_seedable_sampler
-    if by_epoch or not hasattr(sampler, "generator"):
+    seedable = args.accelerator_config.use_seedable_sampler
+    by_epoch = seedable and type(sampler) is RandomSampler
+    if by_epoch or getattr(sampler, "generator", sampler) is not None:
         return sampler
-    if sampler.generator is None:
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)
+    if seedable or ranks_now_and_full(os.environ)[1] == 1:
+        return _Apart(sampler)
+    seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    sampler.generator = torch.Generator().manual_seed(seed)
     return sampler
+
+
+class _Apart(Sampler[int]):
+    """A sampler that draws from torch's generator as it was when this was made."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self.generator = torch.Generator()
+        self.generator.set_state(torch.get_rng_state())
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __iter__(self) -> Iterator[int]:
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self.generator.get_state())
+            torch.empty((), dtype=torch.int64).random_()  # as a DataLoader for its workers before
+            order = list(self.whole)
+            self.generator.set_state(torch.get_rng_state())
+        return iter(order)
 
 
 def _continue_from(

@@ -20,7 +20,8 @@ SAMPLES, WIDTH = 40, 16
 
 
 def tell(training, model, **more):
-    total = sum(float(p.detach().double().norm()) for p in model.parameters())
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+    total = sum(float(p.double().norm()) for p in whole)
     said = {"training": training, "rank": int(os.environ["RANK"]), "norm": total, **more}
     sys.stdout.write(f"RESULT {json.dumps(said)}\n")
     sys.stdout.flush()
@@ -145,6 +146,37 @@ def lightning(_names):
         tell(training, module, steps=trainer.global_step)
 
 
+def megatron(_names):
+    """A GPT of Megatron-core, of which each training has other samples."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    import megatron_core as example
+
+    dist.init_process_group("gloo")
+    example.parallel_state.initialize_model_parallel()
+    model = example.build(tp=1).eval()  # dropout would draw as without an agent it does not
+    for training in (1, 2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 / training)
+        for step in (steps := example.Steps(20, model, optimizer)):
+            optimizer.zero_grad()
+            steps.loss = example.loss_of(model, step + 100 * training)
+            optimizer.step()
+            time.sleep(0.05)
+        tell(training, model, steps=steps.done)
+
+
+def torchtitan(_names):
+    """Models of its own for each Trainer, of which the second has other samples."""
+    import torchtitan_loop as loop
+
+    dist.init_process_group("gloo")
+    for training in (1, 2):
+        trainer = loop.Small(20)
+        trainer.dataloader.dataset.at += 100 * training
+        loop.keep(trainer)
+        trainer.train()
+        tell(training, trainer.model_parts[0], steps=trainer.step)
+
+
 def crash_once(path):
     """Die on one rank after the last step, as a save of the script's own may."""
     time.sleep(0.5)
@@ -159,7 +191,9 @@ if __name__ == "__main__":
         crash, (kind, *names) = kind.removeprefix("crash="), names
     else:
         crash = None
-    {"own": own, "hf": hf, "lightning": lightning}[kind](names)
+    kinds = {"own": own, "hf": hf, "lightning": lightning}
+    kinds |= {"megatron": megatron, "torchtitan": torchtitan}
+    kinds[kind](names)
     if crash is not None:
         crash_once(crash)
     if dist.is_initialized():  # else plain torchrun may abort as Python ends (docs/scripts.md)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import signal
 import time
 import weakref
@@ -10,17 +11,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_run import events
 from torch import nn
 
+from elastic_trainer import api, progress
 from elastic_trainer.board.file_board import FileBoard
 from elastic_trainer.board.state import Commit, update
 from elastic_trainer.checkpoint.load import TrainingState
 from elastic_trainer.checkpoint.manager import CheckpointManager
 from elastic_trainer.checkpoint.memory_restore import Restored
 from elastic_trainer.events import Event
-from elastic_trainer.heartbeat import Request
+from elastic_trainer.heartbeat import Heartbeat, Request
 from elastic_trainer.ladder import Ladder
-from elastic_trainer.progress import ApiError
+from elastic_trainer.progress import ApiError, StepCounter
 from elastic_trainer.training.script_checkpointer import ScriptCheckpointer, device_of
 
 
@@ -34,9 +37,9 @@ def _alone(tmp_path):
         signal.signal(number, handler)
 
 
-def checkpointer(root, *, training=None, before=None, **more):
+def environment(root, **more):
     (rung,) = Ladder.data_parallel(max_nodes=1, min_nodes=1, workers=1).rungs
-    env = {
+    return {
         "HOLDFAST_RECORD_DIR": str(root),
         "HOLDFAST_EPOCH": "0",
         "HOLDFAST_NODE": "n1",
@@ -50,6 +53,10 @@ def checkpointer(root, *, training=None, before=None, **more):
         "MASTER_PORT": "1",
         **more,
     }
+
+
+def checkpointer(root, *, training=None, before=None, **more):
+    env = environment(root, **more)
     return ScriptCheckpointer(env, {"every_s": 50.0}, training=training, before=before)
 
 
@@ -160,6 +167,27 @@ def test_a_training_whose_end_is_not_kept_is_not_taken_for_finished(tmp_path):
     assert begun(again, 0.0)[1] == 7
     assert not again.finished
     again.close()
+
+
+def test_a_step_of_a_finished_training_is_refused(tmp_path, monkeypatch):
+    """Whose loop does not ask `not run.finished`: the model is its last state, and stays that."""
+    heartbeat = Heartbeat(tmp_path / "heartbeat", create=True)
+    monkeypatch.setattr(progress, "_counter", (os.getpid(), StepCounter(heartbeat)))
+    for begins, finished in ((0, False), (3, True)):
+        model = nn.Linear(2, 2)
+        run = api.Run(environment(tmp_path), {"memory_every_steps": 0}, name="sft")
+        assert run.restore(model, torch.optim.AdamW(model.parameters())) == begins
+        assert run.finished is finished
+        if finished:
+            with pytest.raises(ApiError, match=r"HF539 step 4 of training 'sft', .* step 3:"):
+                run.completed(4)
+        else:
+            for step in (1, 2, 3):
+                assert not run.completed(step)
+        run.finish()
+    done = [e["step"] for e in events(tmp_path, "step.completed")]
+    assert done == [1, 2, 3]
+    heartbeat.close()
 
 
 def test_a_training_that_has_ended_holds_no_memory(tmp_path):

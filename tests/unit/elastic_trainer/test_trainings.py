@@ -9,6 +9,7 @@ import pytest
 
 from elastic_trainer.board.state import BoardState, Commit, Training
 from elastic_trainer.checkpoint.errors import FencedError
+from elastic_trainer.checkpoint.manager import training_of
 from elastic_trainer.checkpoint.manifest import (
     directory_name,
     superseded,
@@ -18,7 +19,6 @@ from elastic_trainer.checkpoint.manifest import (
 )
 from elastic_trainer.lineage import Origin
 from elastic_trainer.progress import ApiError
-from elastic_trainer.trainings import training_of
 
 
 def commit(step, epoch=1):
