@@ -484,6 +484,7 @@ def test_a_script_that_begins_from_scratch_is_told_and_the_second_time_in_a_row_
     said = done.stdout + done.stderr
     assert ("HF517" in said) == bool(code)
     assert ("from scratch" in said) == bool(from_scratch)
+    assert "first failure" not in said, "each kill was recovered from"
 
 
 def test_a_script_without_progress_hangs_and_one_that_never_showed_any_does_not(agents):
