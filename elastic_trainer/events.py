@@ -40,7 +40,7 @@ EVENTS: Final[dict[str, str]] = {
     "storage.stalled": (
         "The run directory's storage stood still; training continued. seconds, held_back"
     ),
-    "board.damaged": "A swap of the board was lost to damaged storage. reason",
+    "board.damaged": "A swap of the board was lost to damage, or all of it was removed. reason",
     "member.quarantined": (
         "A machine that was lost again takes no part for a while. member, host, seconds, losses"
     ),

@@ -42,6 +42,8 @@ class StepCounter:
         """No optimizer has shown how many steps it had done before this worker began."""
         self._first = 0
         """The first step of this worker that was counted or reported; 0: none yet."""
+        self._trained = False
+        """A step was done: an evaluation before the first one is none."""
         self._several = False
         """An optimizer came late: perhaps of a second training, which begins at its own step 1."""
 
@@ -66,7 +68,7 @@ class StepCounter:
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         step = self._step + 1 if self._leader() is optimizer else self._step
-        self._step = max(step, count)
+        self._step, self._trained = max(step, count), True
         self._heartbeat.beat(step=self._step, section=Section.STEP)
 
     def report(
@@ -85,6 +87,9 @@ class StepCounter:
         if step and not self._first:
             self._first = step
             self._heartbeat.begin_at(step, Source.SCRIPT)
+        self._trained = self._trained or (step is not None and section is Section.STEP)
+        if not self._trained and section in (Section.STEP, Section.SAVING, Section.EVALUATING):
+            section = Section.FIRST_STEP
         self._heartbeat.beat(step=step, section=section, committed_step=committed_step)
 
     def listen(self) -> None:

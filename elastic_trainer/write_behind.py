@@ -126,26 +126,29 @@ class WriteBehind:
             if self._lines:
                 return self._lines[0]
             self._closing, self._thread = False, None
-            if self._fd is not None:
-                os.close(self._fd)
-                self._fd = None
+            self._close()
             return None
 
     def _written(self, line: bytes) -> bool:
         rest = memoryview(line)
         while rest:
             try:
+                if self._fd is not None and not os.fstat(self._fd).st_nlink:
+                    self._close()  # somebody has removed the file
                 if self._fd is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                     self._fd = os.open(self._path, flags, 0o666)  # the umask decides
                 rest = rest[os.write(self._fd, rest) :]
             except OSError:
+                with contextlib.suppress(OSError):
+                    self._close()  # a stale handle never comes back
                 if not self._must_keep:
                     return False
-                with contextlib.suppress(OSError):  # a stale handle never comes back
-                    if self._fd is not None:
-                        os.close(self._fd)
-                self._fd = None
                 time.sleep(RETRY_S)
         return True
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)

@@ -258,6 +258,10 @@ CODES: Final[dict[str, Code]] = {
         "The job of an agent is done already.",
         "Name another --rdzv-id to run it anew; --if-done ok ends with 0.",
     ),
+    "HF523": Code(
+        "The folder of a running job was removed and cannot be made again.",
+        "Make its storage available with write permission, and start the job anew.",
+    ),
     "HF527": Code(
         "Agents of one job differ in what they must have in common, as workers per node.",
         "Start all with the same flags and the same version.",

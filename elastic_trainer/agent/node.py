@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,13 @@ from elastic_trainer.agent.rendezvous import HoldfastRendezvous, Place
 from elastic_trainer.agent.stop_signals import ALWAYS, Waker
 from elastic_trainer.agent.wire.addresses import interfaces, local_address, with_links
 from elastic_trainer.agent.wire.network import listen
-from elastic_trainer.agent.wire.secret import Secret, adopt_secret, authenticate, make_secret
+from elastic_trainer.agent.wire.secret import (
+    Secret,
+    SecretError,
+    adopt_secret,
+    authenticate,
+    make_secret,
+)
 from elastic_trainer.agent.wire.store import EVERYWHERE, parse_ports
 from elastic_trainer.agent.workers.environment import base_environment
 from elastic_trainer.agent.workers.group import forward_error_file, worker_spec
@@ -305,7 +311,15 @@ def _join(
             options.board,
             on_damage=lambda reason: log.emit("board.damaged", reason=reason),
         ),
-        log=partial(_log, log, voice=voice, failing=Waiting(time.monotonic() - FIRST_S)),
+        log=partial(
+            _log,
+            log,
+            voice=voice,
+            failing=Waiting(time.monotonic() - FIRST_S),
+            put_back=None
+            if options.secret_file is not None
+            else partial(secret.publish, options.shared_dir),
+        ),
         notify=waker.wake,
         crashed=die,
     )
@@ -345,14 +359,26 @@ def _log(
     *,
     voice: Voice,
     failing: Waiting,
+    put_back: Callable[[], None] | None,
 ) -> None:
-    """Put an event of membership on record, and say that the board fails.
+    """Put an event of membership on record, and say that the board fails, or was removed.
 
-    The record may lie where the board does, and be lost with it.
+    The record may lie where the board does, and be lost with it; so may the secret.
     """
     log.emit_later(event, epoch, fields)
     if event == "board.failed" and failing.due(time.monotonic()):
         voice.say(f"the board of the job fails, so that no epoch can begin: {fields['reason']}")
+    if event == "board.damaged":
+        voice.say(f"the board of the job: {fields['reason']}")
+        if put_back is not None:  # not here: storage may not answer, and peers wait for an answer
+            threading.Thread(target=_or_say, args=(put_back, voice), daemon=True).start()
+
+
+def _or_say(put_back: Callable[[], None], voice: Voice) -> None:
+    try:
+        put_back()
+    except SecretError as error:
+        voice.say(f"no other agent can join this job: {error}")
 
 
 def _scripts(options: Options, log: EventLog, voice: Voice) -> Scripts:

@@ -12,6 +12,10 @@ has put a whole version above. So a reader first waits. When nobody comes, that 
 and said to be: the newest whole version below counts, its epoch raised (`after_damage`), under
 the damaged one's number, so that the next swap puts it on top. The damaged file is kept as
 `damaged-<number>`. Only when no version at all is whole the board raises.
+
+**Removal.** A folder that somebody has removed is an empty board, and whoever swaps upon that
+makes it again; not where the file system that it was on is gone, for what was then written in its
+place would be another board.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ class BoardCorruptError(OSError):
 class FileBoard:
     """A compare-and-swap register: `directory` holds its newest versions, one file each.
 
-    The directory is made when it is missing.
+    The directory is made when it is missing, and again when it was removed.
 
     Args:
         directory: of this board alone.
@@ -85,6 +89,7 @@ class FileBoard:
         self._dir = Path(directory)
         self._link, self._heal_s, self._on_damage, self._repair = link, heal_s, on_damage, repair
         self._dir.mkdir(parents=True, exist_ok=True)
+        self._device = self._dir.stat().st_dev
 
     @property
     def name(self) -> str:
@@ -178,6 +183,12 @@ class FileBoard:
     def _publish(self, version: int, state: bytes) -> bool:
         """Link a complete file as `version`; return whether this call won that number."""
         temp = self._dir / f"{_TEMP_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            self._dir.mkdir(parents=True, exist_ok=True)
+        except PermissionError as error:
+            raise FileNotFoundError(
+                errno.ENOENT, f"removed, and cannot be made again ({error})", str(self._dir)
+            ) from error
         digest = hashlib.sha256(state).hexdigest().encode()
         try:
             write_new(temp, b" ".join((_MAGIC, digest)) + b"\n" + state, durable=True)
@@ -236,7 +247,13 @@ class FileBoard:
                     orphan.unlink(missing_ok=True)
 
     def _versions(self) -> list[int]:
-        names = (path.name for path in self._dir.iterdir())
+        try:
+            names = [path.name for path in self._dir.iterdir()]
+        except FileNotFoundError:
+            left = next(path for path in self._dir.parents if path.exists())
+            if left.stat().st_dev != self._device:
+                raise  # it is not mounted
+            return []
         return [int(n[1:]) for n in names if n.startswith(_PREFIX) and n[1:].isdigit()]
 
     def _path(self, version: int) -> Path:

@@ -154,7 +154,7 @@ def _fallbacks(spans: Iterable[EpochSpan]) -> list[dict[str, Any]]:
 def _shown_again(spans: Iterable[EpochSpan]) -> int | None:
     """Return the steps that a script did again after restarts; None: nothing tells."""
     shown = [span for span in spans if span.steps]
-    if not all(after.resume_known for after in shown[1:]):
+    if not shown or not all(after.resume_known for after in shown[1:]):
         return None
     return sum(
         max(0, before.last_step - (after.resume_step or 0)) for before, after in pairwise(shown)

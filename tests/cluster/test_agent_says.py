@@ -256,18 +256,50 @@ def test_a_second_agent_of_the_same_name_is_told_so(terminal):
     assert "92" in ended
 
 
-def test_a_folder_of_a_job_that_somebody_removes_is_said(terminal):
-    """Its board is in it: no epoch can begin any more, and the record cannot tell why."""
-    (terminal.folder / "saves.py").write_text(SAVES)
-    agent = terminal.start("--standalone", "--nproc-per-node", "2", "saves.py", "0")
-    pids = processes(terminal.folder, 2)
-    (folder,) = terminal.tmp.glob("holdfast-*")
-    shutil.rmtree(folder)
-    os.kill(pids[0], signal.SIGKILL)
-    said = [agent.stderr.readline() for _ in range(4)]
-    while not any("board" in line for line in said):
-        said.append(agent.stderr.readline())
-        assert said[-1], said
-    agent.kill()
-    agent.wait()
-    until("left over", lambda: not any(map(alive, pids)))
+GOES_ON = """
+import os, sys, time
+from pathlib import Path
+rank, epoch = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+Path(f"up.{rank}.{epoch}").write_text(str(os.getpid()))
+while not Path(f"end.{epoch}").exists():
+    time.sleep(0.02)
+sys.exit(int(Path(f"end.{epoch}").read_text() or 0))
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_whose_folder_somebody_removes_trains_on_and_ends(terminal, nodes):
+    """Its board, its secret and its record are in it."""
+    (terminal.folder / "script.py").write_text(GOES_ON)
+    where, folder = ["--standalone", "--nproc-per-node", "2"], None
+    if nodes == 2:
+        folder = terminal.folder / "shared" / "a"
+        where = ["--rdzv-endpoint", str(folder.parent), "--rdzv-id", "a", "--nnodes", "2"]
+    agents = [
+        terminal.start(*where, *(["--node", f"n{i}"] if folder else []), "script.py")
+        for i in range(nodes)
+    ]
+    up = until("epoch 1", lambda: both_up(terminal.folder, 1))
+    folder = folder or next(terminal.tmp.glob("holdfast-*"))
+    remove(folder)
+    os.kill(int(up[0].read_text()), signal.SIGKILL)
+    until("epoch 2", lambda: both_up(terminal.folder, 2))
+    assert {"board", "secret", "events", "logs"} <= {path.name for path in folder.iterdir()}
+    remove(folder)
+    (terminal.folder / "end.2").touch()
+    begun = time.monotonic()
+    said = [terminal.end(agent) for agent in agents]
+    assert [code for code, _ in said] == [0] * nodes, said
+    assert time.monotonic() - begun < 9.0, "it waited for its board"
+    assert "put back" in "".join(text for _, text in said)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that others write to."""
+    gone = folder.rename(folder.with_name("gone"))
+    shutil.rmtree(gone)
+
+
+def both_up(folder: Path, epoch: int) -> list[Path]:
+    found = list(folder.glob(f"up.*.{epoch}"))
+    return found if len(found) == 2 and all(path.read_text() for path in found) else []

@@ -474,7 +474,7 @@ def test_a_script_that_begins_from_scratch_is_told_and_the_second_time_in_a_row_
     kills = ["--fault", "kill-worker:0@25", "--fault", "kill-worker:0@50"]
     options = [word for each in sets for word in ("--set", each)]
     done = start_job(tmp_path / "job.yaml", tmp_path / "run", *kills, *options)
-    assert done.returncode == (1 if code else 0), done.stdout + done.stderr
+    assert done.returncode == (2 if code else 0), done.stdout + done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["code"] == code
     assert [each["epoch"] for each in summary["from_scratch"]] == from_scratch
@@ -484,6 +484,7 @@ def test_a_script_that_begins_from_scratch_is_told_and_the_second_time_in_a_row_
     said = done.stdout + done.stderr
     assert ("HF517" in said) == bool(code)
     assert ("from scratch" in said) == bool(from_scratch)
+    assert "first failure" not in said, "each kill was recovered from"
 
 
 def test_a_script_without_progress_hangs_and_one_that_never_showed_any_does_not(agents):

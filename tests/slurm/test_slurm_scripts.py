@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from jobs import make_run
+from jobs import make_run, submitted_run
 
 JOB = """\
 name: script
@@ -117,6 +119,43 @@ def test_a_script_ends_at_time_limits_keeps_its_nodes_and_finishes(slurm, tmp_pa
         assert shown - 8 <= step <= shown + 3, f"window {window}: {resumed} {last}"
         first = shown_in(run, window + 1)[0]["step"]
         assert first > step, "counted from the beginning of the training"
+
+
+ANEW = """\
+import time
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_requeued_script_that_begins_from_scratch_again_ends_and_why_says_so(user, slurm):
+    Path("job.yaml").write_text(JOB.replace("{run_dir}", "").replace("nodes: 2", "nodes: 1"))
+    Path("train.py").write_text(ANEW)
+    user("submit", "job.yaml", "--to", "slurm", "--run-dir", "runs/one")
+    run, job = submitted_run(slurm, Path("runs/one")), user.json("status", "one")["job_id"]
+    for window in range(2):
+        run.until(
+            f"window {window}",
+            lambda window=window: [e for e in shown_in(run, window) if e["step"] > 20],
+        )
+        slurm.run("scancel", "--signal=USR2", "--batch", job)  # time to save; it is requeued
+        run.until(f"end {window}", lambda window=window: run.events("run.ended")[window:])
+    assert run.ended(job, "FAILED").restarts == 2
+    assert [event["code"] for event in run.events("run.ended")] == [91, 91, 93], run.story()
+    restarts = [(e["from_scratch"], e["stops"]) for e in run.events("script.restarted")]
+    assert restarts == [(1, False), (2, True)]
+    said = user("why", "one")[0].splitlines()
+    assert "HF517" in said[0]
+    assert not any("first failure" in line for line in said)
 
 
 def shown_in(run, window):

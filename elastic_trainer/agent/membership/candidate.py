@@ -249,7 +249,7 @@ class Candidate(Role):
         unheard = frozenset(silent)
         return ToCoordinator(state, token, expected, unheard=unheard, amid=self._behind)
 
-    def board_failed(self, error: str) -> Transition | None:
+    def board_failed(self, error: str, *, gone: bool) -> Transition | None:
         """Try again in a moment: without the board there is no new epoch."""
         if self._peeks:
             self._peeks -= 1

@@ -118,7 +118,8 @@ LATE_S: Final = 1.0
 """A successor whose board took longer than that to answer gives others as long: they check on the
 board that it leads before they join it."""
 FINAL_SWAP_S: Final = 10.0
-"""How long the end of a job waits for a board that does not answer."""
+"""How long the end of a job waits for a board that does not answer, and an epoch for one whose
+folder is gone."""
 NOT_SAID: Final = (
     "the script did not say that it had saved (exit code 91), its newest checkpoint counts"
 )
@@ -1257,12 +1258,19 @@ class Coordinator(Role):
 
     def board_read(self, state: BoardState | None, token: Token | None) -> Transition | None:
         """See what became of a swap whose answer was lost."""
-        return self._with(self.lease.swapped(state or BoardState(), token, won=False))
+        return self._with(self.lease.swapped(state, token, won=False))
 
-    def board_failed(self, error: str) -> Transition | None:
-        """The board does not answer: no new epoch, but the running one continues."""
+    def board_failed(self, error: str, *, gone: bool) -> Transition | None:
+        """The board does not answer: no new epoch, but the running one continues.
+
+        No epoch ever begins where the board cannot be put back: then the job ends.
+        """
         self.lease.failed()
-        return None
+        forms = self.phase is Phase.FORMING
+        if not (gone and forms and self.ctx.now - self._form_asked >= FINAL_SWAP_S):
+            return None
+        self._final = ToDone(EXIT_DO_NOT_RESTART, f"HF523 no epoch can begin: {error}")
+        return self._leave()
 
     def store_opened(self, epoch: int, address: str, port: int) -> Transition | None:
         """The store of the next epoch listens."""

@@ -125,7 +125,7 @@ class Follower(Role):
             ctx.close(self._link)
         return ToSeeker(called)
 
-    def board_failed(self, error: str) -> Transition | None:
+    def board_failed(self, error: str, *, gone: bool) -> Transition | None:
         """Stay: who has called is found on the board later, should it be so."""
         return self.board_read(None, None)
 

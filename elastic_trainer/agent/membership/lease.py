@@ -84,9 +84,17 @@ class LeaseHolder:
         # A board that somebody emptied must not make epochs fall.
         return max(self._state.epoch, self._ctx.epoch) + 1
 
-    def swapped(self, state: BoardState, token: Token | None, *, won: bool) -> LeaseStatus:
-        """Take the answer of a swap, or of a read after a failed one (`won` False)."""
+    def swapped(self, state: BoardState | None, token: Token | None, *, won: bool) -> LeaseStatus:
+        """Take the answer of a swap, or of a read after a failed one (`won` False).
+
+        Somebody has emptied a board without a state: what this agent saw last goes on it again.
+        """
         purpose, self._swapping = self._swapping, None
+        if state is None:
+            self._ctx.log("board.damaged", reason="somebody removed what was on it; it is put back")
+            self._token = None
+            self._swap()
+            return LeaseStatus.HELD
         self._state, self._token = state, token
         if self._ended is not None and state.lease is None and state.ended == self._ended:
             return LeaseStatus.RELEASED

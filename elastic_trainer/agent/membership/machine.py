@@ -92,9 +92,9 @@ class Membership:
         """Take the answer to SwapBoard."""
         return self._answered(now, lambda role: role.board_swapped(state, token, won=won))
 
-    def board_failed(self, error: str, now: float) -> list[Effect]:
-        """The board's storage did not answer."""
-        return self._answered(now, lambda role: role.board_failed(error))
+    def board_failed(self, error: str, now: float, *, gone: bool = False) -> list[Effect]:
+        """The board's storage did not answer; `gone`: it says that there is no such folder."""
+        return self._answered(now, lambda role: role.board_failed(error, gone=gone))
 
     def store_opened(self, epoch: int, address: str, port: int, now: float) -> list[Effect]:
         """Take the answer to OpenStore."""

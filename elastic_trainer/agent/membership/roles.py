@@ -136,7 +136,7 @@ class Role:
         """Take the answer to SwapBoard: the newest content, and whether it is ours."""
         return None
 
-    def board_failed(self, error: str) -> Transition | None:
+    def board_failed(self, error: str, *, gone: bool) -> Transition | None:
         """Take a failed board call: its storage does not answer. Roles try again by a timer."""
         return None
 

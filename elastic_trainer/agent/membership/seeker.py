@@ -191,7 +191,7 @@ class Seeker(Role):
             return ToCoordinator(state, token, gone=gone, amid=ours and state.epoch > ctx.epoch)
         return self.board_read(state, token)
 
-    def board_failed(self, error: str) -> Transition | None:
+    def board_failed(self, error: str, *, gone: bool) -> Transition | None:
         """Look again in a moment."""
         self._claiming = False
         self._look_again()

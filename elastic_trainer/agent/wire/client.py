@@ -219,11 +219,12 @@ class MembershipClient:
     def _swap_board(self, state: BoardState, token: Token | None) -> None:
         try:
             found = self._board.set_state(state.encode(), token)
-            if found is None:
-                raise OSError("the board is empty after a swap")  # noqa: TRY301
-            newest = BoardState.decode(found[0])
+            newest = BoardState.decode(found[0]) if found else None
         except Exception as error:  # noqa: BLE001  as above
             self._board_failed(error)
+            return
+        if found is None or newest is None:  # somebody has emptied it
+            self._later(lambda now: self._machine.board_read(None, None, now))
             return
         _, new_token, won = found
         self._later(lambda now: self._machine.board_swapped(newest, new_token, now, won=won))
@@ -233,7 +234,8 @@ class MembershipClient:
         self._network.call(
             lambda: self._say_now_and_then(self._board_failures, "board.failed", text)
         )
-        self._later(lambda now: self._machine.board_failed(text, now))
+        gone = isinstance(error, FileNotFoundError)
+        self._later(lambda now: self._machine.board_failed(text, now, gone=gone))
 
     def _open(self, epoch: int) -> None:
         try:

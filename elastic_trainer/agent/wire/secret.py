@@ -80,22 +80,17 @@ class Secret:
         whole = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return hmac.digest(self._key, whole, "sha256")
 
+    def publish(self, directory: Path) -> None:
+        """Put the secret into `directory` where there is none.
 
-def make_secret(directory: Path) -> Secret:
-    """Return the secret in `directory`, and make it first where there is none.
-
-    Any number of processes may call this at once, on any nodes that share the file system:
-    a complete, fsynced file is published by link(2), which succeeds for one of them.
-
-    Raises:
-        SecretError: HF520 it cannot be written, or the one there must not be used.
-    """
-    path = directory / SECRET_NAME
-    if not os.path.lexists(path):
+        Raises:
+            SecretError: HF520 it cannot be written.
+        """
+        path = directory / SECRET_NAME
         fresh = directory / f".{SECRET_NAME}-{os.getpid()}-{os.urandom(8).hex()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _write_private(fresh, os.urandom(KEY_BYTES).hex().encode() + b"\n")
+            _write_private(fresh, self._key.hex().encode() + b"\n")
             with contextlib.suppress(FileExistsError):  # another was first: theirs counts
                 os.link(fresh, path)
         except OSError as error:
@@ -106,6 +101,19 @@ def make_secret(directory: Path) -> Secret:
         finally:
             with contextlib.suppress(OSError):
                 fresh.unlink()
+
+
+def make_secret(directory: Path) -> Secret:
+    """Return the secret in `directory`, and make it first where there is none.
+
+    Any number of processes may call this at once, on any nodes that share the file system:
+    a complete, fsynced file is published by link(2), which succeeds for one of them.
+
+    Raises:
+        SecretError: HF520 it cannot be written, or the one there must not be used.
+    """
+    if not os.path.lexists(directory / SECRET_NAME):
+        Secret(os.urandom(KEY_BYTES)).publish(directory)
     return load_secret(directory)
 
 

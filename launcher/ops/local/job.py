@@ -73,6 +73,7 @@ class AttemptResult:
     """How one attempt ended."""
 
     run_dir: Path
+    config: TrainConfig
     code: int
     """The job's exit code; EXIT_INTERRUPTED: interrupted before the agents could save."""
     interrupted: bool
@@ -261,6 +262,7 @@ def execute(prepared: Prepared, *, interrupts: Interrupts, view: View) -> Attemp
     failed = [logs / node / "agent.log" for node, ended in sorted(codes.items()) if ended]
     return AttemptResult(
         run_dir=directory,
+        config=config,
         code=code,
         interrupted=interrupted,
         why=explain(status, [path for path in failed if path.is_file()], now_unix=time.time()),
@@ -328,8 +330,11 @@ def closing_lines(result: AttemptResult) -> str:
         f"committed, to step {fall['back_to']} ({fall['source']})"
         for fall in summary["fallbacks"]
     ]
+    wanted = result.config.elastic.from_scratch
     lines += [
-        f"warning: epoch {each['epoch']} began from scratch after step {each['newest']}: the "
+        f"epoch {each['epoch']} began from scratch after step {each['newest']}, as the job allows"
+        if wanted
+        else f"warning: epoch {each['epoch']} began from scratch after step {each['newest']}: the "
         "script does not resume from its checkpoint (docs/scripts.md)"
         for each in summary["from_scratch"]
     ]

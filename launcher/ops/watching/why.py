@@ -188,6 +188,8 @@ def _ended(status: RunStatus, output: Sequence[Path]) -> Why:
     if not code and training is not None:  # 0: of a wrapped script, which ended well all the same
         code = training.code
     failed = None if training is None else training.first_failure
+    if failed is not None and training is not None and (failed.epoch or 0) < training.epoch:
+        failed = None  # an epoch has begun since: this did not end the job
     ending = "" if code is None else f" with code {code}"
     reason = training.reason if training is not None and training.code == code else ""
     if state is JobState.CANCELLED:

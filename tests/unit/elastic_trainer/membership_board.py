@@ -26,6 +26,7 @@ class SimBoard:
     def __init__(self, world: Cluster) -> None:
         self._world = world
         self.content: Content | None = None
+        self._emptied: BoardState | None = None
         self._before: list[tuple[float, Content | None]] = []
         """Older contents and until when they were the newest, while reads may be stale."""
         self.down_until = 0.0
@@ -36,12 +37,18 @@ class SimBoard:
         """Reads show what was there so long ago, though never less than the reader knows."""
         self.cut: set[str] = set()
         """Nodes that cannot reach it."""
-        self.lose_replies = False
+        self.lose_replies = self.gone = False
+        """`gone`: while it fails it says that there is no such folder."""
         self.reads: list[tuple[float, str]] = []
         """When, and of whom."""
         self.owners = Owners()
         self.ends: list[Ended] = []
         """How attempts of the job ended."""
+
+    def empty(self) -> None:
+        """Remove what is on it; whoever led may put that back."""
+        assert self.content is not None
+        self._emptied, self.content = self.content[0], None
 
     def heal(self) -> None:
         """Undo all faults."""
@@ -81,7 +88,9 @@ class SimBoard:
         if not self.reaches(node):
             self._world.at(
                 self._world.now + LOOK_S,
-                lambda: self._answer(node, lambda now: node.machine.board_failed("down", now)),
+                lambda: self._answer(
+                    node, lambda now: node.machine.board_failed("down", now, gone=self.gone)
+                ),
             )
             return False
         return True
@@ -114,12 +123,16 @@ class SimBoard:
             return
         won = token == (self.content[1] if self.content else None)
         if won:
-            old = self.content[0] if self.content else BoardState()
+            lost = self._emptied if self._emptied and state.epoch else BoardState()
+            old = self.content[0] if self.content else lost
             self.owners.check_swap(node.me.agent_id, old, state, self._world.published)
             self._put((BoardState.decode(state.encode()), (token or 0) + 1))
             if state.ended is not None and state.ended != old.ended:
                 self.ends.append(state.ended)
-        newest, new_token = self.content or (BoardState(), 0)
+        if self.content is None:
+            self._answer(node, lambda now: node.machine.board_read(None, None, now))
+            return
+        newest, new_token = self.content
         if self.lose_replies and self._world.random.random() < 0.5:
             self._answer(node, lambda now: node.machine.board_failed("reply lost", now))
         else:

@@ -33,7 +33,7 @@ from elastic_trainer.event_log import EventLog
 from elastic_trainer.events import Event
 from elastic_trainer.failures import Action, Kind
 from elastic_trainer.heartbeat import Request
-from elastic_trainer.script_steps import WRITER, newest_step
+from elastic_trainer.script_steps import WRITER, newest_shown, newest_step
 
 HANDLER = """
 import signal, sys, time
@@ -253,6 +253,112 @@ def test_steps_count_from_the_beginning_of_the_training(
             t.until(lambda step=step: newest_step(tmp_path) == step, f"no step {step}")
 
     run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
+
+
+BEGINS_ANEW = """
+import time
+import torch
+parameter = torch.nn.Parameter(torch.zeros(1))
+parameter.grad = torch.ones(1)
+optimizer = torch.optim.Adam([parameter])
+for step in range(8):
+    optimizer.step()
+    time.sleep(0.05)
+time.sleep(60)
+"""
+
+
+def shown_before(folder: Path, *, node: str, epoch: int, from_scratch: int = 0) -> None:
+    """Have a node of an earlier epoch, or attempt, show 50 steps of a script."""
+    log = EventLog(folder, f"{WRITER}{node}", node=node, epoch=epoch)
+    what = {"first": 1, "origin": 1, "by": "optimizer", "from_scratch": from_scratch}
+    log.emit("script.progress", step=50, **what)
+    log.close()
+
+
+def of_script(folder: Path, name: str, *, epoch: int) -> list[dict[str, Any]]:
+    """Return what this node has put on record of the script in an epoch."""
+    path = folder / "events" / f"{WRITER}n1.jsonl"
+    events = map(Event.decode, path.read_text().splitlines() if path.exists() else [])
+    return [each.fields for each in events if each and (each.event, each.epoch) == (name, epoch)]
+
+
+def test_of_two_nodes_the_one_with_rank_0_sees_a_restart_from_scratch(tmp_path: Path) -> None:
+    """Also the first time that it speaks: the node that did so before has left its record."""
+    (tmp_path / "script.py").write_text(BEGINS_ANEW)
+    task = Task(kind="script", target=str(tmp_path / "script.py"))
+    shown_before(tmp_path, node="n0", epoch=1)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(1, a.OTHER, a.ME))
+        m.expect(WorkersRunning)
+        m.say(a.formed(2, a.ME, a.OTHER))
+        m.expect(WorkersRunning)
+        t.until(lambda: of_script(tmp_path, "script.restarted", epoch=2), "no restart is seen")
+        m.say(a.formed(3, a.OTHER, a.ME))
+        m.expect(WorkersRunning)
+        shown_before(tmp_path, node="n0", epoch=3, from_scratch=1)
+        m.say(a.formed(4, a.ME, a.OTHER))
+        m.expect(WorkersRunning)
+        report = m.expect(WorkersFailed)
+        assert isinstance(report, WorkersFailed)
+        assert "HF517" in report.failure.detail
+        assert report.failure.action is Action.STOP
+
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+    run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
+    (seen,) = of_script(tmp_path, "script.restarted", epoch=2)
+    assert (seen["first"], seen["newest"], seen["from_scratch"], seen["stops"]) == (1, 50, 1, False)
+    assert not of_script(tmp_path, "script.restarted", epoch=3), "rank 0 is on another node"
+    (seen,) = of_script(tmp_path, "script.restarted", epoch=4)
+    assert (seen["from_scratch"], seen["stops"]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("before", "allowed", "count", "stops"),
+    [(0, False, 1, False), (1, False, 2, True), (1, True, 2, False)],
+)
+def test_restarts_from_scratch_count_on_from_one_attempt_to_the_next(
+    tmp_path: Path, before: int, allowed: bool, count: int, stops: bool
+) -> None:
+    (tmp_path / "script.py").write_text(BEGINS_ANEW)
+    task = Task(kind="script", target=str(tmp_path / "script.py"))
+    shown_before(tmp_path, node="n7", epoch=3, from_scratch=before)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(4, a.ME))
+        m.expect(WorkersRunning)
+        if stops:
+            m.expect(WorkersFailed)
+        t.until(lambda: of_script(tmp_path, "script.restarted", epoch=4), "no restart is seen")
+
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+    run(tmp_path, task, play, shown=shown, record_dir=tmp_path, from_scratch=allowed)
+    (seen,) = of_script(tmp_path, "script.restarted", epoch=4)
+    assert (seen["from_scratch"], seen["stops"], seen["redone"]) == (count, stops, 50)
+    if stops:  # who starts it once more has the same two tries
+        newest = newest_shown(tmp_path)
+        assert newest is not None
+        assert (newest.epoch, newest.from_scratch) == (4, 0)
+
+
+@pytest.mark.parametrize("newest", [None, 50])
+def test_a_script_that_ends_well_without_any_step_is_on_record(
+    tmp_path: Path, newest: int | None
+) -> None:
+    (tmp_path / "script.py").write_text("pass")
+    task = Task(kind="script", target=str(tmp_path / "script.py"), count_steps=False)
+    if newest:
+        shown_before(tmp_path, node="n7", epoch=3)
+
+    def play(m: a.ScriptedMembership) -> None:
+        m.say(a.formed(4, a.ME))
+        m.expect(WorkersRunning)
+        m.expect(WorkersEnded)
+
+    shown = EventLog(tmp_path, f"{WRITER}n1", node="n1")
+    run(tmp_path, task, play, shown=shown, record_dir=tmp_path)
+    assert of_script(tmp_path, "script.silent", epoch=4) == [{"newest": newest}]
 
 
 def test_streams_have_logs_and_the_console_of_their_own(tmp_path: Path, capfd) -> None:

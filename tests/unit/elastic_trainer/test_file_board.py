@@ -6,6 +6,8 @@ import errno
 import multiprocessing
 import os
 import random
+import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,6 +46,32 @@ def test_empty_then_swapped(tmp_path):
 
 def test_swap_on_an_empty_board_with_a_token_loses(tmp_path):
     assert FileBoard(tmp_path).set_state(b"x", 7) is None
+
+
+def test_a_folder_that_was_removed_is_an_empty_board_and_made_again(tmp_path):
+    board = FileBoard(tmp_path / "run" / "board")
+    _, version, _ = board.set_state(b"one")
+    shutil.rmtree(tmp_path / "run")
+    assert board.get_state() is None
+    assert board.set_state(b"late", version) is None
+    assert board.set_state(b"again") == (b"again", 1, True)
+    assert board.get_state() == (b"again", 1)
+
+
+def test_a_folder_is_not_made_again_where_its_file_system_is_gone(tmp_path):
+    """What is written below the mount point is another board."""
+    if tmp_path.stat().st_dev == Path("/dev/shm").stat().st_dev:
+        pytest.skip("no second file system")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
+        (tmp_path / "mount").symlink_to(mounted)
+        board = FileBoard(tmp_path / "mount" / "run" / "board")
+        board.set_state(b"one")
+        (tmp_path / "mount").unlink()
+        (tmp_path / "mount").mkdir()
+        for call in (board.get_state, lambda: board.set_state(b"two", 1)):
+            with pytest.raises(FileNotFoundError):
+                call()
+        assert list((tmp_path / "mount").iterdir()) == []
 
 
 def test_second_board_sees_what_the_first_wrote(tmp_path):
@@ -296,12 +324,6 @@ def test_unusable_directory_raises_oserror(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         FileBoard(tmp_path / "file" / "board")
-    board = FileBoard(tmp_path / "board")
-    (tmp_path / "board").rmdir()
-    with pytest.raises(FileNotFoundError):
-        board.get_state()
-    with pytest.raises(FileNotFoundError):
-        board.set_state(b"x")
 
 
 def test_update_gives_up_when_told_and_writes_nothing_unchanged(tmp_path):

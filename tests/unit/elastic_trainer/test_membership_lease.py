@@ -10,7 +10,7 @@ from membership_sim import Cluster
 from test_membership import coordinator, others, settings, started
 
 from elastic_trainer.agent.membership.coordinator import STRAYS_S
-from elastic_trainer.agent.membership.notices import StopAsked
+from elastic_trainer.agent.membership.notices import StopAsked, WorkersEnded
 
 
 def test_a_second_job_is_refused_and_named():
@@ -181,10 +181,53 @@ def test_a_lease_won_unheard_is_taken_up(seed):
     cluster.run_until(cluster.settled, within=2.0)
 
 
-def test_epochs_rise_also_over_a_board_that_was_emptied():
+def test_a_board_that_was_emptied_is_put_back_and_the_epoch_runs_on():
+    cluster = started(3)
+    before, _ = cluster.board.content
+    cluster.board.empty()
+    cluster.run(cluster.now + 2 * cluster.settings.lease_renew_s)
+    now, _ = cluster.board.content
+    assert (now.epoch, now.lease.holder) == (before.epoch, before.lease.holder)
+    assert cluster.settled()
+    assert max(cluster.published) == 1
+    cluster.board.empty()
+    cluster.kill(others(cluster)[0])
+    cluster.run_until(lambda: cluster.settled() and max(cluster.published) == 2, within=10.0)
+
+
+def test_epochs_rise_also_where_the_coordinator_dies_with_the_board():
     cluster = started(2)
-    cluster.board.content = None
+    cluster.board.empty()
+    cluster.kill(coordinator(cluster))
     cluster.run_until(lambda: cluster.settled() and max(cluster.published) > 1, within=30.0)
+
+
+def test_the_end_of_a_job_is_put_on_a_board_that_was_emptied():
+    cluster = started(2)
+    cluster.board.empty()
+    cluster.report(coordinator(cluster), StopAsked(reason="SIGTERM", signal="SIGTERM"))
+    for node in list(cluster.up):
+        cluster.report(node, WorkersEnded(epoch=1, finished=True, step=9, saved=True))
+    cluster.run_until(lambda: all(node.stopped for node in cluster.nodes), within=3.0)
+    assert cluster.board.content[0].ended.code == 0
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_only_a_board_that_is_gone_for_good_ends_a_job_that_needs_an_epoch(gone):
+    cluster = started(2)
+    cluster.board.gone = gone
+    cluster.board.down_until = cluster.now + 60.0
+    leads = coordinator(cluster)
+    cluster.run(cluster.now + 20.0)
+    assert not leads.stopped, "a running epoch needs no board"
+    cluster.kill(others(cluster)[0])
+    cluster.run(cluster.now + 20.0)
+    assert bool(leads.stopped) is gone
+    if gone:
+        assert leads.stopped.code == 93
+        assert "HF523" in leads.stopped.reason
+    else:
+        cluster.run_until(lambda: cluster.settled() and max(cluster.published) == 2, within=60.0)
 
 
 def test_a_live_lease_is_not_taken_where_its_address_means_another_machine():

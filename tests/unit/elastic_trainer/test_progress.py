@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_trainer.agent.workers.workers import has_run
 from elastic_trainer.heartbeat import Heartbeat, Request, Section
 from elastic_trainer.progress import StepCounter, own_count
 from elastic_trainer.script_steps import Shown, Source, restart
@@ -221,3 +222,15 @@ def test_progress_needs_no_torch_and_no_agent(tmp_path: Path) -> None:
         assert heartbeat.read().step == 7
         assert heartbeat.read().counter == 1
     heartbeat.close()
+
+
+def test_an_evaluation_before_the_first_step_is_no_step(counter) -> None:
+    """Nor is what comes after it; a later one is among steps."""
+    reports, heartbeat = counter
+    reports.report(7, Section.FIRST_STEP)
+    for section in (Section.EVALUATING, Section.SAVING, Section.STEP):
+        reports.report(section=section)
+        assert not has_run(heartbeat.read())
+    reports.report(8)
+    reports.report(section=Section.EVALUATING)
+    assert (heartbeat.read().section, has_run(heartbeat.read())) == (Section.EVALUATING, True)

@@ -5,6 +5,7 @@ import hmac
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import socket
 import threading
 import time
@@ -67,6 +68,15 @@ def test_the_file_is_private_and_the_same_for_all(tmp_path):
     assert make_secret(tmp_path).sign(b"x") == first.sign(b"x") == load_secret(tmp_path).sign(b"x")
     assert os.listdir(tmp_path) == [SECRET_NAME]  # noqa: PTH208  names only
     assert text.strip() not in repr(first) + str(first)
+
+
+def test_a_secret_is_put_back_where_there_is_none(tmp_path):
+    ours = make_secret(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    ours.publish(tmp_path / "run")
+    assert load_secret(tmp_path / "run").sign(b"x") == ours.sign(b"x")
+    make_secret(tmp_path / "other").publish(tmp_path / "run")
+    assert load_secret(tmp_path / "run").sign(b"x") == ours.sign(b"x")
 
 
 def _make(folder, pipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 
 import pytest
@@ -33,6 +34,16 @@ def test_what_is_put_is_on_the_file_at_once(tmp_path):
     file.put(b"more\n")
     assert file.close()
     assert (tmp_path / "new" / "a.jsonl").read_text().endswith("99\nmore\n")
+
+
+def test_a_file_that_was_removed_is_made_again(tmp_path):
+    file = WriteBehind(tmp_path / "run" / "events" / "a.jsonl")
+    file.put(b"lost\n")
+    assert file.flush(10)
+    shutil.rmtree(tmp_path / "run")
+    file.put(b"kept\n")
+    assert file.close()
+    assert (tmp_path / "run" / "events" / "a.jsonl").read_text() == "kept\n"
 
 
 def test_frozen_storage_holds_a_caller_up_once_and_the_lines_come_later(tmp_path, monkeypatch):

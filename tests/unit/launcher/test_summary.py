@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from synthetic_record import STEP_S, Stream, config_of, storm
 
 from elastic_trainer.ledger_audit import LedgerAudit
+from launcher.backends.base import JobState
+from launcher.ops.local.job import AttemptResult, closing_lines
+from launcher.ops.watching.why import Why
 from launcher.record import timeline
 from launcher.record.summary import summarise
 
@@ -103,6 +106,36 @@ def test_of_a_script_steps_redone_are_counted_from_where_it_began_again(first, b
     assert [(each["from_step"], each["to_step"]) for each in summary["layouts"]] == layouts
     [failure] = summary["failures"]
     assert (failure["steps_redone"], failure["from_scratch"]) == (redone, bool(scratch))
+
+
+def test_of_a_script_that_showed_no_step_nobody_knows_what_it_did_again():
+    stream = Stream().start().form(["node0"], resume=0).kill_node("node0")
+    script = replace(config_of(100), command="train.py")
+    stream.form(["node0"], resume=0)
+    assert summarise(stream.end().events, config=script, code=0)["steps_redone"] is None
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_restart_from_scratch_is_a_warning_unless_the_job_allows_it(allowed, tmp_path):
+    stream = Stream().start().form(["node0"], resume=0)
+    shown = {"node": "node0", "first": 1, "by": "optimizer"}
+    stream.add("script.progress", epoch=1, step=76, **shown)
+    stream.kill_node("node0").form(["node0"], resume=0)
+    stream.add("script.restarted", epoch=2, step=1, node="node0", from_scratch=1)
+    stream.add("script.progress", epoch=2, step=100, **shown)
+    script = replace(config_of(100), command="train.py")
+    script = replace(script, elastic=replace(script.elastic, from_scratch=allowed))
+    result = AttemptResult(
+        run_dir=tmp_path,
+        config=script,
+        code=0,
+        interrupted=False,
+        why=Why(state=JobState.DONE, short=""),
+        summary=summarise(stream.end().events, config=script, code=0),
+        events=stream.events,
+    )
+    [line] = [line for line in closing_lines(result).splitlines() if "from scratch" in line]
+    assert ("76" in line, "warning" in line) == (True, not allowed)
 
 
 def test_what_an_epoch_went_back_from_is_not_gone_back_from_again():

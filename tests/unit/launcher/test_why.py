@@ -101,6 +101,15 @@ def test_a_failure_names_rank_evidence_and_how_to_fix_it(tmp_path):
     assert f"holdfast run --resume {tmp_path}" in why.how_to_fix
 
 
+def test_a_failure_that_an_epoch_recovered_from_did_not_end_the_job(tmp_path):
+    stream = failed().form(["node0"], resume=0)
+    stream.add("job.stopped", code=93, reason="HF517 it began at step 1 again")
+    why = told(tmp_path, stream, 93)
+    assert "HF517" in why.short
+    assert why.failure is None
+    assert not any("first failure" in line for line in why.more)
+
+
 def test_where_no_worker_failed_an_agents_log_is_the_evidence(tmp_path):
     stream = Stream().start()
     stream.add("agent.exit", node="node0", code=93, reason="job other-7 holds this run")
@@ -148,7 +157,13 @@ def test_the_code_of_a_local_job(codes, stopped_with, code):
 def test_a_users_mistake(tmp_path, stream, code, is_user_error):
     why = told(tmp_path, stream, code)
     result = AttemptResult(
-        run_dir=tmp_path, code=code, interrupted=False, why=why, summary={}, events=[]
+        run_dir=tmp_path,
+        config=config_of(1),
+        code=code,
+        interrupted=False,
+        why=why,
+        summary={},
+        events=[],
     )
     assert result.is_user_error == is_user_error
 
