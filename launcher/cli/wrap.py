@@ -66,8 +66,9 @@ def wrap(*, file: Path, output: Path | None, runs: str | None, as_json: bool) ->
             ]
             if made.backoff_limit is not None:
                 notes.append(
-                    f"backoffLimit: {made.backoff_limit} no longer ends the job: with restartPolicy: "
-                    "ExitCode the agents' restart budget does, and nothing where no agent can start"
+                    f"backoffLimit: {made.backoff_limit} no longer ends the job: with "
+                    "restartPolicy: ExitCode the agents' restart budget does, and nothing where no "
+                    "agent can start"
                 )
         else:
             script = wrap_script(text)

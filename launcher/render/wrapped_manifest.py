@@ -68,7 +68,7 @@ class Wrapped:
     secrets: tuple[str, ...]
     """Texts in the manifest that are not to be shown."""
     backoff_limit: object
-    """The manifest's own, which counted restarts, and does no more; None: it has none, or did not."""
+    """The manifest's own, where it counted restarts and does no more."""
 
 
 def is_manifest(text: str) -> bool:

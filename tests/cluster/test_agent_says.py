@@ -164,24 +164,24 @@ def test_a_failure_and_the_end_are_said_with_the_lines_that_are_on_no_console(te
 
 def test_a_standalone_job_leaves_nothing_in_tmp_after_a_good_end(terminal):
     """But what its script has made there, or said to no console."""
-    before = set(Path("/dev/shm").glob("holdfast-*"))
+    own = f"own-{os.getpid()}"  # other tests have folders there too
+    alone = ("--standalone", "--rdzv-id", own)
     (terminal.folder / "good.py").write_text("import sys\nopen(sys.argv[1], 'w').write('x')")
-    code, said = terminal.run("--standalone", "good.py", "out")
+    code, said = terminal.run(*alone, "good.py", "out")
     assert (code, len(lines(said))) == (0, 2), "where the record is, and that it showed no step"
-    logged = ["--standalone", "--rdzv-id", "a", "--log-dir", "logs", "good.py", "out"]
-    assert terminal.run(*logged)[0] == 0
-    assert terminal.run("--standalone", "--nnodes", "x", "good.py", "out")[0] == 93
+    assert terminal.run(*alone, "--log-dir", "logs", "good.py", "out")[0] == 0
+    assert terminal.run(*alone, "--nnodes", "x", "good.py", "out")[0] == 93
     assert list(terminal.tmp.glob("holdfast*")) == []
-    assert len(list(terminal.folder.glob("logs/a/0/*/0.stdout.log"))) == 1
-    assert terminal.run("--standalone", "-r", "3", "good.py", "out")[0] == 0
-    assert len(list(terminal.tmp.glob("holdfast-*/logs/0/*/0.stdout.log"))) == 1
-    code, said = terminal.run("--standalone", "good.py", "{run_dir}/model")
+    assert len(list(terminal.folder.glob(f"logs/{own}/0/*/0.stdout.log"))) == 1
+    assert terminal.run(*alone, "-r", "3", "good.py", "out")[0] == 0
+    assert len(list(terminal.tmp.glob("holdfast-*/**/0.stdout.log"))) == 1
+    code, said = terminal.run(*alone, "good.py", "{run_dir}/model")
     kept = Path(lines(said)[-1].split()[-1])
     assert (kept / "model").read_text() == "x"
-    code, said = terminal.run("--standalone", "--max-restarts", "0", "good.py", "/dev/null/x")
+    code, said = terminal.run(*alone, "--max-restarts", "0", "good.py", "/dev/null/x")
     assert code == 94
     assert Path(lines(said)[-1].split()[-1], "events").is_dir()
-    assert set(Path("/dev/shm").glob("holdfast-*")) <= before
+    assert not [*Path("/dev/shm").glob(f"holdfast-{own}-*")]
 
 
 SAVES = """
